@@ -144,6 +144,8 @@ class PlanCounts(Frozen):
     """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
     num_control_rows: Count = 0
     """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
+    num_truncated_rows: Count = 0
+    """Rows of which a value was cut; see `prompt.truncate`."""
 
     @property
     def planned_saving_ratio(self) -> float:

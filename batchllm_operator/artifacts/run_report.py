@@ -214,6 +214,8 @@ class RunReport(Frozen):
     """Rows that took their text from an earlier commit. Tokens and ratios exclude them."""
     num_rows_control: Count = 0
     """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
+    num_rows_truncated: Count = 0
+    """Rows of which a value was cut; see `prompt.truncate`."""
     errors_by_kind: dict[str, Count]
     num_requests: Count
     num_groups: Count

@@ -75,6 +75,7 @@ def describe_run(
         num_rows_duplicate=counts.num_duplicate_rows,
         num_rows_reused=counts.num_reused_rows,
         num_rows_control=counts.num_control_rows,
+        num_rows_truncated=counts.num_truncated_rows,
         errors_by_kind=dict(errors.counts),
         num_requests=counts.num_requests,
         num_groups=counts.num_groups,

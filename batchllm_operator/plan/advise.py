@@ -13,13 +13,13 @@ from batchllm_operator.artifacts.stored_plan import check_partition
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
-from batchllm_operator.plan.adapters import RowAdapters, encode
+from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.column_orders import column_orders, take_apart
 from batchllm_operator.plan.input_checks import check_columns, describe_empty
+from batchllm_operator.plan.prompting import Prompter
 from batchllm_operator.planner import TokenTable, optimal_saving_ratio
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import (
-    PromptRenderer,
     TokenIdsDifferError,
     Tokenizer,
     length_fault,
@@ -122,10 +122,10 @@ def _prompts(
 ) -> TokenTable:
     """Token ids of the sampled rows that can be prompted."""
     prompt = spec.prompt.model_copy(update={"template": template})
-    renderer = PromptRenderer(prompt, tokenizer.control_tokens)
+    prompter = Prompter(spec.model_copy(update={"prompt": prompt}), tokenizer, adapters)
     prompts: list[npt.NDArray[np.int32]] = []
     for batch in sample:
-        _, tokens = encode(renderer.render(batch), batch, tokenizer, adapters)
+        tokens = prompter.prompts(batch).tokens
         encoded = map(tokens.prompt, range(len(tokens)))
         prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer)]
     return TokenTable.from_lists(prompts)

@@ -16,14 +16,15 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined
-from batchllm_operator.plan.adapters import RowAdapters, encode
+from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.broken_text import check_text, describe_key
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.input_checks import describe_rows
 from batchllm_operator.plan.neighbours import OneBehind, one_ahead
+from batchllm_operator.plan.prompting import Prompter, Prompts
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault, renderer_of
+from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault
 from batchllm_operator.spec import JobSpec
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
@@ -47,6 +48,8 @@ class Rows:
     """Their estimated output tokens, if a column holds them."""
     num_control: int = 0
     """Rows whose values spell a control token of the model."""
+    num_truncated: int = 0
+    """Rows of which a value was cut."""
 
     @property
     def num_reused(self) -> int:
@@ -95,6 +98,7 @@ def read_rows(
         for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
             rows.num_rows += found.num_rows
             rows.num_control += found.num_control
+            rows.num_truncated += found.num_truncated
             keeper.run(_keep, rows, found, writer)
             progress.advance(found.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter may skip rows
@@ -122,7 +126,8 @@ class Tokenized:
     errors: dict[int, str]
     """Faults by row of the piece, too long prompts included."""
     num_control: int
-    """Rows whose values spell a control token of the model."""
+    num_truncated: int
+    """As in `Prompts`, of which this is a part."""
     kept: pa.Table | None = None
     """With the last piece of a batch: the batch's columns for `open_rows_file`."""
 
@@ -168,7 +173,7 @@ def tokenize(
     Raises:
         ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    renderer = renderer_of(spec.prompt, tokenizer.control_tokens)
+    prompter = Prompter(spec, tokenizer, adapters)
     num_rows, num_at_once = 0, _FIRST_ROWS
     for batch in batches:
         if batch.num_rows == 0:
@@ -177,13 +182,9 @@ def tokenize(
         start = 0
         while start < batch.num_rows:
             piece = batch.slice(start, num_at_once)
-            rendered = renderer.render(piece)
-            num_control = len(rendered.control_rows)
-            rendered = tokenizer.apply_chat_template(rendered)
-            num_at_once = _num_at_once(rendered)
-            rendered, tokens = encode(rendered, piece, tokenizer, adapters)
-            found = _choose(spec, piece, rendered, tokens, tokenizer, num_rows, reuse)
-            found = replace(found, num_control=num_control)
+            prompts = prompter.prompts(piece)
+            num_at_once = _num_at_once(prompts.rendered)
+            found = _choose(spec, piece, prompts, tokenizer, num_rows, reuse)
             errors |= {start + row: error for row, error in found.errors.items()}
             num_rows += piece.num_rows
             start += piece.num_rows
@@ -218,16 +219,15 @@ def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
 def _choose(
     spec: JobSpec,
     piece: pa.RecordBatch,
-    rendered: RenderedPrompts,
-    tokens: TokenTable,
+    prompts: Prompts,
     tokenizer: Tokenizer,
     first_row: int,
     reuse: Reuse | None,
 ) -> Tokenized:
     """The prompts of the next rows, except those that reuse an output, which `reuse` keeps."""
     estimates = _estimates(spec, piece)
-    idxs = rendered.idxs
-    errors = dict(rendered.errors)
+    tokens, idxs = prompts.tokens, prompts.rendered.idxs
+    errors = dict(prompts.rendered.errors)
     lengths = tokens.lengths
     fits = (lengths > 0) & (lengths <= tokenizer.max_prompt_len)
     if not fits.all():
@@ -241,7 +241,8 @@ def _choose(
         if not is_new.all():
             idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
     expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
-    return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors, 0)
+    counts = (prompts.num_control, prompts.num_truncated)
+    return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors, *counts)
 
 
 def _keep(rows: Rows, found: Tokenized, writer: pq.ParquetWriter) -> None:

@@ -235,6 +235,7 @@ def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
         num_exact_saved_tokens=chosen.num_exact_saved_tokens,
         num_reused_rows=rows.num_reused,
         num_control_rows=rows.num_control,
+        num_truncated_rows=rows.num_truncated,
     )
 
 

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from batchllm_operator.errors import ModelError
@@ -19,6 +20,8 @@ from batchllm_operator.prompts.control_tokens import MARK
 _FIRST_SAMPLE: Final = 64
 _LATER_SAMPLE: Final = 512
 """One in so many prompts is checked with the reference, in the first batch and in later ones."""
+_MOST_SAMPLE_CHARS: Final = 1 << 20
+"""Longer texts aren't checked: the reference takes some hundred bytes of memory for each byte."""
 _PROBES: Final = (
     "",
     "  Two spaces, don't  we'LL\tTAB \r\n\r\n \n  x = 12345.67; // 8,9 \u2028\u00a0\u3000 ",
@@ -96,6 +99,15 @@ class PromptEncoder:
         both = TokenTable(token_ids, offsets)
         return both.take(np.argsort([*others, *marked]))
 
+    def spans(self, text: str) -> NDArray[np.int64]:
+        """See `Tokenizer.spans`."""
+        if self._backend is None:
+            (ids,) = self._reference([text])
+            bounds = np.arange(len(ids) + 1) * len(text) // max(1, len(ids))
+            return np.stack([bounds[:-1], bounds[1:]], axis=1)
+        offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        return np.array(offsets, dtype=np.int64).reshape(-1, 2)
+
     def drop_marks(self, control: Iterable[str]) -> Callable[[str], bool] | None:
         """From now on, drop marks in texts after the search for the tokens `control`.
 
@@ -125,7 +137,9 @@ class PromptEncoder:
     def _encode_unmarked(self, texts: Sequence[str]) -> TokenTable:
         if self._fast is None or not texts or any(_DISPUTED in text for text in texts):
             return self._encode_plainly(texts)
-        sample = self._next_sample(len(texts))
+        sample = [
+            idx for idx in self._next_sample(len(texts)) if len(texts[idx]) <= _MOST_SAMPLE_CHARS
+        ]
         try:
             with ThreadPoolExecutor(1) as thread:  # the reference works on one core
                 expected = thread.submit(self._encode_sample, sample, texts)
@@ -172,7 +186,9 @@ class PromptEncoder:
         self._num_until_sample = max(0, following - num_texts)
         return sample
 
-    def _encode_sample(self, sample: range, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+    def _encode_sample(
+        self, sample: Sequence[int], texts: Sequence[str]
+    ) -> Sequence[Sequence[int]]:
         return self._reference([texts[idx] for idx in sample]) if sample else []
 
     def _encode_fast(self, texts: Sequence[str]) -> TokenTable:
@@ -238,7 +254,9 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"  # each library has its own, not importable
 
 
-def _agree(encoded: TokenTable, sample: range, expected: Sequence[Sequence[int]] | None) -> bool:
+def _agree(
+    encoded: TokenTable, sample: Sequence[int], expected: Sequence[Sequence[int]] | None
+) -> bool:
     """Whether the prompts at `sample` have the expected ids."""
     return expected is None or all(
         np.array_equal(encoded.prompt(idx), token_ids)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model import (
@@ -33,6 +34,8 @@ from batchllm_operator.spec.limits import shown
 
 PROMPT_TOO_LONG: Final = "prompt_too_long"
 _UTF8_MAX_LEN: Final = 4096
+_LEAST_BYTES: Final = 1 << 20
+"""Tokenized in any case: some tokenizers drop white space, or make one token of a long word."""
 _MOST_NAMED: Final = 5
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,10 @@ class Tokenizer(Protocol):
         """Most tokens of a prompt."""
 
     @property
+    def max_prompt_bytes(self) -> int:
+        """Most bytes of a text that can be a prompt; a longer one isn't worth tokenizing."""
+
+    @property
     def vocabulary_bound(self) -> int:
         """Above all token ids."""
 
@@ -87,6 +94,12 @@ class Tokenizer(Protocol):
 
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
         """The tokens by which a model gives each answer to a prompt."""
+
+    def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
+        """The places of the tokens of texts by themselves: [num_tokens, 2] begin and end in a text.
+
+        A tokenizer that doesn't tell them has tokens of equal size. None has no tokens.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, for people: invalid bytes are replaced."""
@@ -117,10 +130,13 @@ class ModelTokenizer:
         self._decode = own.decode
         # Before encoding, which changes the tokenizer's own JSON.
         self.fingerprint = own.fingerprint
-        self.vocabulary_bound = _vocabulary_bound(own.vocabulary(), model.path)
+        vocabulary = own.vocabulary()
+        self.vocabulary_bound = _vocabulary_bound(vocabulary, model.path)
         length = find_length(own.config, files, spec.engine, is_pooled=spec.is_pooled)
         self.max_model_len = _chosen_length(spec, length)
         self.max_prompt_len = _max_prompt_len(spec, self.max_model_len)
+        longest = max((len(token.encode(errors="replace")) for token in vocabulary), default=1)
+        self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len * longest)
         self.model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
         # Here, so that its memory counts as resident before any row is read.
         self._encoder = PromptEncoder(
@@ -212,6 +228,9 @@ class ModelTokenizer:
         head = [] if system is None else [{"role": "system", "content": system}]
         return self._chat.render([[*head, {"role": "user", "content": text}] for text in texts])
 
+    def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
+        return [self._encoder.spans(text or "") for text in texts]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids)
 
@@ -228,6 +247,7 @@ class Utf8Tokenizer:
         self.files = _local_files(spec.model.path)
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
         self.max_prompt_len = _max_prompt_len(spec, self.max_model_len)
+        self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len)
         self._answer_prefix = spec.prompt.answer_prefix or ""
 
     def be_exact(self) -> None:
@@ -244,6 +264,14 @@ class Utf8Tokenizer:
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
         """The first byte of each answer stands for all of it: no word is one byte."""
         return [list(answer.encode("utf-8", errors="replace")[:1]) for answer in answers]
+
+    def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
+        found = []
+        for text in texts:
+            sizes = [len(char.encode("utf-8", errors="replace")) for char in text or ""]
+            places = np.repeat(np.arange(len(sizes)), sizes)
+            found.append(np.stack([places, places + 1], axis=1))
+        return found
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")

@@ -114,6 +114,7 @@ def _input(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
         _amount("Duplicate rows", before.num_rows_duplicate, after.num_rows_duplicate),
         _amount("Reused rows", before.num_rows_reused, after.num_rows_reused),
         _amount("Rows with control tokens", before.num_rows_control, after.num_rows_control),
+        _amount("Rows that were cut", before.num_rows_truncated, after.num_rows_truncated),
         _amount("Requests", before.num_requests, after.num_requests),
         _amount("Shared groups", before.num_shared_groups, after.num_shared_groups),
         _amount("Prompt tokens", before.num_logical_tokens, after.num_logical_tokens),

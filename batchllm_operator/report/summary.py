@@ -18,11 +18,12 @@ def format_summary(report: RunReport) -> str:
     workers = "" if report.num_workers is None else f" by {counted(report.num_workers, 'worker')}"
     reused = f", {report.num_rows_reused:,} reused" if report.num_rows_reused else ""
     control = f", {report.num_rows_control:,} spell control tokens" * bool(report.num_rows_control)
+    cut = f", {report.num_rows_truncated:,} cut" * bool(report.num_rows_truncated)
     lines = [
         f"job {report.job}, partition {report.ds}",
         f"  rows           {report.num_rows_in:,} in, {report.num_rows_out:,} out,"
         f" {report.num_rows_failed:,} failed{failed and ' (' + failed[2:] + ')'},"
-        f" {counted(report.num_rows_duplicate, 'duplicate')} generated once{reused}{control}",
+        f" {counted(report.num_rows_duplicate, 'duplicate')} generated once{reused}{control}{cut}",
         f"  prompt tokens  {report.num_logical_tokens:,} logical,"
         f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
         *_answer_lines(report),

@@ -172,7 +172,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then what the task says, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
     tokenizer, adapters = reading.tokenizer(task.is_exact)
-    num_rows, num_control, differs = 0, 0, False
+    num_rows, counts, differs = 0, {"num_control_rows": 0, "num_truncated_rows": 0}, False
     with ExitStack() as stack:
         path = stack.enter_context(scratch_folder()) / "rows"
         writer = stack.enter_context(open_rows_file(path, spec, reading.snapshot.schema))
@@ -182,7 +182,8 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
             batches = checked(spec, scanned, task.where, first_row, reading.stored)
             for found in tokenize(spec, batches, tokenizer, adapters):
                 num_rows += found.num_rows
-                num_control += found.num_control
+                counts["num_control_rows"] += found.num_control
+                counts["num_truncated_rows"] += found.num_truncated
                 if found.kept is not None:
                     writer.write_table(found.kept)
                 if len(found.tokens):
@@ -192,7 +193,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
         writer.close()
         file = task.staging.publish(path, "rows", num_rows)
     result = {"part": part.number, "file": file.model_dump(mode="json"), "differs": differs}
-    result["counts"] = {"num_control_rows": num_control}
+    result["counts"] = counts
     row = {"range": len(task.ranges), "head": b"", "key": json.dumps(result).encode()}
     row |= {"place": part.number, "output_tokens": 0}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from batchllm_operator.spec.limits import check_values
-from batchllm_operator.spec.sections import NonEmpty, Section
+from batchllm_operator.spec.sections import NonEmpty, Section, by_name
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -99,6 +99,7 @@ def _as_tools(value: object) -> str | None:
     return text if tools else None
 
 
+Cut = Literal["end", "middle", "start"]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 _Arguments = Annotated[
     str | None,
@@ -163,11 +164,16 @@ class PromptSpec(Section):
     which a row could end its turn in a chat and begin another. `text`: ordinary text, the default
     where the model's chat template is used; `keep`: the token, as in vLLM itself, the default
     elsewhere, as columns may hold prompts that are complete; `reject`: the row fails."""
+    truncate: Annotated[dict[NonEmpty, Cut], AfterValidator(by_name)] = Field(default_factory=dict)
+    """Columns whose values are cut where a prompt is too long, and what is cut off: the `end`, the
+    `middle` or the `start`. A prompt is cut to leave room for `sampling.max_tokens`, or for half of
+    the model's length if that is less; several columns lose the same share of their tokens.
+    Without it, a prompt that the model can't take fails its row. Not for `messages`."""
     constant: bool = False
     """Allow a prompt without any column, the same for all rows: for several samples of one prompt,
     with a `temperature`. Without it such a prompt is refused, as a place is missing."""
     later_fields = frozenset({"turns", "messages", "chat_template_kwargs", "tools"}) | {
-        *("answer_prefix", "constant", "special_tokens"),
+        *("answer_prefix", "constant", "special_tokens", "truncate"),
     }
 
     @model_validator(mode="before")
@@ -200,6 +206,10 @@ class PromptSpec(Section):
             )
         if self.system is not None and self.turns and self.turns[0].role in SYSTEM_ROLES:
             raise ValueError("system: the first of turns is one already; leave one of them out")
+        if self.truncate and self.messages is not None:
+            raise ValueError("truncate: cuts columns of template and turns; messages are whole")
+        if absent := sorted(self.truncate.keys() - set(self.columns)):
+            raise ValueError(f"truncate: {self.field} places no column {absent[0]!r}")
         if not self.columns and not self.constant:
             raise ValueError(
                 f"{self.field}: places no column, so that all rows would have the same prompt;"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
 
 from batchllm_operator.spec.addresses import TableAddress, check_folder, scheme_of
 
+_Value = TypeVar("_Value")
 TARGET_FILE_BYTES: Final = 512 << 20
 
 
@@ -53,9 +54,9 @@ def _check_model(path: str) -> str:
     return path
 
 
-def _by_name(adapters: dict[str, str]) -> dict[str, str]:
+def by_name(values: dict[str, _Value]) -> dict[str, _Value]:
     """In an order that a stored spec keeps: JSON's objects have none."""
-    return dict(sorted(adapters.items()))
+    return dict(sorted(values.items()))
 
 
 def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], _LIST]
 TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
 ModelPath = Annotated[NonEmpty, AfterValidator(_check_model)]
-Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(_by_name)]
+Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(by_name)]
 
 
 def _kinds(annotation: object) -> Iterator[object]:

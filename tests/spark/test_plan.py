@@ -124,6 +124,17 @@ def test_its_job_publishes_what_a_local_plan_does(lake: Path, small_ranges: None
     assert faults == {rows[7]["row_key"]: "rejected", rows[90]["row_key"]: "rejected"}
 
 
+def test_it_cuts_the_same_rows(lake: Path, small_ranges: None) -> None:
+    changes: dict[str, Any] = {
+        "prompt": {"truncate": {"document": "middle"}},
+        "engine": {"max_model_len": 140},
+    }
+    local, plan = plan_job(job(lake, **changes), DS), plan_on_spark(job(lake, **changes), DS)
+    for name in ("num_truncated_rows", "num_rejected_rows", "num_logical_tokens", "num_requests"):
+        assert getattr(plan.manifest.counts, name) == getattr(local.manifest.counts, name), name
+    assert plan.manifest.counts.num_truncated_rows == NUM_ROWS
+
+
 def test_planning_again_gives_the_same_bytes(lake: Path, small_ranges: None) -> None:
     first = plan_on_spark(job(lake), DS)
     written = {name: first.folder.read_bytes(name) for name in first.manifest.files}
@@ -319,6 +330,8 @@ def test_wrong_ids_of_the_fast_tokenizer(
 def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Differing:
         max_model_len = 1000
+        max_prompt_len = 999
+        max_prompt_bytes = 1 << 20
         control_tokens = ControlTokens()
 
         def apply_chat_template(self, rendered: Any) -> Any:
