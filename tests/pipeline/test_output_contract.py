@@ -231,6 +231,33 @@ def test_what_delta_rs_cannot_write_plan_refuses_with_the_error_of_commit(
     assert sorted(found or "") == sorted(said)  # delta-rs lists features in any order
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("write.parquet.compression-codec", "nonsense"),
+        ("write.parquet.compression-codec", "lzo"),
+        ("write.metadata.metrics.default", "bogus"),
+        ("write.parquet.page-size-bytes", "many"),
+        ("write.parquet.bloom-filter-enabled.column.n", None),
+    ],
+)
+@pytest.mark.parametrize("lake", ["iceberg"], indirect=True)
+def test_a_property_that_pyiceberg_cannot_write_by_is_refused_by_plan(
+    lake: Lake, tmp_path: Path, name: str, value: str | None
+) -> None:
+    write_input(tmp_path, {})
+    create(lake, tmp_path)
+    assert isinstance(lake, IcebergLake)
+    with lake.load().transaction() as change:
+        change.set_properties({name: value or "true"})
+    spec = spec_of(lake, tmp_path, [])
+    if value is None:  # without an effect
+        plan_job(spec, DS)
+        return
+    with pytest.raises(TableError, match=f"(?i)pyiceberg refuses it: .*{value}"):
+        plan_job(spec, DS)
+
+
 @pytest.mark.parametrize("lake", ["delta"], indirect=True)
 def test_a_partition_of_a_table_that_is_only_appended_to_is_refused_by_plan(
     lake: Lake, tmp_path: Path, no_pictures: None

@@ -24,6 +24,7 @@ from batchllm_operator.lake.iceberg.publish import (
 )
 from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.staging import IcebergStaging
+from batchllm_operator.lake.iceberg.write import check_writer
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
@@ -141,7 +142,8 @@ class IcebergTable:
         old = [task.file for task in view.tasks()]
         new = check_takes(table, view, old, rows, add_columns=add_columns)
         with iceberg_errors(self.uri):
-            Overwrite(table, iceberg_schema(pa.schema([rows.field(name) for name in new])))
+            added = iceberg_schema(pa.schema([rows.field(name) for name in new]))
+            check_writer(table, Overwrite(table, added).metadata)
         return stored_columns(self.uri, table, rows)
 
     def staging(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 from pyiceberg.io import InputFile, OutputFile, OutputStream
 from pyiceberg.io.fileformat import DataFileStatistics, FileFormatFactory
-from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.io.pyarrow import PyArrowFileIO, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
 from pyiceberg.table import Table, TableProperties
@@ -31,6 +33,28 @@ _BY_COLUMN: Final = ("column_sizes", "value_counts", "null_value_counts", "nan_v
 
 def _texts(values: Mapping[int, bytes] | None) -> dict[int, str]:
     return {name: value.hex() for name, value in (values or {}).items()}
+
+
+def check_writer(table: Table, metadata: TableMetadata) -> None:
+    """Write a file without rows to local disk, with the table's properties.
+
+    Raises:
+        ValueError: pyiceberg or Arrow refuses a property.
+    """
+    table.location_provider()
+    schema = metadata.schema()
+    with tempfile.TemporaryDirectory(prefix="batchllm-iceberg-") as folder:
+        file = PyArrowFileIO().new_output(f"{folder}/data.parquet")
+        model = FileFormatFactory.get(FileFormat.PARQUET)
+        try:
+            with (
+                warnings.catch_warnings(action="ignore"),  # of properties without an effect
+                model.create_writer(file, schema, {**_NO_LIMIT, **metadata.properties}) as writer,
+            ):
+                writer.write(schema_to_pyarrow(schema).empty_table())
+            writer.result()
+        except OSError as error:  # Arrow's, of a codec that it lacks
+            raise ValueError(str(error)) from error
 
 
 class _CountedFile(OutputFile):
