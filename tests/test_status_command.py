@@ -18,6 +18,8 @@ from support.fake_job import DS, job_fields
 from support.staged_job import Engines, plan_one_shard
 
 from batchllm_operator.artifacts import job_status
+from batchllm_operator.artifacts.refusal import Refusal
+from batchllm_operator.artifacts.run_report import Bill
 from batchllm_operator.artifacts.status import (
     JobStatus,
     ShardState,
@@ -87,6 +89,24 @@ def test_the_table_shows_each_shard() -> None:
         ["3", "silent", "20/100 (20 %)", "0/10", "no sign for 5 min 30 s"],
     ]
     assert lines[6:] == ["  shard 2: no memory�[31m left"]
+
+
+def test_rejected_rows_and_a_refused_commit_are_named() -> None:
+    refusal = Refusal(plan_id="p", refused_at=NOW, reason="3 of 30 rows failed\x1b[31m")
+    bill = Bill(gpu_s=None, usd_per_hour=3.6, gpu="H100", predicted_gpu_s=100.0)
+    status = replace(
+        job(shard(0, "finished", 100)), num_rows_rejected=2, refusal=refusal, bill=bill
+    )
+    lines = format_status(status).splitlines()
+    assert " rows, 2 rejected, shards: 1 finished" in lines[0]
+    when = f"{NOW:%Y-%m-%d %H:%M}"
+    assert (
+        lines[-1]
+        == f"  commit refused, {when} UTC: 3 of 30 rows failed\N{REPLACEMENT CHARACTER}[31m"
+    )
+    found = json.loads(json.dumps(status_command.result_of(status)))
+    assert (found["num_rows_rejected"], found["refused"]) == (2, refusal.reason)
+    assert (found["predicted_gpu_s"], found["predicted_cost_usd"]) == (100.0, pytest.approx(0.1))
 
 
 def test_of_many_shards_those_left_to_do_are_shown() -> None:

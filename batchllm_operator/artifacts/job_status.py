@@ -13,7 +13,9 @@ from pydantic import ValidationError
 
 from batchllm_operator.artifacts.attempts import attempt_name, attempt_numbers, read_progress
 from batchllm_operator.artifacts.committed import find_committed
-from batchllm_operator.artifacts.manifest import MANIFEST_FILE
+from batchllm_operator.artifacts.manifest import MANIFEST_FILE, PlanManifest
+from batchllm_operator.artifacts.refusal import find_refusal
+from batchllm_operator.artifacts.run_report import Bill
 from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.artifacts.shard_report import REPORT_FILE, ShardReport
 from batchllm_operator.artifacts.status import (
@@ -128,6 +130,12 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         shards.append(_status(plan, shard_idx, each, report, now))
         notes += each.attempts.notes
     attempts = [one for each in found.values() for one in each.attempts.progress]
+    refusal = None
+    if committed is None:
+        try:
+            refusal = find_refusal(plan.folder, manifest.plan_id)
+        except PlanError as error:
+            notes.append(str(error))
     return JobStatus(
         plan_uri=plan.folder.uri,
         plan_id=manifest.plan_id,
@@ -138,6 +146,24 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         shards=tuple(shards),
         notes=tuple(notes),
         workers=worker_statuses(shards, attempts, now),
+        num_rows_rejected=manifest.counts.num_rejected_rows,
+        planned_saving_ratio=manifest.planned_saving_ratio if shards else None,
+        bill=bill_of(manifest, sum(shard.gpu_s for shard in shards) or None),
+        refusal=refusal,
+    )
+
+
+def bill_of(manifest: PlanManifest, gpu_s: float | None) -> Bill:
+    """GPU seconds that a run has held, beside what its plan predicts."""
+    estimate = manifest.estimate
+    if estimate is None:
+        return Bill(gpu_s=gpu_s, usd_per_hour=None)
+    return Bill(
+        gpu_s=gpu_s,
+        usd_per_hour=estimate.gpu.usd_per_hour,
+        gpu=estimate.gpu.name,
+        predicted_gpu_s=estimate.gpu_s,
+        unshared_gpu_s=estimate.unshared_gpu_s,
     )
 
 
@@ -165,7 +191,12 @@ def _status(
         status = shard_status(latest, now)
     elif attempts.num_attempts:
         status = replace(status, state="silent")
-    return replace(status, num_attempts=attempts.num_attempts, gpu_s=attempts.gpu_s)
+    return replace(
+        status,
+        num_attempts=attempts.num_attempts,
+        gpu_s=attempts.gpu_s,
+        predicted_gpu_s=shard.predicted_gpu_s,
+    )
 
 
 def _read_shards(plan: StoredPlan, *, with_reports: bool) -> dict[int, _Found]:

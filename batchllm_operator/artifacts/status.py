@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Literal
 
+from batchllm_operator.artifacts.refusal import Refusal
+from batchllm_operator.artifacts.run_report import Bill
 from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.planner import saving_ratio
 
@@ -46,6 +48,8 @@ class ShardStatus:
     """0 unless the shard is live."""
     eta_s: float | None = None
     """Counted from `JobStatus.read_at`; None if unknown, or unless the shard is live."""
+    predicted_gpu_s: float | None = None
+    """Its share of the plan's estimate; None without one."""
     age_s: float | None = None
     """Seconds since the latest attempt's last sign; None if there is none."""
     num_attempts: int = 0
@@ -105,7 +109,8 @@ class WorkerStatus:
 class JobStatus:
     """All shards of a plan, at one moment.
 
-    Rows that can't be prompted, or that reuse an earlier output, aren't counted.
+    Rows that can't be prompted, or that reuse an earlier output, aren't counted, unless a name says
+    so.
     """
 
     plan_uri: str
@@ -120,6 +125,14 @@ class JobStatus:
     notes: tuple[str, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
     """By number, and among equal numbers the latest sign first; none with `run --shard`."""
+    num_rows_rejected: int = 0
+    """Rows that can't be prompted: failed rows, too, for commit and its limit."""
+    planned_saving_ratio: float | None = None
+    """What the plan says `saving_ratio` will be; None if there is nothing to generate."""
+    bill: Bill | None = None
+    """GPU time so far, None without a GPU, and the plan's prediction if it has one."""
+    refusal: Refusal | None = None
+    """Why the last commit published nothing; None if it hasn't refused, or after a commit."""
 
     @property
     def num_live_workers(self) -> int:

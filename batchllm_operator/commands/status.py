@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_INTERVAL_S: Final = 5.0
 _NARROWEST: Final = 20
-_NOT_IN_RESULT: Final = ("shards", "workers", "notes", "read_at")
+_NOT_IN_RESULT: Final = ("shards", "workers", "notes", "read_at", "bill", "refusal")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -79,6 +79,9 @@ def result_of(status: JobStatus) -> dict[str, Any]:
         "shards": shards,
         "workers": [asdict(worker) | {"is_live": worker.is_live} for worker in status.workers],
         "notes": list(status.notes),
+        "predicted_gpu_s": None if status.bill is None else status.bill.predicted_gpu_s,
+        "predicted_cost_usd": None if status.bill is None else status.bill.predicted_cost_usd,
+        "refused": None if status.refusal is None else status.refusal.reason,
     }
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from batchllm_operator.artifacts.committed import COMMITTED_FILE, holds_outputs
 from batchllm_operator.artifacts.counts import Counts
-from batchllm_operator.artifacts.job_status import ShardAttempts, read_attempts
+from batchllm_operator.artifacts.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.artifacts.manifest import PlanManifest
 from batchllm_operator.artifacts.outputs import model_name
 from batchllm_operator.artifacts.reuse_index import ReusedOutputs
@@ -211,17 +211,7 @@ def _gpu_s(attempts: ShardAttempts) -> float | None:
 
 def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
-    gpu_s = sum(known) if len(known) == len(runs) else None  # 0 without shards
-    estimate = manifest.estimate
-    if estimate is None:
-        return Bill(gpu_s=gpu_s, usd_per_hour=None)
-    return Bill(
-        gpu_s=gpu_s,
-        usd_per_hour=estimate.gpu.usd_per_hour,
-        gpu=estimate.gpu.name,
-        predicted_gpu_s=estimate.gpu_s,
-        unshared_gpu_s=estimate.unshared_gpu_s,
-    )
+    return bill_of(manifest, sum(known) if len(known) == len(runs) else None)  # 0 without shards
 
 
 def _finisher(attempts: ShardAttempts) -> _Worker | None:

@@ -48,6 +48,9 @@ def format_status(status: JobStatus) -> str:
         if shard.error is not None
     ]
     lines += [f"  note: {_printable(note)}" for note in status.notes]
+    if (refusal := status.refusal) is not None:
+        when = f"{refusal.refused_at:%Y-%m-%d %H:%M} UTC"
+        lines.append(f"  commit refused, {when}: {_printable(refusal.reason)}")
     return "\n".join(lines)
 
 
@@ -56,6 +59,7 @@ def format_totals(status: JobStatus) -> str:
     parts = [
         f"{_share(status.num_rows_done, status.num_rows)} rows",
         f"{status.num_rows_failed:,} failed" if status.num_rows_failed else "",
+        f"{status.num_rows_rejected:,} rejected" if status.num_rows_rejected else "",
         "committed" if status.is_committed else f"shards: {states}",
         _live_workers(status),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy.orm import Session
 
@@ -15,6 +15,7 @@ from batchllm_operator.web.runs import (
     GENERATE,
     PLANS,
     JobInRun,
+    TaskState,
     task_states,
 )
 
@@ -23,6 +24,8 @@ from batchllm_operator.web.runs import (
 class JobState:
     text: str
     is_failed: bool = False
+    logging_task: tuple[str, int] | None = None
+    """Id and map index of the task whose log tells more; None if no single one does."""
 
 
 def job_state(session: Session, job: JobInRun) -> JobState:
@@ -33,30 +36,33 @@ def job_state(session: Session, job: JobInRun) -> JobState:
     """
     ref = job.ref
     if job.state != "success":
-        return _stage("planning", "planned", job.state)
-    states = [
-        (operator, state)
-        for task_id, operator, state in task_states(
-            session, ref.dag_id, ref.run_id, (*PLANS, GENERATE, COMMIT)
-        )
-        if task_id.rpartition(".")[0] == ref.group
+        stage = _stage("planning", "planned", job.state)
+        return replace(stage, logging_task=(ref.task_id, ref.map_index))
+    tasks = [
+        task
+        for task in task_states(session, ref.dag_id, ref.run_id, (*PLANS, GENERATE, COMMIT))
+        if task.task_id.rpartition(".")[0] == ref.group
     ]
-    if sum(operator in PLANS for operator, _ in states) > 1:
+    if sum(task.operator in PLANS for task in tasks) > 1:
         return JobState("planned")
-    tasks = [state for operator, state in states if operator == GENERATE]
-    commits = [state for operator, state in states if operator == COMMIT]
-    if commits and (commits[0] == "success" or commits[0] in ACTIVE or commits[0] == "failed"):
-        return _stage("committing", "committed", commits[0])
-    return _generating(tasks)
+    commit = next((task for task in tasks if task.operator == COMMIT), None)
+    if commit and (commit.state in ("success", "failed") or commit.state in ACTIVE):
+        stage = _stage("committing", "committed", commit.state)
+        return replace(stage, logging_task=(commit.task_id, commit.map_index))
+    return _generating([task for task in tasks if task.operator == GENERATE])
 
 
-def _generating(tasks: list[str]) -> JobState:
+def _generating(tasks: list[TaskState]) -> JobState:
     """Tasks are shards or workers, which isn't known without reading their fields."""
-    counts = Counter(tasks)
+    counts = Counter(task.state for task in tasks)
     all_tasks = counted(len(tasks), "task")
     done = f"{counts['success']:,} of {all_tasks}"
     if num_failed := sum(counts[state] for state in FAILED):
-        return JobState(f"generating failed ({num_failed:,} of {all_tasks})", is_failed=True)
+        text = f"generating failed ({num_failed:,} of {all_tasks})"
+        # A task that failed because of another one before it has no log.
+        failed = next((task for task in tasks if task.state == "failed"), None)
+        log = None if failed is None else (failed.task_id, failed.map_index)
+        return JobState(text, is_failed=True, logging_task=log)
     if any(counts[state] for state in ACTIVE):
         return JobState(f"generating ({done})")
     return JobState("planned" if not counts["success"] else f"generated ({done})")

@@ -29,6 +29,7 @@ from batchllm_operator.web.runs import (
     PLANS,
     REPORT,
     RETURN_KEY,
+    SUMMARY_KEY,
     JobInRun,
     JobRef,
     decoded_xcom,
@@ -57,6 +58,8 @@ class JobRun:
     """That of its plan, or, before there is a plan, the expected one if known."""
     outcome: Mapping[str, Any] = field(default_factory=dict)
     """The return values of commit and report; `number` reads numbers from it."""
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    """The plan's counts and predictions, where there is no outcome yet."""
 
     @property
     def is_planned(self) -> bool:
@@ -72,8 +75,8 @@ class JobRun:
         return self.run_state in FAILED
 
     def number(self, name: str) -> float | None:
-        """A number of the outcome; None for anything else."""
-        value = self.outcome.get(name)
+        """A number of the outcome, or else of the plan; None for anything else."""
+        value = self.outcome.get(name, self.planned.get(name))
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return value if abs(value) < _MOST else None  # excludes NaN, infinity and huge integers
@@ -165,7 +168,7 @@ def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
     ).all()
     if not rows:  # removed meanwhile
         return None
-    noted = _noted(session, dag_id, task_id, {row[0] for row in rows})
+    noted = _noted(session, dag_id, task_id, {row[0] for row in rows}, PLAN_URI_KEY)
     found = []
     for run_id, run_state, run_after, map_index, state in reversed(rows):
         ref = JobRef(dag_id, run_id, task_id, map_index)
@@ -178,15 +181,27 @@ def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
     found = [replace(run, partition=expected.get(run.job.ref, run.partition)) for run in found]
     found.sort(key=lambda run: (run.partition is not None, run.partition or ""))
     runs = found[-NUM_RUNS:]
-    outcomes = _outcomes(session, dag_id, {run.job.ref.run_id for run in runs})
-    done = tuple(
-        replace(run, outcome=outcomes[run.job.ref.run_id].get(run.job.noted, {}))
-        if isinstance(run.job.noted, str)
-        else run
-        for run in runs
-    )
+    run_ids = {run.job.ref.run_id for run in runs}
+    outcomes = _outcomes(session, dag_id, run_ids)
+    planned = _noted(session, dag_id, task_id, run_ids, SUMMARY_KEY)
+    done = tuple(_with_figures(run, outcomes, planned) for run in runs)
     latest = _latest(done)
     return Job(dag_id, task_id, done, latest, job_state(session, latest.job))
+
+
+def _with_figures(
+    run: JobRun,
+    outcomes: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    planned: Mapping[tuple[str, int], Any],
+) -> JobRun:
+    """The run with its outcome, or until then with what its plan says."""
+    ref, uri = run.job.ref, run.job.noted
+    if not isinstance(uri, str):
+        return run
+    if outcome := outcomes[ref.run_id].get(uri):
+        return replace(run, outcome=outcome)
+    found = planned.get((ref.run_id, ref.map_index))
+    return replace(run, planned=found) if isinstance(found, Mapping) else run
 
 
 def _latest(runs: Sequence[JobRun]) -> JobRun:
@@ -238,15 +253,15 @@ def _is_name(value: Any) -> bool:
 
 
 def _noted(
-    session: Session, dag_id: str, task_id: str, run_ids: set[str]
+    session: Session, dag_id: str, task_id: str, run_ids: set[str], key: str
 ) -> dict[tuple[str, int], Any]:
-    """The plan task's XComs for the plan's URI, by run and map index."""
+    """The plan task's XComs of a key, by run and map index."""
     rows = session.execute(
         select(XComModel.run_id, XComModel.map_index, XComModel.value).where(
             XComModel.dag_id == dag_id,
             XComModel.task_id == task_id,
             XComModel.run_id.in_(run_ids),
-            XComModel.key == PLAN_URI_KEY,
+            XComModel.key == key,
         )
     )
     return {(run_id, map_index): decoded_xcom(value) for run_id, map_index, value in rows}

@@ -58,6 +58,13 @@ class Links:
     def live_shard(self, ref: JobRef, shard_idx: int) -> str:
         return f"{self.job_shard(ref, shard_idx)}/live"
 
+    def log(self, ref: JobRef, task: tuple[str, int]) -> str:
+        """Airflow's own page of a task of the job's run, by id and map index: its log."""
+        task_id, map_index = task
+        run = f"/dags/{_quoted(ref.dag_id)}/runs/{_quoted(ref.run_id)}"
+        mapped = f"/mapped/{map_index}" if map_index >= 0 else ""
+        return f"{self.root.removesuffix(_PREFIX)}{run}/tasks/{_quoted(task_id)}{mapped}"
+
     def task(self, dag_id: str, run_id: str, task_id: str, map_index: int) -> str:
         return f"{self.run(dag_id, run_id)}/tasks/{_quoted(task_id)}/{map_index}"
 

@@ -33,6 +33,8 @@ REPORT: Final = "BatchLLMReportOperator"
 
 PLAN_URI_KEY: Final = "plan_uri"
 """As in `operators.plan`, which takes long to import."""
+SUMMARY_KEY: Final = "plan"
+"""The plan's counts and predictions; as in `operators.planning`."""
 RETURN_KEY: Final = "return_value"
 
 _MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
@@ -123,18 +125,30 @@ def jobs_of_run(session: Session, dag_id: str, run_id: str) -> list[JobInRun]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """A task of a run; of a mapped one, one of its instances."""
+
+    task_id: str
+    map_index: int
+    operator: str
+    state: str
+
+
 def task_states(
     session: Session, dag_id: str, run_id: str, operators: Collection[str]
-) -> list[tuple[str, str, str]]:
-    """Task id, operator and state of each task of a run whose operator is among `operators`."""
+) -> list[TaskState]:
+    """The tasks of a run whose operator is among `operators`."""
+    task = TaskInstance
     rows = session.execute(
-        select(TaskInstance.task_id, TaskInstance.operator, TaskInstance.state).where(
-            TaskInstance.dag_id == dag_id,
-            TaskInstance.run_id == run_id,
-            TaskInstance.operator.in_(operators),
-        )
+        select(task.task_id, task.map_index, task.operator, task.state)
+        .where(task.dag_id == dag_id, task.run_id == run_id, task.operator.in_(operators))
+        .order_by(task.task_id, task.map_index)
     )
-    return [(task_id, str(operator), state_name(state)) for task_id, operator, state in rows]
+    return [
+        TaskState(task_id, map_index, str(operator), state_name(state))
+        for task_id, map_index, operator, state in rows
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,22 @@ class LiveJob:
             "summary": f"{summary[:1].upper()}{summary[1:]}.",
             "is_final": self.is_final,
             "notes": [masker(note) for note in status.notes[:_MAX_NOTES]] if status else [],
+            "refused": self._refused(masker),
+            "faults": self._faults(masker),
             "ref": self.job.ref,
         }
+
+    def _refused(self, masker: Masker) -> str | None:
+        """Why the last commit published nothing."""
+        if self.status is None or self.status.refusal is None:
+            return None
+        return masker(self.status.refusal.reason)
+
+    def _faults(self, masker: Masker) -> list[tuple[int, str]]:
+        """Shards whose latest attempt has failed, and why."""
+        shards = () if self.status is None else self.status.shards
+        failed = [(shard.shard_idx, shard.error) for shard in shards if shard.state == "failed"]
+        return [(idx, masker(error)) for idx, error in failed if error is not None][:_MAX_NOTES]
 
     def fragment(self, links: Links) -> str:
         return render("web_job_live.html.j2", links=links, **self._values)

@@ -102,11 +102,18 @@ class Records:
         commit: str | None = None,
         outcome: dict[str, Any] | None = None,
         num_shards: int = 2,
+        planned: dict[str, Any] | None = None,
     ) -> Records:
-        """The tasks of a job, planned as `plan_uri`; committed if there is an outcome."""
+        """The tasks of a job, planned as `plan_uri`; committed if there is an outcome.
+
+        `planned` are the plan's counts and predictions.
+        """
         where: dict[str, Any] = {"dag_id": dag_id, "run_id": run_id}
         shards = [{"plan_uri": plan_uri, "shard_idx": idx} for idx in range(num_shards)]
-        self.task(f"{group}.plan", plan_uri=plan_uri, return_value=shards, **where)
+        noted = {"plan_uri": plan_uri, "return_value": shards}
+        if planned is not None:
+            noted["plan"] = planned
+        self.task(f"{group}.plan", **noted, **where)
         generated = "running" if outcome is None else "success"
         for idx in range(num_shards):
             self.task(f"{group}.generate", generated, map_index=idx, **where)

@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 from support.airflow_records import Records
-from support.fake_job import document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, write_table
 
 from batchllm_operator.artifacts.shard_progress import ShardProgress
+from batchllm_operator.commit.failed_rows import find_failed_rows
 from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.errors import FailedRowsError
+from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.planner import MODEL_SHAPES, EngineLimits, find_gpu
 from batchllm_operator.run.stage import run_shard
 
 Browser = Any  # the class in conftest.py
@@ -180,6 +184,71 @@ def test_a_job_that_is_still_planned_or_failed_there_says_so(
     assert "planning failed" in anna.page("/dags/job/runs/b")
     assert anna.get(f"{JOB}/shards/0").status_code == 404
     assert anna.get(f"{JOB}/report.html").status_code == 404
+
+
+def test_a_refused_commit_shows_its_reason_the_kinds_and_the_log(
+    anna: Browser, records: Records, tmp_path: Path
+) -> None:
+    rows = document_rows()
+    rows[2] = {**rows[2], "document": None, "row_key": EVIL}
+    write_table(tmp_path / "documents", rows)
+    faulty = {"backend": "fake", "extra_args": {"error_token_id": ord("0")}}
+    plan = plan_job(fake_spec(tmp_path, engine=faulty), DS)
+    for shard_idx in range(2):
+        run_shard(plan.folder.uri, shard_idx)
+    with pytest.raises(FailedRowsError) as caught:
+        commit_run(plan.folder.uri)
+    records.run(state="failed").job(plan.folder.uri, commit="failed")
+    html = anna.page(JOB)
+    check_accessible(html)
+    assert str(caught.value) in unescape(html) and EVIL not in html
+    num_failed = find_failed_rows(plan.folder.uri, 0).num_rows_failed
+    failed = f"<dt>Failed rows</dt><dd>{num_failed} <small>1 of them rejected by the plan</small>"
+    assert failed in html and num_failed > 5
+    assert "<caption>" + f"{num_failed} failed rows, by kind" in html
+    assert f"row_key={EVIL}" in unescape(html)
+    assert 'href="/dags/job/runs/a/tasks/batchllm.commit">Log of batchllm.commit<' in html
+    assert f"batchllm failed --plan {plan.folder.uri}" in html
+
+
+def test_while_a_job_generates_its_predictions_stand_where_nothing_is_known(
+    anna: Browser, records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
+    monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: target)
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    estimate = plan.manifest.estimate
+    assert estimate is not None
+    predicted = {"predicted_gpu_s": estimate.gpu_s, "predicted_cost_usd": 7.25, "num_rows": 30}
+    planned = {**predicted, "planned_saving_ratio": 0.125}
+    records.run().job(plan.folder.uri, planned=planned)
+    for path in ("/", JOB, f"{JOB}/shards/1"):
+        html = anna.page(path)
+        assert "unknown" not in html.partition("<details>")[0], path
+        assert "GPU time, predicted</dt>" in html, path
+    html = anna.page("/")
+    assert "Rows, planned</dt><dd>30" in html and "12.5 %" in html and "$7.25" in html
+    html = anna.page(JOB)
+    for shown in ("GPU time left, predicted", "Cost, predicted", "Prompt tokens saved, planned"):
+        assert shown in html, shown
+    leave(plan, progress(plan, num_gpus=2))
+    assert "2 min 00 s so far" in anna.page(JOB) and "$0.10 so far" in anna.page(JOB)
+
+
+def test_failed_tasks_show_why_and_lead_to_their_logs(
+    anna: Browser, records: Records, plan: Any
+) -> None:
+    records.run().task("batchllm.plan", plan_uri=plan.folder.uri)
+    records.task("batchllm.generate", "upstream_failed", map_index=0)
+    records.task("batchllm.generate", "failed", map_index=1)
+    leave(plan, progress(plan, 1, state="failed", error=f"s3://me:pass@lake/x: {EVIL}"))
+    html = anna.page(JOB)
+    assert "Shard 1: s3://***@lake/x: &lt;script&gt;" in html
+    log = "/dags/job/runs/a/tasks/batchllm.generate/mapped/1"
+    assert f'href="{log}">Log of batchllm.generate [1]<' in html
+    records.run(run_id="b", state="failed").task("batchllm.plan", "failed", run_id="b")
+    assert 'href="/dags/job/runs/b/tasks/batchllm.plan"' in anna.page("/dags/job/runs/b")
 
 
 def test_a_task_leads_to_its_shard(anna: Browser, records: Records, plan: Any) -> None:
