@@ -5,6 +5,7 @@ from batchllm_operator.model.chat_template import ChatRefusedError, ChatTemplate
 from batchllm_operator.model.files import ModelFiles
 from batchllm_operator.model.folder import folder_digest
 from batchllm_operator.model.length import ModelLength, find_length
+from batchllm_operator.model.sampling import with_models_sampling
 from batchllm_operator.model.stored_tokenizer import StoredTokenizer, read_stored
 from batchllm_operator.model.transformers_tokenizer import TransformersTokenizer
 from batchllm_operator.model.weights import check_weights
@@ -23,4 +24,5 @@ __all__ = [
     "folder_digest",
     "read_stored",
     "warn_of_other_models",
+    "with_models_sampling",
 ]

@@ -125,7 +125,7 @@ class Planning(BaseOperator):
     @property
     def job_arguments(self) -> list[str]:
         """The job and its partition, for a command that can't read the spec's file."""
-        return ["--job-json", self.spec.model_dump_json(), "--ds", self.ds]
+        return ["--job-json", self.spec.model_dump_json(exclude_unset=True), "--ds", self.ds]
 
 
 def _report_root(spec_path: str) -> str | None:

@@ -12,7 +12,7 @@ from batchllm_operator.artifacts.stored_plan import (
 )
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, open_table
-from batchllm_operator.model import check_weights
+from batchllm_operator.model import check_weights, with_models_sampling
 from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.input_checks import (
@@ -68,6 +68,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     tokenizer = load_tokenizer(spec, ds)
     if tokenizer.files is not None and spec.engine.backend != "fake":
         check_weights(tokenizer.files, str(spec.engine.extra_args.get("load_format") or "auto"))
+    spec = with_models_sampling(spec, tokenizer.files)
     # Faults that would stop the commit should show before the GPU runs.
     check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)

@@ -19,6 +19,7 @@ from batchllm_operator.spec.sections import (
     ModelSpec,
     NonEmpty,
     OutputSpec,
+    Sampling,
     SamplingSpec,
     Section,
 )
@@ -54,8 +55,9 @@ class JobSpec(Section):
     """How a row becomes a prompt."""
     model: ModelSpec
     """The model that generates."""
-    sampling: SamplingSpec = SamplingSpec()
-    """How tokens are chosen; greedy by default."""
+    sampling: Sampling = SamplingSpec()
+    """How tokens are chosen; greedy by default. `model` in place of fields: as the model suggests
+    it, see `from_model`."""
     task: Task = "generate"
     """`generate` a text, or an answer without decoding: `classify`, which chooses one of `labels`
     by the probabilities of their answers, one token each; `embed`, a vector for each

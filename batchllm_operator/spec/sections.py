@@ -54,6 +54,10 @@ def _check_model(path: str) -> str:
     return path
 
 
+def _as_sampling(value: object) -> object:
+    return {"from_model": True} if value == "model" else value
+
+
 def by_name(values: dict[str, _Value]) -> dict[str, _Value]:
     """In an order that a stored spec keeps: JSON's objects have none."""
     return dict(sorted(values.items()))
@@ -204,8 +208,15 @@ class ModelSpec(Section):
 
 
 class SamplingSpec(Section):
-    """How tokens are chosen. The default is greedy: the likeliest token each time."""
+    """How tokens are chosen. The default is greedy: the likeliest token each time.
 
+    `model` in place of all fields is `from_model: true`.
+    """
+
+    from_model: bool = False
+    """Whether values that aren't given are those of the model's `generation_config.json`, as vLLM's
+    server takes them: `temperature`, `top_p`, `top_k`, `min_p`, the penalties, and `max_new_tokens`
+    as `max_tokens`. A model that doesn't say has vLLM's own: a `temperature` of 1."""
     max_tokens: int = Field(default=128, ge=1, le=MAX_COUNT)
     """Most tokens generated for a row. An output ends earlier where prompt and output together have
     as many as the model allows (`engine.max_model_len`)."""
@@ -217,10 +228,16 @@ class SamplingSpec(Section):
     """Sample from the smallest set of tokens with this much probability."""
     top_k: Count = 0
     """Sample from this many likeliest tokens; 0 is all of them."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Leave out tokens with less than this share of the likeliest one's probability."""
     seed: Int64 | None = None
     """Seed of each request's sampling; needed for repeatable outputs when not greedy."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     """Above 1 discourages tokens that occurred before."""
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Above 0 discourages tokens that the output has."""
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Above 0 discourages tokens the more, the more often the output has them."""
     stop: Annotated[tuple[NonEmpty, ...], _LIST] = ()
     """Strings at which generation ends; not part of the output."""
     stop_token_ids: tuple[Count, ...] = ()
@@ -233,11 +250,23 @@ class SamplingSpec(Section):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Adds the columns `mean_logprob` and `token_logprobs`, of the tokens that were generated; with
     1 or more `top_logprobs` too, of as many likeliest tokens in each place."""
-    later_fields = frozenset({"n", "logprobs"})
+    later_fields = frozenset(
+        {"n", "logprobs", "from_model", "min_p", "presence_penalty", "frequency_penalty"}
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_later_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        if self.from_model:  # what isn't given is the model's, not the default
+            return {name: each for name, each in handler(self).items() if not self._is_open(name)}
+        return super()._without_later_fields(handler)
+
+    def _is_open(self, name: str) -> bool:
+        """Whether the model will say the value of a field."""
+        return self.from_model and name not in self.model_fields_set
 
     @model_validator(mode="after")
     def _check_lengths(self) -> SamplingSpec:
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens > self.max_tokens and not self._is_open("max_tokens"):
             raise ValueError("min_tokens is above max_tokens")
         if self.n > 1 and self.is_greedy:
             raise ValueError(
@@ -250,7 +279,13 @@ class SamplingSpec(Section):
     @property
     def is_greedy(self) -> bool:
         """Whether equal prompts give equal outputs, so that duplicates are generated once."""
-        return self.temperature == 0.0
+        return self.temperature == 0.0 and not self._is_open("temperature")
+
+
+Sampling = Annotated[
+    SamplingSpec,
+    BeforeValidator(_as_sampling, json_schema_input_type=SamplingSpec | Literal["model"]),
+]
 
 
 class EmbeddingSpec(Section):
