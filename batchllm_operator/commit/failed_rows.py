@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ import pyarrow.compute as pc
 
 from batchllm_operator.artifacts.committed import COMMITTED_FILE, find_committed
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
+from batchllm_operator.artifacts.parts import part_schema
 from batchllm_operator.artifacts.row_keys import key_texts
+from batchllm_operator.artifacts.spills import read_spills
 from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.commit.partition import stored_shards
-from batchllm_operator.commit.row_errors import clip, find_errors
+from batchllm_operator.commit.partition import FinishedShard, stored_shards
+from batchllm_operator.commit.row_errors import RowErrors, clip, find_errors
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 
@@ -41,7 +43,7 @@ class FailedRows:
     """Rows of the input."""
     num_rows_done: int
     """Of them, those with a text or an error in the lake: rows that planning has rejected or that
-    reuse an output, and those of finished parts."""
+    reuse an output, and finished ones, in parts or spilled."""
     errors_by_kind: Mapping[str, int]
     """The most frequent first."""
     rows: tuple[FailedRow, ...]
@@ -56,7 +58,7 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
     """The failed rows of a plan's run, the first `limit` of them with their keys; read-only.
 
     Those of a published plan are read from the output table, as its parts may be gone; before,
-    those that planning has rejected, and those of finished parts.
+    those that planning has rejected, and those in parts or spilled.
 
     Raises:
         PlanError: the plan is absent, corrupted or of another version, or its rows are gone.
@@ -77,9 +79,9 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
                 f" what is left is in its report: `batchllm report --plan {plan.folder.uri}`"
             )
         errors = find_errors(plan, shards, limit)
-        found, kinds = errors.first_rows(plan), errors.counts
-        num_done = sum(entry.num_rows for entry in entries)
+        num_done = sum(entry.num_rows for entry in entries) + _add_spilled(plan, shards, errors)
         num_done += counts.num_rejected_rows + counts.num_reused_rows
+        found, kinds = errors.first_rows(plan), errors.counts
     return FailedRows(
         plan_uri=plan.folder.uri,
         job=plan.manifest.spec.name,
@@ -90,6 +92,23 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         errors_by_kind=dict(sorted(kinds.items(), key=lambda each: (-each[1], each[0]))),
         rows=tuple(_row(key, error) for key, error in found),
     )
+
+
+def _add_spilled(plan: StoredPlan, shards: Sequence[FinishedShard], errors: RowErrors) -> int:
+    """Add the errors of finished rows whose parts are open; returns the number of such rows."""
+    manifest, num_rows = plan.manifest, 0
+    schema = part_schema(manifest.spec)
+    for shard_idx, (shard, planned) in enumerate(zip(shards, manifest.shards, strict=True)):
+        written = {entry.part_idx for entry in shard.entries}
+        if len(written) == planned.num_parts:
+            continue
+        spilled = read_spills(shard.folder, manifest.plan_id, shard_idx, written, schema)
+        for part in spilled.values():
+            num_rows += part.counts.num_rows
+            for request_idx, output in part.outputs.items():
+                if output.error is not None:
+                    errors.add(output.error, part.row_idxs[request_idx])
+    return num_rows
 
 
 def _row(key: Mapping[str, str], error: str) -> FailedRow:

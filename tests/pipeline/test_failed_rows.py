@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from conftest import Batchllm
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 from support.lake_tables import LAKES
+from support.staged_job import Engines
 
 from batchllm_operator.artifacts.refusal import REFUSED_FILE, find_refusal
 from batchllm_operator.artifacts.run_report import ErrorKind
@@ -23,6 +25,7 @@ from batchllm_operator.errors import (
     ExitCode,
     FailedRowsError,
     IncompleteRunError,
+    Interrupted,
     PlanError,
     StorageError,
 )
@@ -71,6 +74,21 @@ def test_failed_rows_are_listed_as_they_come(tmp_path: Path, no_pictures: None) 
     committed = find_failed_rows(plan.folder.uri, 10)
     assert committed.is_committed
     assert (committed.rows, committed.num_rows_failed) == (uncommitted.rows, 2)
+
+
+def test_failed_rows_of_a_stopped_run_are_listed_though_no_part_is_written(tmp_path: Path) -> None:
+    plan = planned(tmp_path, planner={"num_shards": 1, "part_rows": 500})
+
+    def stop() -> None:
+        raise Interrupted(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        run_shard(plan.folder.uri, 0, start=Engines(9, stop))
+    found = find_failed_rows(plan.folder.uri, 10)
+    assert found.num_rows_done == 10, "nine requests, and the rejected row"
+    assert found.rows == (ERROR, NULL)
+    run(plan)
+    assert find_failed_rows(plan.folder.uri, 10).rows == (ERROR, NULL), "none is listed twice"
 
 
 @pytest.mark.parametrize("lake", LAKES)
