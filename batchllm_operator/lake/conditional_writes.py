@@ -6,6 +6,7 @@ claim, and two commits overwrite each other.
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from contextlib import suppress
@@ -23,6 +24,7 @@ _UNMET: Final[dict[Condition, tuple[str, str]]] = {
     "IfMatch": ("If-Match", '"00000000000000000000000000000000"'),
 }
 """The header, and a value that doesn't hold for the file that is there."""
+_log = logging.getLogger(__name__)
 _proven: set[tuple[str | None, str, Condition]] = set()
 """Endpoint, bucket and condition."""
 
@@ -30,10 +32,11 @@ _proven: set[tuple[str | None, str, Condition]] = set()
 def check_conditional_writes(folder: Folder, *conditions: Condition) -> None:
     """Try conditional writes to a small file in the folder, which is removed; only on S3.
 
-    A bucket is tried once in a process.
+    A bucket is tried once in a process. If the folder can't be written, nothing is known: plans
+    may be made with fewer rights than commits.
 
     Raises:
-        StorageError: the store ignores or lacks a condition, or can't be written.
+        StorageError: the store ignores or lacks a condition.
     """
     from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
@@ -57,7 +60,7 @@ def check_conditional_writes(folder: Folder, *conditions: Condition) -> None:
             with suppress(OSError, BotoCoreError):  # not all may delete; readers skip the file
                 fs.rm_file(path)
     except (OSError, BotoCoreError) as error:
-        raise StorageError(f"{folder.uri}: can't be written: {error}") from error
+        _log.debug("%s: conditional writes can't be tried: %s", folder.uri, error)
 
 
 def http_status(error: BaseException) -> int | None:

@@ -69,9 +69,19 @@ class StoredColumns:
                 column = column.cast(field.type)
             except pa.ArrowException:
                 return f"has a value that doesn't fit the table's type {field.type}"
-        if self.has_calendar and not all(map(_is_in_calendar, _leaves(column))):
+        if (
+            self.has_calendar
+            and _holds_dates(column.type)
+            and not all(map(_is_in_calendar, _leaves(column)))
+        ):
             return "has a date outside the years 1 to 9999"
         return None
+
+
+def _holds_dates(kind: pa.DataType) -> bool:
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return True
+    return any(_holds_dates(kind.field(idx).type) for idx in range(kind.num_fields))
 
 
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:

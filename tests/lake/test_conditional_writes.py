@@ -96,8 +96,22 @@ def test_a_store_without_conditions_is_told_from_one_that_fails(
     with pytest.raises(StorageError, match="doesn't know conditional writes"):
         Folder.open(s3_bucket).create("claim.json", b"mine")
     answer["ResponseMetadata"]["HTTPStatusCode"] = 403  # type: ignore[assignment, call-overload]
-    with pytest.raises(StorageError, match="can't be written: refused"):
+    with pytest.raises(StorageError, match=r"claim\.json: refused"):
         Folder.open(s3_bucket).create("claim.json", b"mine")
+
+
+def test_a_plan_needs_no_right_to_write_the_output(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only commit does, which may be another process with another role."""
+
+    def around(arguments: dict[str, Any]) -> None:
+        raise PermissionError("denied")
+
+    write_table(tmp_path / "documents", document_rows())
+    places = {"uri": f"{s3_bucket}/out", "staging_uri": str(tmp_path / "staging")}
+    watch_puts(monkeypatch, around)
+    plan_job(fake_spec(tmp_path, output={**places, "carry": []}), DS)
 
 
 def test_a_bucket_is_tried_once(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
