@@ -20,8 +20,10 @@ from batchllm_operator.prompts.control_tokens import MARK
 _FIRST_SAMPLE: Final = 64
 _LATER_SAMPLE: Final = 512
 """One in so many prompts is checked with the reference, in the first batch and in later ones."""
-_MOST_SAMPLE_CHARS: Final = 1 << 20
-"""Longer texts aren't checked: the reference takes some hundred bytes of memory for each byte."""
+_HUGE_CHARS: Final = 1 << 20
+"""Of longer texts, only the beginning is checked, and places of tokens are estimated: `tokenizers`,
+of which both come, takes hundreds of bytes of memory for each byte."""
+_BEGINNING_CHARS: Final = 1 << 16
 _PROBES: Final = (
     "",
     "  Two spaces, don't  we'LL\tTAB \r\n\r\n \n  x = 12345.67; // 8,9 \u2028\u00a0\u3000 ",
@@ -101,9 +103,9 @@ class PromptEncoder:
 
     def spans(self, text: str) -> NDArray[np.int64]:
         """See `Tokenizer.spans`."""
-        if self._backend is None:
-            (ids,) = self._reference([text])
-            bounds = np.arange(len(ids) + 1) * len(text) // max(1, len(ids))
+        if self._backend is None or len(text) > _HUGE_CHARS:
+            num_tokens = self._encode_unmarked([text]).num_tokens
+            bounds = np.arange(num_tokens + 1) * len(text) // max(1, num_tokens)
             return np.stack([bounds[:-1], bounds[1:]], axis=1)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets
         return np.array(offsets, dtype=np.int64).reshape(-1, 2)
@@ -137,9 +139,12 @@ class PromptEncoder:
     def _encode_unmarked(self, texts: Sequence[str]) -> TokenTable:
         if self._fast is None or not texts or any(_DISPUTED in text for text in texts):
             return self._encode_plainly(texts)
-        sample = [
-            idx for idx in self._next_sample(len(texts)) if len(texts[idx]) <= _MOST_SAMPLE_CHARS
-        ]
+        num_texts, texts = len(texts), list(texts)
+        sample = list(self._next_sample(num_texts))
+        for number, idx in enumerate(sample):
+            if len(texts[idx]) > _HUGE_CHARS:
+                sample[number] = len(texts)
+                texts.append(texts[idx][:_BEGINNING_CHARS])
         try:
             with ThreadPoolExecutor(1) as thread:  # the reference works on one core
                 expected = thread.submit(self._encode_sample, sample, texts)
@@ -148,12 +153,12 @@ class PromptEncoder:
             self._give_up(f"it can't encode a prompt: {error}")
         else:
             if _agree(encoded, sample, _result(expected)):
-                self._num_encoded += len(texts)
-                return encoded
+                self._num_encoded += num_texts
+                return encoded if len(texts) == num_texts else encoded.take(range(num_texts))
             self._give_up("its token ids of a prompt differ; please report this")
         if self._num_encoded:
             raise TokenIdsDifferError(f"{self._name}: {self._num_encoded} prompts to encode again")
-        return self._encode_plainly(texts)
+        return self._encode_plainly(texts[:num_texts])
 
     def be_exact(self) -> None:
         """Encode without fastokens from now on."""

@@ -98,7 +98,8 @@ class Tokenizer(Protocol):
     def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
         """The places of the tokens of texts by themselves: [num_tokens, 2] begin and end in a text.
 
-        A tokenizer that doesn't tell them has tokens of equal size. None has no tokens.
+        Estimated, as if tokens had equal sizes, for a tokenizer that doesn't tell them, and for
+        texts of more than a million characters. None has no tokens.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:

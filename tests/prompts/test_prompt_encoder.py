@@ -18,6 +18,7 @@ from support.tokenizer_families import CORPUS, FAMILIES
 from tokenizers import AddedToken
 
 from batchllm_operator.errors import ModelError
+from batchllm_operator.prompts import prompt_encoder
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder, TokenIdsDifferError
 
 # With their added tokens, fastokens finds a normalized one ("   ") before one that isn't (" vi").
@@ -126,6 +127,28 @@ def test_a_difference_later_on_asks_for_all_prompts_again() -> None:
     with pytest.raises(TokenIdsDifferError):
         found.encode(["fox"] * 600)
     assert found.encode(["fox"]).to_lists() == whole(family("qwen2"), ["fox"])
+
+
+def test_of_a_huge_text_only_the_beginning_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tokenizers` would take hundreds of bytes of memory for each of its bytes."""
+    monkeypatch.setattr(prompt_encoder, "_HUGE_CHARS", 1000)
+    monkeypatch.setattr(prompt_encoder, "_BEGINNING_CHARS", 100)
+    compared: list[str] = []
+    tokenizer = family("qwen2")
+
+    def reference(texts: Sequence[str]) -> list[list[int]]:
+        compared.extend(texts)
+        return whole(tokenizer, list(texts))
+
+    batch = ["fox " + long_text(1, 300) * 9, "fox", long_text(2, 300) * 9]
+    for is_wrong in (False, True):
+        found = PromptEncoder(reference, tokenizer, "t", add_special_tokens=True)
+        if is_wrong:
+            spoil(found, "fox ")
+        compared.clear()
+        assert found.encode(batch).to_lists() == whole(tokenizer, batch)
+        assert compared == [batch[0][:100]]
+        assert found.library == ("tokenizers" if is_wrong else "fastokens")
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 513])
