@@ -116,6 +116,11 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         asking("/lake", **changes)
 
 
+@pytest.mark.parametrize("pattern", [r"\p{L}+", "(?<year>[0-9]{4})", r"[0-9]+(?=a)"])
+def test_a_regex_is_in_the_syntax_of_python_or_rust(pattern: str) -> None:
+    asking("/lake", response_format={"type": "regex", "regex": pattern})
+
+
 def test_a_prefix_separates_columns() -> None:
     spec = asking("/lake", response_format=of_properties("error", "ds", prefix_columns="answer_"))
     assert {"error", "answer_error", "answer_ds"} <= set(spec.output_columns)

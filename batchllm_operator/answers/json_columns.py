@@ -8,21 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import Any, Final
-from urllib.parse import unquote
 
 import pyarrow as pa
 
+from batchllm_operator.answers.subschemas import BY_NAME, VALUES, target
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec.limits import shown
 
 MAX_COLUMNS: Final = 2_000
 """Columns of a schema, with those inside structs and lists."""
-_VALUES: Final = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose content is no schema."""
-_BY_NAME: Final = frozenset(
-    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-)
-"""Keywords whose content is schemas by name."""
 _INT64: Final = 1 << 63
 
 
@@ -87,25 +81,19 @@ class _SchemaReader:
         for name, each in schema.items():
             if name in ("$dynamicRef", "$recursiveRef"):
                 raise _refused(where, f"uses {name}, which may contain itself")
-            if name in _BY_NAME and isinstance(each, dict):
+            if name in BY_NAME and isinstance(each, dict):
                 self._check_ends(list(each.values()), where, inside)
-            elif name not in _VALUES:
+            elif name not in VALUES:
                 self._check_ends(each, where, inside)
 
     def _target(self, ref: str, where: str) -> Any:
         """What a reference names: a JSON pointer from the schema's top."""
-        found: Any = self._root
         if ref != "#" and not ref.startswith("#/"):
             raise _refused(where, f"refers to {shown(ref)!r}; only #/$defs/NAME works")
-        for step in ref.split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
-            else:
-                raise _refused(where, f"refers to {shown(ref)!r}, which isn't in the schema")
-        return found
+        try:
+            return target(ref, self._root)
+        except LookupError:
+            raise _refused(where, f"refers to {shown(ref)!r}, which isn't in the schema") from None
 
     def column(self, schema: Any, where: str) -> JsonColumn:
         self._num_columns += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.answers.json_columns import ValueFaultError, property_columns
+from batchllm_operator.answers.subschemas import parts
 from batchllm_operator.errors import SpecError
-from batchllm_operator.spec import ChoiceFormat, JsonSchemaFormat, RegexFormat
+from batchllm_operator.spec import ChoiceFormat, JsonSchemaFormat, RegexFormat, matcher
 from batchllm_operator.spec.limits import shown
 from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
@@ -30,20 +31,13 @@ class JsonColumns:
     raw_fields = ()
 
     def __init__(self, form: JsonSchemaFormat) -> None:
-        from jsonschema import SchemaError, validators
+        from jsonschema import validators
 
         schema = form.schema_fields
         kind = validators.validator_for(schema, default=validators.Draft202012Validator)
-        try:
-            kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
-        except SchemaError as error:
-            where = ".".join(map(str, error.absolute_path))
-            raise SpecError(
-                f"response_format.json_schema: isn't a JSON schema: {shown(where)}:"
-                f" {shown(error.message)}"
-            ) from None
+        _check_schema(schema, kind)
         self._columns = property_columns(schema)
-        self._validator = kind(schema)
+        self._validator = validators.extend(kind, {"pattern": _pattern_faults})(schema)
         self.fields = tuple(
             pa.field(name, column.type)
             for name, column in zip(form.columns, self._columns.values(), strict=True)
@@ -101,13 +95,69 @@ class ChosenText:
         if isinstance(form, ChoiceFormat):
             self._fits, self._reason = frozenset(form.choices).__contains__, "isn't a choice"
         else:
-            self._fits, self._reason = re.compile(form.regex).fullmatch, "doesn't match the regex"
+            self._fits = matcher(form.regex, whole=True)
+            self._reason = "doesn't match the regex"
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
         return {}
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
         return None if self._fits(text) else f"{INVALID_OUTPUT}: {self._reason}"
+
+
+def _check_schema(schema: Mapping[str, Any], kind: Any) -> None:
+    """Raise SpecError if it isn't a JSON schema, or has a pattern that can't be checked."""
+    from jsonschema import FormatChecker, SchemaError
+
+    checker = FormatChecker(formats=())
+    checker.checkers = {**kind.FORMAT_CHECKER.checkers, "regex": (_is_pattern, ValueError)}
+    try:
+        kind.check_schema(schema, format_checker=checker)
+    except SchemaError as error:
+        where = shown(".".join(map(str, error.absolute_path)))
+        if error.validator == "format" and error.validator_value == "regex":
+            pattern = shown(repr(error.instance))
+            raise SpecError(
+                f"response_format.json_schema: {where}: {pattern} isn't a regular expression, or"
+                " one too large to be checked"
+            ) from None
+        raise SpecError(
+            f"response_format.json_schema: isn't a JSON schema: {where}: {shown(error.message)}"
+        ) from None
+    _check_names(schema)
+
+
+def _is_pattern(value: object) -> bool:
+    return not isinstance(value, str) or bool(matcher(value))
+
+
+def _check_names(schema: Any, where: str = "") -> None:
+    """Raise SpecError if `patternProperties` has a pattern that Python lacks.
+
+    Keywords such as `additionalProperties` search for these patterns, too.
+    """
+    for step, part in parts(schema, definitions=True):
+        _check_names(part, f"{where}.{step}" if where else step)
+    for pattern in schema.get("patternProperties", ()):
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError):
+            raise SpecError(
+                f"response_format.json_schema: {where or 'the schema'}: patternProperties:"
+                f" {shown(repr(pattern))} can't be checked: it isn't in Python's syntax"
+            ) from None
+
+
+def _pattern_faults(
+    validator: object, pattern: str, instance: object, schema: object
+) -> Iterator[Any]:
+    from jsonschema import ValidationError
+
+    if isinstance(instance, str) and not _matcher(pattern)(instance):
+        yield ValidationError("doesn't match")
+
+
+_matcher = lru_cache(maxsize=256)(matcher)
 
 
 def _parsed(text: str) -> Any:

@@ -58,7 +58,7 @@ from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     check_model,
     start_attention,
 )
-from batchllm_operator.engine.vllm_formats import check_engine  # noqa: E402
+from batchllm_operator.engine.vllm_formats import check_engine, check_planned  # noqa: E402
 from batchllm_operator.engine.vllm_profiling import find_profile, scheduler_settings  # noqa: E402
 from batchllm_operator.engine.vllm_reasoning import ReasoningSplitter, choose_parser  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
@@ -88,6 +88,7 @@ class VLLMEngine:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
         # To refuse before the start what can't be.
         _answers(spec, job)
+        check_planned(spec)  # the plan may have been made where vLLM isn't installed
         if chain is not None:
             self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
         with attention_chosen(spec.engine.attention):

@@ -60,10 +60,19 @@ def configure_logs() -> None:
     if os.environ.get(LEVEL) != os.environ.get(_OURS):
         return
     os.environ[LEVEL] = os.environ[_OURS] = "WARNING"
+    logging.getLogger("vllm.v1.structured_output").addFilter(_without_traceback)
     for name, starts in _EVERY_RUN.items():
         logging.getLogger(f"vllm.{name}").addFilter(_Without(starts))
     for name, starts in _ON_CPU.items():
         logging.getLogger(f"vllm.{name}").addFilter(_WithoutOnCPU(starts))
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Replace a traceback by its error in one line, for faults that each row repeats."""
+    if record.exc_info and (error := record.exc_info[1]) is not None:
+        record.msg = f"{record.getMessage()}: {one_line(error)}"
+        record.args, record.exc_info = None, None
+    return True
 
 
 class _Without(logging.Filter):

@@ -19,6 +19,7 @@ from batchllm_operator.spec.response_format import ChoiceFormat as ChoiceFormat
 from batchllm_operator.spec.response_format import JsonSchemaFormat as JsonSchemaFormat
 from batchllm_operator.spec.response_format import RegexFormat as RegexFormat
 from batchllm_operator.spec.response_format import ResponseFormat as ResponseFormat
+from batchllm_operator.spec.response_format import matcher as matcher
 from batchllm_operator.spec.secrets import holds_credentials as holds_credentials
 from batchllm_operator.spec.sections import TARGET_FILE_BYTES as TARGET_FILE_BYTES
 from batchllm_operator.spec.sections import EmbeddingSpec as EmbeddingSpec

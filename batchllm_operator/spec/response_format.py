@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from batchllm_operator.spec.sections import NonEmpty, Section
 
@@ -46,11 +48,29 @@ def _check_choices(choices: tuple[str, ...]) -> tuple[str, ...]:
     return choices
 
 
-def _check_regex(pattern: str) -> str:
+def matcher(pattern: str, *, whole: bool = False) -> Callable[[str], bool]:
+    r"""Whether a text, or a part of it, matches `pattern`.
+
+    Its syntax is Python's, or else Rust's, by pydantic: that knows `\p{L}`, as JSON schemas do.
+
+    Raises:
+        ValueError: it isn't a regular expression, or one too large.
+    """
     try:
-        re.compile(pattern)
+        known = re.compile(pattern)
     except (re.error, OverflowError, RecursionError):
-        raise ValueError("isn't a regular expression") from None
+        rust = f"^(?:{pattern})$" if whole else pattern
+        schema = core_schema.str_schema(pattern=rust, regex_engine="rust-regex", strict=True)
+        try:
+            return SchemaValidator(schema).isinstance_python
+        except SchemaError:
+            raise ValueError("isn't a regular expression, or one too large") from None
+    find = known.fullmatch if whole else known.search
+    return lambda text: find(text) is not None
+
+
+def _check_regex(pattern: str) -> str:
+    matcher(pattern)
     return pattern
 
 
@@ -99,7 +119,8 @@ class RegexFormat(Section):
     type: Literal["regex"]
     """Texts that a regular expression describes."""
     regex: Annotated[NonEmpty, AfterValidator(_check_regex)]
-    """What the whole answer matches, in the syntax that Python and vLLM's grammars share."""
+    r"""What the whole answer matches, in a syntax that vLLM's backend shares with Python or with
+    Rust's library, which has `\p{L}`."""
 
 
 def _type_of(value: object) -> object:

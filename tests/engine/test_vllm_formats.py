@@ -53,19 +53,65 @@ def test_a_form_that_vllm_takes(
     check_format(spec_of(model, form, **extra_args))
 
 
+HARD = {"type": "string", "pattern": "^(a|aa)+b{1,300}(.*c.{300})$"}
+"""Passes vLLM's checks, but xgrammar can't compile it."""
+VALUES = [f"value {i} of the list" for i in range(20_000)]
+"""xgrammar compiles them for hours."""
+
+
 @pytest.mark.parametrize(
-    ("form", "extra_args"),
+    ("form", "extra_args", "place"),
     [
-        (schema_of(stars={"type": "integer", "multipleOf": 2}), XGRAMMAR),
-        ({"type": "regex", "regex": "a(?=b)b"}, XGRAMMAR),
-        ({"type": "regex", "regex": r"(a)\1"}, {}),
+        (schema_of(stars={"type": "integer", "multipleOf": 2}), XGRAMMAR, "json_schema: .*stars: "),
+        ({"type": "regex", "regex": "a(?=b)b"}, XGRAMMAR, "regex: "),
+        ({"type": "regex", "regex": r"(a)\1"}, {}, "regex: "),
+        (schema_of(id={"type": "integer"}, code=HARD), {}, "json_schema: properties.code: "),
+        (
+            schema_of(id={}, a={"type": "object", "properties": {"b": {}, "c": HARD}}),
+            {},
+            "json_schema: properties.a.properties.c: ",
+        ),
+        (schema_of(a={"anyOf": [{}, HARD]}), {}, "json_schema: properties.a.anyOf.1: "),
+        (schema_of(a={"type": "array", "items": HARD}), {}, "json_schema: properties.a.items: "),
+        (schema_of(a={"type": "string", "pattern": "^(?!b)a"}), {}, "json_schema: properties.a: "),
     ],
 )
-def test_a_form_that_vllm_refuses(
-    model: Path, form: dict[str, Any], extra_args: dict[str, Any]
+def test_a_form_that_vllm_cannot_compile_is_refused_by_its_property(
+    model: Path, form: dict[str, Any], extra_args: dict[str, Any], place: str
 ) -> None:
-    with pytest.raises(SpecError, match="response_format: vLLM refuses it: "):
+    with pytest.raises(SpecError, match=rf"^response_format\.{place}.*vLLM can't compile it: "):
         check_format(spec_of(model, form, **extra_args))
+
+
+def test_a_form_behind_references_is_refused_by_the_property_that_uses_it(model: Path) -> None:
+    form = schema_of(a={"type": "integer"}, b={"type": "array", "items": {"$ref": "#/$defs/code"}})
+    form["json_schema"]["$defs"] = {"code": HARD, "unused": {}}
+    with pytest.raises(SpecError, match=r"properties\.b\.items: .*can't compile it"):
+        check_format(spec_of(model, form))
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ({"type": "choice", "choices": VALUES}, r"choices: vLLM"),
+        (schema_of(a={"type": "integer"}, b={"enum": VALUES}), r"json_schema: properties\.b: "),
+    ],
+)
+def test_a_form_that_never_compiles_is_refused_in_time_with_a_backend_that_can(
+    model: Path, form: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_formats, "_LIMIT_S", 2.0)
+    monkeypatch.setattr(vllm_formats, "_PART_LIMIT_S", 2.0)
+    spec = spec_of(model, form)
+    with pytest.raises(SpecError, match=rf"{place}.*more than 2 s; backend guidance can: "):
+        check_format(spec)
+    guidance = {"structured_outputs_config": {"backend": "guidance"}}
+    check_format(spec_of(model, form, **guidance))
+
+
+def test_letters_of_all_languages_are_a_pattern_that_vllm_takes(model: Path) -> None:
+    check_format(spec_of(model, schema_of(name={"type": "string", "pattern": r"^\p{L}+$"})))
+    check_format(spec_of(model, {"type": "regex", "regex": r"\p{L}+"}))
 
 
 def test_an_unknown_backend(model: Path) -> None:
@@ -79,6 +125,15 @@ def test_an_unknown_backend(model: Path) -> None:
 def test_a_plan_needs_no_model(tmp_path: Path) -> None:
     form = {"type": "regex", "regex": r"(a)\1"}
     check_format(spec_of(tmp_path / "nothing", form))
+
+
+def test_an_engine_compiles_the_form_before_it_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_engine = pytest.importorskip("batchllm_operator.engine.vllm_engine")
+    monkeypatch.setattr(vllm_engine.VLLMEngine, "_start", Mock(side_effect=AssertionError))
+    with pytest.raises(SpecError, match=r"properties\.code: .*can't compile it"):
+        vllm_engine.VLLMEngine(spec_of(model, schema_of(code=HARD)), EngineJob(max_model_len=64))
 
 
 def test_an_engine_that_starts_refuses_it_once(model: Path) -> None:

@@ -106,3 +106,16 @@ def test_what_ld_so_cannot_read_is_not_preloaded(tmp_path: Path) -> None:
     assert environment == {"LD_PRELOAD": "/lib/libfirst.so /lib/libsecond.so"}
     vllm_logs.drop_broken_preloads(environment := {})
     assert environment == {}
+
+
+def test_a_grammar_that_fails_for_each_row_logs_no_traceback(logger: logging.Logger) -> None:
+    vllm_logs.configure_logs()
+    known = logging.getLogger("vllm.v1.structured_output")
+    try:
+        raise RuntimeError("can't be compiled")
+    except RuntimeError:
+        made = known.makeRecord(
+            known.name, logging.ERROR, "", 0, "Failed for %s", ("7",), sys.exc_info()
+        )
+    assert known.filter(made)
+    assert logging.Formatter().format(made) == "Failed for 7: RuntimeError: can't be compiled"

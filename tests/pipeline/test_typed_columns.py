@@ -15,6 +15,7 @@ from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, write_table
 from support.lake_tables import LAKES
 
+from batchllm_operator.answers import Answers
 from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine.fake_answers import digest_of, fake_answer
 from batchllm_operator.errors import BatchLLMError, SpecError
@@ -244,6 +245,23 @@ def test_a_row_that_stays_invalid_is_given_up(tmp_path: Path) -> None:
     commit_run(plan.folder.uri)  # once more: nothing is left to do
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {
+            "type": "json_schema",
+            "json_schema": {"type": "object", "properties": {"a": {"pattern": r"^\p{L}+$"}}},
+        },
+        {"type": "regex", "regex": r"\{\"a\": \"\p{L}+\"\}"},
+    ],
+)
+def test_a_pattern_that_python_lacks_checks_answers(tmp_path: Path, form: dict[str, Any]) -> None:
+    answers = Answers.of(asking(tmp_path, response_format=form))
+    assert answers.fault('{"a": "Ärger"}', {}) is None
+    for wrong in ('{"a": "4"}', '{"a": "Ä4"}', '{"a": "Ä"} ' * 2):
+        assert str(answers.fault(wrong, {})).startswith("invalid_output: ")
+
+
 # Refused at plan
 
 
@@ -258,7 +276,8 @@ def test_a_row_that_stays_invalid_is_given_up(tmp_path: Path) -> None:
         ({"far": {"$ref": "https://example.org/schema"}}, "property 'far' refers to"),
         ({"gone": {"$ref": "#/$defs/gone"}}, "'gone' refers to '#/\\$defs/gone', which isn't"),
         ({"odd": {"type": "strin"}}, "isn't a JSON schema: properties.odd.type"),
-        ({"odd": {"type": "string", "pattern": "("}}, "isn't a JSON schema: properties.odd"),
+        ({"odd": {"pattern": "("}}, r"properties\.odd\.pattern: '\(' isn't a regular expression"),
+        ({"odd": {"patternProperties": {r"\p{L}": {}}}}, r"properties\.odd: patternProperties: "),
         ({"a": {"type": "object", "properties": {"x": {}, "X": {}}}}, "differ by case only"),
         ({"a": {"type": "object", "properties": {"": {}}}}, "without a name in 'a'"),
     ],

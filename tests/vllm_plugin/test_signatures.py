@@ -146,6 +146,19 @@ CALLS = (
     Call(f"{KV}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
     Call("vllm.v1.structured_output:StructuredOutputManager", ("vllm_config",)),
     # structured outputs, and whether a backend takes them
+    *(
+        Call(
+            f"vllm.v1.structured_output.{backend}",
+            keywords=("vllm_config", "tokenizer", "vocab_size"),
+        )
+        for backend in (
+            "backend_xgrammar:XgrammarBackend",
+            "backend_guidance:GuidanceBackend",
+            "backend_outlines:OutlinesBackend",
+            "backend_lm_format_enforcer:LMFormatEnforcerBackend",
+        )
+    ),
+    Call("vllm.v1.structured_output.request:get_structured_output_key", ("params",)),
     Call("vllm.sampling_params:StructuredOutputsParams", keywords=("json", "regex", "choice")),
     Call(
         "vllm.sampling_params:SamplingParams._validate_structured_outputs",

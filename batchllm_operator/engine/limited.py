@@ -1,0 +1,94 @@
+"""Tries work in a process of its own, which is killed if it takes too long or too much memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, NoReturn
+
+from batchllm_operator.engine.lifeline import die_with_parent
+
+MEMORY_LIMIT: Final = 4 << 30
+"""Bytes that the process may take beyond what it has at its start."""
+
+_TOO_MUCH: Final = f"takes more than {MEMORY_LIMIT >> 30} GiB of memory"
+
+
+def first_failure(
+    attempts: Sequence[Callable[[], object]], limit_s: float, describe: Callable[[Exception], str]
+) -> tuple[int, str] | None:
+    """The index of the first attempt that fails, and the reason; None if none does.
+
+    A fork of this process makes all attempts, so native code that never returns, or that takes the
+    process down, is a failure too. It prints nothing.
+
+    Args:
+        attempts: raise an error if they fail.
+        limit_s: seconds for each attempt.
+        describe: the reason that an error gives.
+    """
+    receiver, sender = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _serve(attempts, describe, sender, parent)
+    os.close(sender)
+    try:
+        with open(receiver, "rb", buffering=0) as results:  # noqa: PTH123
+            for idx in range(len(attempts)):
+                if not select.select([results], [], [], limit_s)[0]:
+                    return idx, f"it takes more than {limit_s:g} s"
+                result = results.readline()
+                if not result:
+                    return idx, f"it ends its process, or {_TOO_MUCH}"
+                if (reason := json.loads(result)) is not None:
+                    return idx, str(reason)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return None
+
+
+def _serve(
+    attempts: Sequence[Callable[[], object]],
+    describe: Callable[[Exception], str],
+    sender: int,
+    parent: int,
+) -> NoReturn:
+    """Make the attempts in the forked process, and end it."""
+    try:
+        die_with_parent(parent)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # libraries print; errors are returned
+            os.dup2(nothing, stream)
+        warnings.simplefilter("ignore")
+        _limit_memory()
+        for attempt in attempts:
+            os.write(sender, json.dumps(_reason(attempt, describe)).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _reason(attempt: Callable[[], object], describe: Callable[[Exception], str]) -> str | None:
+    try:
+        attempt()
+    except MemoryError:
+        return f"it {_TOO_MUCH}"
+    except Exception as error:  # noqa: BLE001  what fails is returned
+        return describe(error)
+    return None
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = size + MEMORY_LIMIT
+    with suppress(ValueError):  # less is allowed already
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, most))

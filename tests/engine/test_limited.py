@@ -1,0 +1,59 @@
+"""Attempts in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from batchllm_operator.engine import limited
+
+
+def fine() -> None:
+    for stream in (1, 2):
+        os.write(stream, b"not shown")
+
+
+def wrong() -> None:
+    raise ValueError("wrong")
+
+
+def endless() -> None:
+    time.sleep(3600)
+
+
+def greedy() -> None:
+    bytearray(2 * limited.MEMORY_LIMIT)
+
+
+def deadly() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "reason"),
+    [
+        (wrong, "wrong"),
+        (endless, "it takes more than 0.5 s"),
+        (greedy, "it takes more than 4 GiB of memory"),
+        (deadly, "it ends its process, or takes more than 4 GiB of memory"),
+        (lambda: sys.exit(3), "it ends its process, or takes more than 4 GiB of memory"),
+    ],
+)
+def test_the_first_attempt_that_fails_is_named_with_its_reason(
+    attempt: Callable[[], object], reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    attempts: list[Callable[[], object]] = [fine, attempt, wrong]
+    assert limited.first_failure(attempts, 0.5, str) == (1, reason)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_attempts_that_work_leave_no_process(tmp_path: Path) -> None:
+    assert limited.first_failure([fine, fine], 60, str) is None
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
