@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES, ExitCode
+from batchllm_operator.operators.pods.state import EVICTED
 
 _SIGKILL_CODE: Final = 137
 
@@ -119,6 +120,12 @@ class PodEnd:
 def _exit_words(end: PodEnd) -> str:
     if end.reason == "DeadlineExceeded":
         return "ran longer than active_deadline_seconds; finished parts are kept"
+    if end.reason == EVICTED:
+        return (
+            "was evicted for its own use of disk: raise the limit that is named, the sizeLimit of a"
+            " volume (the chart's pods.scratch, pods.cache, pods.shm) or a container's"
+            " ephemeral-storage; finished parts are kept"
+        )
     if end.reason == "OOMKilled":
         return "ran out of memory (OOMKilled): raise the operator's memory"
     if end.exit_code is None:
@@ -137,7 +144,13 @@ def _exit_words(end: PodEnd) -> str:
     return f"failed with exit code {end.exit_code}"
 
 
-def _clipped(text: str, limit: int = 600) -> str:
-    """The command's own error if there is one, else the end of the text; on one line."""
-    line = " ".join(text.rpartition(ERROR_MARK)[2].split())
-    return line if len(line) <= limit else "..." + line[-limit:]
+def _clipped(text: str, limit: int = 600, num_lines: int = 3) -> str:
+    """The command's own error if there is one, else the last lines of the text; on one line."""
+    _, mark, error = text.rpartition(ERROR_MARK)
+    if mark:
+        line = " ".join(error.split())
+        return line if len(line) <= limit else line[:limit] + "..."
+    lines = [each.strip() for each in text.splitlines() if each.strip()]
+    line = " ".join(" ".join(lines[-num_lines:]).split())
+    line = line if len(line) <= limit else "..." + line[-limit:]
+    return line if len(lines) <= num_lines else f"... {line}"

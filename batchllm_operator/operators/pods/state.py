@@ -23,11 +23,14 @@ class Stage(StrEnum):
     """The main container won't run again."""
 
 
-# Reasons of kubelet, scheduler and node life-cycle controllers for a disruption: eviction,
-# preemption, shutdown of the node, or a node without resources for a pod that it admitted (when
-# a device plugin restarts, for example).
+EVICTED: Final = "Evicted"
+"""A kubelet's reason: for its node's sake, then with the condition `DisruptionTarget`; or without
+it for what the pod itself has used: more disk than a volume, a container or the pod is allowed."""
+# Reasons of kubelet, scheduler and node life-cycle controllers for a disruption: preemption,
+# shutdown of the node, or a node without resources for a pod that it admitted (when a device
+# plugin restarts, for example).
 _DISRUPTIONS: Final = {
-    *("Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempted", "Preempting"),
+    *("NodeAffinity", "NodeLost", "NodeShutdown", "Preempted", "Preempting"),
     *("Shutdown", "Terminated", "TopologyAffinityError", "UnexpectedAdmissionError"),
 }
 _NOTHING_LEFT: Final = "OutOf"
@@ -86,31 +89,36 @@ class PodState:
             terminated is not None or container.state.running is not None
         )
         conditions = {c.type: c for c in (status.conditions or [])} if status else {}
+        target = conditions.get("DisruptionTarget")
+        if target is not None and target.status != "True":
+            target = None
         shared: dict[str, Any] = {
             "is_being_deleted": metadata.deletion_timestamp is not None,
-            "is_disrupted": _is_disrupted(status, terminated, conditions),
+            "is_disrupted": target is not None or _is_disrupted(status, terminated),
             "has_started": started,
         }
         phase = status.phase if status else None
         if terminated is not None or phase in ("Succeeded", "Failed"):
             terminated = terminated or _failed_init_container(status)
+            said = _said(target or terminated)
             return cls(
                 Stage.ENDED,
-                reason=status.reason or _said(terminated)["reason"],
-                message=status.message or _said(terminated)["message"],
+                reason=status.reason or said["reason"],
+                message=status.message or said["message"],
                 exit_code=terminated.exit_code if terminated else None,
                 since=terminated.finished_at if terminated else None,
                 is_over=phase in ("Succeeded", "Failed"),
                 **shared,
             )
         if container is not None and container.state and container.state.running is not None:
-            return cls(Stage.RUNNING, since=container.state.running.started_at, **shared)
+            since = container.state.running.started_at
+            return cls(Stage.RUNNING, since=since, **_said(target), **shared)
         scheduled = conditions.get("PodScheduled")
         if scheduled is None or scheduled.status != "True":
             since = metadata.creation_timestamp
-            return cls(Stage.QUEUED, since=since, **_said(scheduled), **shared)
-        since = scheduled.last_transition_time
-        return cls(Stage.STARTING, since=since, **_said(_waiting(status, container)), **shared)
+            return cls(Stage.QUEUED, since=since, **_said(target or scheduled), **shared)
+        since, said = scheduled.last_transition_time, _said(target or _waiting(status, container))
+        return cls(Stage.STARTING, since=since, **said, **shared)
 
     def __str__(self) -> str:
         """Stage, reason and message, for a log."""
@@ -149,11 +157,9 @@ def _failed_init_container(status: Any) -> Any:
     return next((each for each in ended if each.exit_code != 0), None)
 
 
-def _is_disrupted(status: Any, terminated: Any, conditions: dict[str, Any]) -> bool:
-    target = conditions.get("DisruptionTarget")
-    if target is not None and target.status == "True":
-        return True
-    if terminated is not None and terminated.reason == _RESET:
-        return True
+def _is_disrupted(status: Any, terminated: Any) -> bool:
+    """Whether the cluster has ended the pod, if no condition says so."""
     reason = (status.reason if status else "") or ""
+    if terminated is not None and terminated.reason == _RESET:
+        return reason != EVICTED
     return reason in _DISRUPTIONS or reason.startswith(_NOTHING_LEFT)

@@ -24,7 +24,7 @@ from batchllm_operator.operators.pods.api_errors import (
 )
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.pod_log import LogReader
-from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
+from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, EVICTED, PodState, Stage
 
 _REPEAT: Final = timedelta(minutes=10)
 _LONGEST_PAUSE_S: Final = 60.0
@@ -107,6 +107,7 @@ class PodWatch:
         self._began_at = self._heard_at = self._answered_at = time.monotonic()
         self._num_failures = self._num_last_reads = 0
         self._deleting_since: float | None = None
+        self._last_state: PodState | None = None
         self._watching: asyncio.Task[PodEnd] | None = None
         self._is_stopped = False
 
@@ -183,8 +184,8 @@ class PodWatch:
             return self._without_answer(error)
         self._answered_at, self._num_failures = time.monotonic(), 0
         if self._pod.uid and pod.metadata.uid != self._pod.uid:
-            return self._end(EndKind.GONE)  # another pod has its name now
-        state = PodState.of(pod, self._pod.container)
+            return self._gone()  # another pod has its name now
+        state = self._last_state = PodState.of(pod, self._pod.container)
         if state.has_started:
             is_read = await self._reader.pass_on(api, self._request_s)
             if not is_read and state.stage is Stage.ENDED and self._num_last_reads < _LAST_READS:
@@ -213,12 +214,7 @@ class PodWatch:
 
     def _judge(self, state: PodState, pod: Any) -> PodEnd | None:
         if state.stage is Stage.ENDED:
-            kind = EndKind.EXITED
-            if state.is_disrupted:
-                kind = EndKind.DISRUPTED
-            elif state.is_being_deleted and state.exit_code != 0:
-                kind = EndKind.GONE
-            return self._end(kind, state)
+            return self._ended(state)
         if state.is_being_deleted:
             return self._judge_deletion(state, pod)
         now = datetime.now(UTC)
@@ -230,6 +226,21 @@ class PodWatch:
         if state.stage is Stage.STARTING and waited_s > self._limits.start_s:
             return self._end(EndKind.START_LIMIT, state)
         return None
+
+    def _ended(self, state: PodState) -> PodEnd:
+        kind = EndKind.EXITED
+        if state.is_disrupted:
+            kind = EndKind.DISRUPTED
+        elif state.is_being_deleted and state.exit_code != 0 and state.reason != EVICTED:
+            kind = EndKind.GONE
+        return self._end(kind, state)
+
+    def _gone(self) -> PodEnd:
+        """Judge a pod that is no longer there by its last state that says why."""
+        last = self._last_state
+        if last is None or not (last.is_disrupted or last.stage is Stage.ENDED):
+            return self._end(EndKind.GONE)
+        return self._ended(last)
 
     def _judge_deletion(self, state: PodState, pod: Any) -> PodEnd | None:
         """A deletion from outside; past the grace period, the pod's node doesn't answer."""
@@ -245,7 +256,7 @@ class PodWatch:
         """Judge an error of the API: the pod is gone, or the watch goes on (None) up to a limit."""
         status = error.status if isinstance(error, ApiException) else None
         if status == NOT_FOUND and status_of(error).get("reason") == "NotFound":
-            return self._end(EndKind.GONE)
+            return self._gone()
         self._num_failures += 1
         reason = error.reason if isinstance(error, ApiException) else str(error)
         text = f"{type(error).__name__}: {reason}".rstrip(": ")

@@ -136,6 +136,25 @@ def test_a_pod_is_evicted_and_another_goes_on(shards: Shards, counted: list[str]
 
 
 @in_triggerer
+def test_a_pod_evicted_for_its_own_disk_use_is_not_replaced(
+    shards: Shards, counted: list[str]
+) -> None:
+    """Another would fetch the model again, and outgrow the same limit."""
+    shards.plan(delay_s=0.05)
+    run = shards.start()
+    name = shards.pod()
+    before = shards.wait_for_parts(1)
+    shards.cluster.agent.evict_for_own_disk(name, "scratch", "50Gi")
+    error = run.failure()
+    assert "its own use of disk: raise the limit" in str(error)
+    assert 'Usage of EmptyDir volume "scratch" exceeds the limit "50Gi"' in str(error)
+    assert not isinstance(error, AirflowFailException)  # finished parts are kept
+    assert counted == []
+    shards.check_nothing_left()
+    assert before.items() <= shards.parts().items()
+
+
+@in_triggerer
 def test_running_out_of_memory_says_so_and_a_retry_goes_on(shards: Shards) -> None:
     shards.plan(delay_s=0.05)
     run = shards.start()

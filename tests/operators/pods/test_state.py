@@ -106,7 +106,14 @@ def test_the_main_container_decides() -> None:
 @pytest.mark.parametrize(
     "status",
     [
-        {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."},
+        {
+            "phase": "Failed",
+            "reason": "Evicted",
+            "message": "The node was low on memory.",
+            "conditions": [
+                {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+            ],
+        },
         {"phase": "Failed", "reason": "Preempting"},
         {"phase": "Failed", "reason": "NodeLost"},
         {"phase": "Failed", "reason": "UnexpectedAdmissionError"},
@@ -121,6 +128,41 @@ def test_the_main_container_decides() -> None:
 def test_what_the_cluster_ends_is_a_disruption(status: dict[str, Any]) -> None:
     state = state_of(status)
     assert (state.stage, state.is_disrupted, state.is_live) == (Stage.ENDED, True, False)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Usage of EmptyDir volume "cache" exceeds the limit "20Gi". ',
+        "Pod ephemeral local storage usage exceeds the total limit of containers 10Gi. ",
+        'Container base exceeded its local ephemeral storage limit "10Gi". ',
+    ],
+)
+@pytest.mark.parametrize("reason", ["", "Error", "ContainerStatusUnknown"])
+def test_an_eviction_for_its_own_disk_use_is_the_pods_failure(message: str, reason: str) -> None:
+    """A kubelet then sets no condition; of the containers it may know nothing."""
+    statuses = [container(terminated(137, reason))] if reason else []
+    status = {"phase": "Failed", "reason": "Evicted", "message": message}
+    state = state_of({**status, "containerStatuses": statuses})
+    assert (state.stage, state.is_disrupted, state.message) == (Stage.ENDED, False, message)
+    end = PodEnd(EndKind.EXITED, "p", "n", reason=state.reason, message=message, exit_code=137)
+    assert not end.is_disruption and not end.is_final
+    assert "its own use of disk" in end.explanation() and message.strip() in end.explanation()
+
+
+@pytest.mark.parametrize("stage", ["queued", "starting", "running", "ended"])
+def test_a_condition_says_why_the_cluster_ends_a_pod(stage: str) -> None:
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    conditions = [{**target, "message": "Eviction API: evicting"}]
+    conditions += [] if stage == "queued" else [SCHEDULED]
+    status: dict[str, Any] = {"phase": "Pending", "conditions": conditions}
+    if stage == "running":
+        status |= {"phase": "Running", "containerStatuses": [container({"running": {}})]}
+    if stage == "ended":
+        status |= {"phase": "Failed", "containerStatuses": [container(terminated(143))]}
+    state = state_of(status)
+    assert (state.stage, state.reason) == (stage, "EvictionByEvictionAPI")
+    assert (state.message, state.is_disrupted) == ("Eviction API: evicting", True)
 
 
 def test_what_the_job_ends_is_none() -> None:
@@ -157,6 +199,22 @@ def test_an_end_survives_an_event_and_explains_itself(kind: EndKind) -> None:
 )
 def test_the_ways_to_exit_are_told_apart(fields: dict[str, Any], words: str) -> None:
     assert words in PodEnd(EndKind.EXITED, "pod-1", "jobs", **fields).explanation()
+
+
+@pytest.mark.parametrize("exit_code", [1, 137])
+def test_an_end_quotes_the_last_lines_of_the_log(exit_code: int) -> None:
+    log = "\n".join(f"line {number}" for number in range(20)) + "\n\n"
+    end = PodEnd(EndKind.EXITED, "p", "n", message=log, exit_code=exit_code)
+    assert end.explanation().endswith("it said: ... line 17 line 18 line 19")
+    few = PodEnd(EndKind.EXITED, "p", "n", message="line 1\nline 2", exit_code=exit_code)
+    assert few.explanation().endswith("it said: line 1 line 2")
+
+
+def test_an_end_quotes_an_error_from_its_beginning() -> None:
+    """Whatever the engine's processes write after it."""
+    log = f"starting\nbatchllm: error: table a: no column b\n{'rank 0 goes away. ' * 99}"
+    said = PodEnd(EndKind.EXITED, "p", "n", message=log, exit_code=2).explanation()
+    assert "it said: table a: no column b rank 0" in said and len(said) < 700
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,3 +159,31 @@ def test_a_pod_that_has_the_name_of_the_watched_one_is_another(
     monkeypatch.setattr(watch_module.async_client, "CoreV1Api", lambda _: api)
     watch = watch_with(_Hook, [], uid="u")
     assert asyncio.run(watch.until_end()).kind is EndKind.GONE
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_an_evicted_pod_that_is_gone_was_not_deleted_from_outside(
+    monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    """The condition is seen while the pod ends; then its object is gone."""
+    reason, message = "EvictionByEvictionAPI", "Eviction API: evicting"
+    target = client.V1PodCondition(
+        type="DisruptionTarget", status="True", reason=reason, message=message
+    )
+    seen = [client.V1PodStatus(phase="Running", conditions=[target])]
+    gone = ApiException(status=404, reason="Not Found")
+    gone.body = '{"kind": "Status", "reason": "NotFound"}'
+
+    async def read(*_: object, **__: object) -> Any:
+        if not seen and not is_over:
+            raise gone
+        uid = "u" if seen else "another"
+        status = seen.pop() if seen else client.V1PodStatus(phase="Pending")
+        now = datetime.now(UTC)
+        metadata = client.V1ObjectMeta(name="p", uid=uid, creation_timestamp=now)
+        return client.V1Pod(metadata=metadata, status=status)
+
+    api = SimpleNamespace(read_namespaced_pod=read)
+    monkeypatch.setattr(watch_module.async_client, "CoreV1Api", lambda _: api)
+    end = asyncio.run(watch_with(_Hook, [], uid="u").until_end())
+    assert (end.kind, end.reason, end.message) == (EndKind.DISRUPTED, reason, message)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from support.kubernetes.agent_core import AgentCore, PodNotHereError
 from support.kubernetes.node import Node
-from support.kubernetes.pod_worker import End
+from support.kubernetes.pod_worker import End, PodWorker
 from support.kubernetes.status import Object
 from support.kubernetes.store import now_text
 
@@ -25,6 +25,15 @@ async def evict(core: AgentCore, name: str) -> None:
         "memory. "
     )
     worker.status.disrupted("TerminationByKubelet", message)
+    await _evict(core, worker, message)
+
+
+async def evict_for_own_disk(core: AgentCore, name: str, volume: str, limit: str) -> None:
+    message = f'Usage of EmptyDir volume "{volume}" exceeds the limit "{limit}". '
+    await _evict(core, core.worker(name), message)
+
+
+async def _evict(core: AgentCore, worker: PodWorker, message: str) -> None:
     uid = worker.pod["metadata"]["uid"]
     await core.record_event(worker.pod, "Warning", "Evicted", message, "kubelet")
     worker.stop(End(0, "Evicted", message))

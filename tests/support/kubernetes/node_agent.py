@@ -143,6 +143,10 @@ class NodeAgent:
         """Kill a pod as a kubelet does that runs out of memory: phase Failed, reason Evicted."""
         self._thread.run(faults.evict(self._core, pod))
 
+    def evict_for_own_disk(self, pod: str, volume: str, limit: str) -> None:
+        """As `evict`, for a volume that has outgrown its limit: without `DisruptionTarget`."""
+        self._thread.run(faults.evict_for_own_disk(self._core, pod, volume, limit))
+
     def preempt(self, pod: str) -> None:
         """Delete a pod as the scheduler does for a more important one, with or without a node."""
         self._thread.run(faults.preempt(self._core, pod))
