@@ -19,7 +19,7 @@ from batchllm_operator.plan.input_checks import (
     check_input,
     check_lengths,
 )
-from batchllm_operator.plan.labels import find_label_tokens
+from batchllm_operator.plan.labels import find_label_tokens, warn_of_earlier_answers
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_checks import (
     check_apart,
@@ -78,6 +78,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     stored = check_columns_fit(spec, ds, snapshot, output, pooling)
     check_lengths(spec, tokenizer.max_model_len)
     label_token_ids = find_label_tokens(spec, tokenizer)
+    warn_of_earlier_answers(spec, ds, output)
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)

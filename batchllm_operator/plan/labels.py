@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from batchllm_operator.errors import SpecError
+from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.errors import PlanError, SpecError, TableError
+from batchllm_operator.lake import LakeTable, before
 from batchllm_operator.prompts import Tokenizer, renderer_of, sample_chat
 from batchllm_operator.spec import JobSpec
 
@@ -49,6 +52,29 @@ def find_label_tokens(spec: JobSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
         more,
     )
     return tuple(known)
+
+
+def warn_of_earlier_answers(spec: JobSpec, ds: str, output: LakeTable) -> None:
+    """Repeat what the latest report says against the labels, if the settings are still the same.
+
+    A plan runs no model: that of an earlier partition tells before the GPU begins.
+    """
+    if not spec.labels:
+        return
+    for earlier in (ds, *reversed(before(output.partitions(), ds))):
+        try:
+            found = check_publisher(output, spec, earlier)
+            if found is None:
+                continue
+            folder = job_folder(spec, earlier).child(f"plan-{found.plan_id}")
+            identity = StoredPlan.open(folder.uri).manifest.spec_identity
+            report = RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri)
+        except (FileNotFoundError, PlanError, TableError):  # another job's, or none is left
+            continue
+        if report.answers is not None and identity == spec.identity:
+            for warning in report.answers.warnings:
+                _log.warning("partition %s, with these settings: %s", earlier, warning)
+        return
 
 
 def _check_whole(spec: JobSpec, tokens: list[list[int]], tokenizer: Tokenizer) -> None:

@@ -28,6 +28,7 @@ from batchllm_operator.report.summary import format_summary
 from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
+NEXT = "2026-02-01"
 CLASSIFY = {"task": "classify", "label_values": {"no": 0, "partly": 1, "yes": 3}}
 CHOICES = {"response_format": {"type": "choice", "choices": ["red", "green", "blue"]}}
 SCORED = {"sampling": {"max_tokens": 4, "logprobs": 1}}
@@ -138,6 +139,23 @@ def test_labels_that_the_model_does_not_choose_are_warned_of(
     assert caplog.messages[-1] == warning
     assert warning in format_summary(report_of(plan))
     assert escape(warning) in render_report(report_of(plan))
+
+
+def test_a_plan_repeats_the_warning_of_the_partition_before(
+    few_labels: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for ds in (DS, NEXT):
+        write_table(tmp_path / "documents", rows_of_table(), ds)
+    spec = asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5)
+    answers = report_of(run_and_commit(spec)).answers
+    assert answers is not None
+    caplog.clear()
+    plan_job(spec, NEXT)
+    assert f"partition {DS}, with these settings: {answers.warnings[0]}" in caplog.messages
+    caplog.clear()
+    prompt = {"template": "{document} {query} Answer no, partly or yes:"}
+    plan_job(asking(tmp_path, **CLASSIFY, prompt=prompt, max_failed_fraction=0.5), NEXT)
+    assert "label_mass" not in caplog.text
 
 
 def test_labels_that_the_model_chooses_are_not_warned_of(tmp_path: Path) -> None:
