@@ -306,6 +306,27 @@ def test_text_that_isnt_utf8_is_refused_in_the_words_of_a_local_plan(
     assert "row 77" in messages[1][1]
 
 
+def test_values_that_the_output_cannot_hold_are_refused_in_the_words_of_a_local_plan(
+    lake: Path, small_ranges: None
+) -> None:
+    rows = pa.Table.from_pylist(document_rows(12, 10))
+    times = pa.array([0] * 77 + [1] + [0] * (rows.num_rows - 78), pa.timestamp("ns"))
+    for file in (lake / "documents").rglob("*.parquet"):
+        file.unlink()
+    file = lake / "documents" / f"ds={DS}" / "a.parquet"
+    pq.write_table(rows.append_column("at", times), file, row_group_size=25)
+    spec = job(lake, output={"uri": f"delta+{lake}/delta", "carry": ["at"]})
+    messages = []
+    for make in (plan_job, plan_on_spark):
+        with pytest.raises(TableError) as refused:
+            make(spec, DS)
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+    assert (
+        "'at' has a value that doesn't fit the table's type timestamp[us] in row 77" in messages[1]
+    )
+
+
 @pytest.mark.parametrize("where", ["draw_sample", "plan_ranges"])
 def test_wrong_ids_of_the_fast_tokenizer(
     lake: Path, small_ranges: None, monkeypatch: pytest.MonkeyPatch, where: str
