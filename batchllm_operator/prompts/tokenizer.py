@@ -186,7 +186,7 @@ class ModelTokenizer:
             for answer, whole in zip(answers, after, strict=True)
             if whole[: len(before)] != before
         ]
-        if merged:
+        if merged and head[-1:].isspace():
             _log.warning(
                 "labels: the prompt's end and %s would be one token, which the model can't choose"
                 " any more; end the prompt without its last space or line break",
