@@ -9,6 +9,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import pyarrow as pa
 
+from batchllm_operator.amounts import counted
+
 VECTOR_FIELD: Final = pa.field("vector", pa.list_(pa.float32()))
 """As the engine gives it."""
 LABELS_KEY: Final = b"batchllm.labels"
@@ -45,4 +47,5 @@ class VectorColumns:
         if not len(wrong):
             return None
         value = raw[VECTOR_FIELD.name][wrong[0]]
-        return f"not_finite: the model's vector has {len(wrong)} numbers such as {value}"
+        numbers = counted(len(wrong), "number")
+        return f"not_finite: the model's vector has {numbers} such as {value}"

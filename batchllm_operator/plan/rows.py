@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined
 from batchllm_operator.plan.adapters import RowAdapters
@@ -100,7 +101,7 @@ def read_rows(
             rows.num_control += found.num_control
             rows.num_truncated += found.num_truncated
             keeper.run(_keep, rows, found, writer)
-            progress.advance(found.num_rows, f"{rows.prompts.num_tokens} tokens")
+            progress.advance(found.num_rows, counted(rows.prompts.num_tokens, "token"))
         progress.complete()  # a filter may skip rows
     if rows.reuse is not None:
         rows.reuse.finish(rows.num_rows)

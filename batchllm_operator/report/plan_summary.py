@@ -21,11 +21,14 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
     if counts.num_control_rows:
         fate = {"keep": "kept", "text": "placed as ordinary text", "reject": "rejected"}
         lines.append(
-            f"{counts.num_control_rows:,} rows spell control tokens of the model:"
+            f"{counted(counts.num_control_rows, 'row spells', 'rows spell')} control tokens of the"
+            " model:"
             f" {fate[manifest.spec.prompt.control_mode]}"
         )
     if manifest.spec.prompt.truncate:
-        lines.append(f"{counts.num_truncated_rows:,} rows are cut (prompt.truncate)")
+        lines.append(
+            f"{counted(counts.num_truncated_rows, 'row is', 'rows are')} cut (prompt.truncate)"
+        )
     if manifest.spec.reuse_outputs:
         lines.append(
             f"{counted(counts.num_reused_rows, 'row reuses', 'rows reuse')} an output that was"

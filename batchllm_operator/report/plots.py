@@ -124,7 +124,7 @@ def value_plot(column: str, counts: Mapping[str, int]) -> Plot:
     height = 0.24 * len(names) + 0.9
     return draw(
         f"Rows by {column}",
-        f"Bars of rows by {column}: {count(len(counts))} values, most of the rows,"
+        f"Bars of rows by {column}: {counted(len(counts), 'value')}, most of the rows,"
         f" {ratio(numbers[0] / total)}, with {names[0]}",
         Table(
             (column.capitalize(), "Rows", "Share"),
@@ -162,7 +162,7 @@ def timeline_plot(line: Timeline) -> Plot:
 
     limit = f"chunk size {count(line.chunk_size)}" if line.chunk_size else "chunk size unknown"
     alt = (
-        f"Tokens of each step over {duration(line.duration_s)}, {count(line.num_steps)} steps,"
+        f"Tokens of each step over {duration(line.duration_s)}, {counted(line.num_steps, 'step')},"
         f" {limit}: {ratio(line.valley_share)} of the time in valleys; the KV cache is"
         f" {ratio(max(line.kv_used))} full at most"
     )
