@@ -19,6 +19,7 @@ from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined
 from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.broken_text import check_text, describe_key
+from batchllm_operator.plan.doubled_start import warn_of_doubled_start
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.input_checks import describe_rows
 from batchllm_operator.plan.neighbours import OneBehind, one_ahead
@@ -97,6 +98,8 @@ def read_rows(
     ):
         batches = checked(spec, joined(scanned), where, stored=stored)
         for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
+            if rows.num_rows == 0:
+                warn_of_doubled_start(spec, found.tokens, tokenizer)
             rows.num_rows += found.num_rows
             rows.num_control += found.num_control
             rows.num_truncated += found.num_truncated

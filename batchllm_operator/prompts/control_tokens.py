@@ -117,6 +117,11 @@ class ControlTokens:
         self.mode = mode
         self._can_be_text = can_be_text
 
+    @property
+    def special(self) -> tuple[str, ...]:
+        """Tokens that the tokenizer calls special."""
+        return self._special.tokens
+
     def columns_within(self, pieces: Iterable[tuple[str, str | None]]) -> frozenset[str]:
         """Columns that are placed where the text before may have begun a token.
 

@@ -35,6 +35,7 @@ from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import ParquetTable, open_table
+from batchllm_operator.plan.doubled_start import sample_tokens, warn_of_doubled_start
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.input_checks import describe_rows
@@ -80,6 +81,7 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
     """
     _check(spec)
     given = find_given(spec, ds)
+    warn_of_doubled_start(given.spec, sample_tokens(given.spec, given.tokenizer), given.tokenizer)
     staging = Staging.beside(spec, ds)
     try:
         with spark_session(spec) as spark:
