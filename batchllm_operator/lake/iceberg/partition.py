@@ -145,10 +145,10 @@ class PartitionView:
         with iceberg_errors(self.uri), reading(self.uri, self.partition, path):
             return read_metadata(self._table.io, path)
 
-    def outer_values(self) -> dict[str, tuple[str, ...]]:
+    def outer_values(self, tasks: Sequence[FileScanTask]) -> dict[str, tuple[str, ...]]:
         """See `Snapshot.outer`: columns whose values the table is partitioned by, too."""
         found: dict[str, set[str]] = {}
-        for task in self.tasks():
+        for task in tasks:
             parts = self._table.specs()[task.file.spec_id].fields
             for place, part in enumerate(parts):
                 if part.source_id == self._field.field_id:

@@ -59,7 +59,7 @@ class IcebergTable:
     def snapshot(self, partition: str) -> Snapshot:
         table = self._load()
         view = PartitionView.now(table, self.uri, self._partition_column, partition)
-        root = f"{table.location().rstrip('/')}/"
+        root, tasks = f"{table.location().rstrip('/')}/", view.tasks()
         snapshot_id = "none" if view.snapshot_id is None else view.snapshot_id
         return Snapshot(
             partition=partition,
@@ -71,10 +71,10 @@ class IcebergTable:
                     num_rows=task.file.record_count,
                     version="immutable",
                 )
-                for task in view.tasks()
+                for task in tasks
             ),
             schema=view.arrow_schema,
-            outer=view.outer_values(),
+            outer=view.outer_values(tasks),
         )
 
     def scan(
