@@ -8,6 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from airflow.providers.cncf.kubernetes.pod_generator import make_safe_label_value
@@ -33,7 +34,7 @@ from batchllm_operator.operators.pods.calls import ClusterCalls
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.owner import Attempt
 from batchllm_operator.operators.pods.spec import escaped, num_gpus, with_secret
-from batchllm_operator.operators.pods.watch import PodName, PodWatch
+from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
 from batchllm_operator.operators.tries import is_anothers, task_state, will_be_retried
 from batchllm_operator.operators.triggerer import when_triggerer_runs
 
@@ -305,13 +306,27 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     # Watching
 
-    def _watch_here(self, context: Context, pod: PodName, log_ns: int) -> PodEnd | None:
-        """Watch a pod from this process; None if a triggerer runs by now and is to take over."""
+    def _glance(self, context: Context, pod: PodName, end: PodEnd) -> PodEnd:
+        """Look at a pod whose watch has paused in the triggerer, and log that watch's lines again:
+        the next deferral empties the triggerer's file."""
+        limits = replace(self._limits(), silence_s=0.0, api_s=0.0)
+        seen = self._watch_here(context, pod, end.log_from_ns, limits)
+        if seen is None or seen.is_unseen:  # the next watch logs them
+            return replace(end, log_ns=end.log_from_ns)
+        return seen
+
+    def _watch_here(
+        self, context: Context, pod: PodName, log_ns: int, limits: WatchLimits | None = None
+    ) -> PodEnd | None:
+        """Watch a pod from this process; None if a triggerer runs by now and is to take over.
+
+        With `limits` of its own, the watch doesn't ask for one.
+        """
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         watch = self._watch = PodWatch(
             lambda: self._cluster.hook(),
             pod,
-            self._limits(),
+            limits or self._limits(),
             lambda line: self.log.info("%s", line),
             deadline=self._deadline(context),
             is_abandoned=self._is_orphan,
@@ -321,7 +336,8 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         if self._is_killed:
             watch.stop()
         try:
-            with when_triggerer_runs(watch.stop) if self.wants_deferral is None else nullcontext():
+            asks = limits is None and self.wants_deferral is None
+            with when_triggerer_runs(watch.stop) if asks else nullcontext():
                 end = asyncio.run(watch.until_end())
         finally:
             self._watch = None

@@ -83,6 +83,10 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         with self._released_when_killed(context):
             end = PodEnd.from_event(event)
             pod = PodName(end.pod_name, end.namespace, self.base_container_name, end.pod_uid)
+            if end.kind is EndKind.PAUSED:
+                self._pod, end = pod, self._glance(context, pod, end)
+            for line in end.last_lines:  # the triggerer's file is emptied by the next deferral
+                self.log.info("%s", line)
             result = self._follow(context, pod, num_disruptions, end)
             if result is not None:
                 return self.finish(context, result)

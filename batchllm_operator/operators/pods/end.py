@@ -52,6 +52,10 @@ class PodEnd:
     """All containers have ended; while one runs, the pod holds its resources."""
     log_ns: int = -1
     """Where another watch goes on in the pod's log: `LogReader.last_ns`."""
+    log_from_ns: int = -1
+    """Where this watch began in it."""
+    last_lines: tuple[str, ...] = ()
+    """The last lines of that log, if another pod may take this one's place."""
 
     @property
     def is_disruption(self) -> bool:
@@ -84,7 +88,8 @@ class PodEnd:
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> PodEnd:
-        return cls(**{**event, "kind": EndKind(event["kind"])})
+        lines = tuple(event["last_lines"])
+        return cls(**{**event, "kind": EndKind(event["kind"]), "last_lines": lines})
 
     def explanation(self) -> str:
         """One sentence for the task's log: what happened, and what to do about it."""

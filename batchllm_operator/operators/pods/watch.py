@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,10 @@ _REPEAT: Final = timedelta(minutes=10)
 _LONGEST_PAUSE_S: Final = 60.0
 _TALKATIVE: Final = 6
 """How many times longer a watch goes on before it pauses if the pod gives signs."""
+_LAST_LINES: Final = 100
+"""Lines of a disrupted pod's log that its end carries, each cut at `_LINE_LENGTH`: Airflow's
+database keeps them until the task goes on."""
+_LINE_LENGTH: Final = 500
 _LAST_READS: Final = 3
 """Reads of a pod that has ended, while its log can't be read."""
 _FAREWELL_S: Final = 0.05
@@ -102,6 +107,8 @@ class PodWatch:
         self._pod, self._limits, self._log = pod, limits, log
         self._deadline, self._is_abandoned = deadline, is_abandoned
         self._masked = masked
+        self._log_from_ns = log_ns
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._reader = LogReader(pod.name, pod.namespace, pod.container, self._hear, log_ns)
         self._said, self._said_at = "", datetime.now(UTC)
         self._began_at = self._heard_at = self._answered_at = time.monotonic()
@@ -152,7 +159,9 @@ class PodWatch:
 
     def _hear(self, line: str) -> None:
         self._heard_at = time.monotonic()
-        self._log(self._masked(line))
+        text = self._masked(line)
+        self._last_lines.append(text[:_LINE_LENGTH])
+        self._log(text)
 
     def _is_pause_due(self) -> bool:
         """Not while a time is taken that another watch would begin anew."""
@@ -286,4 +295,8 @@ class PodWatch:
             exit_code=state.exit_code if state else None,
             is_over=state.is_over if state else False,
             log_ns=self._reader.last_ns,
+            log_from_ns=self._log_from_ns,
+            last_lines=(
+                tuple(self._last_lines) if kind in (EndKind.DISRUPTED, EndKind.GONE) else ()
+            ),
         )

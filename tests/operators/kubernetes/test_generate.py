@@ -136,6 +136,29 @@ def test_a_pod_is_evicted_and_another_goes_on(shards: Shards, counted: list[str]
 
 
 @in_triggerer
+def test_the_last_lines_of_an_evicted_pod_are_logged_where_they_stay(
+    shards: Shards, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The triggerer's file is emptied when the task waits for the next pod."""
+    shards.plan()
+    command = ["sh", "-c", "echo before the eviction; sleep 600"]
+    shards.cluster.agent.add_image("job:1", Image(replaced_command=command))
+    run = shards.start(max_disruptions=0)
+    name = shards.pod()
+    seen = ""
+
+    def is_seen() -> bool:
+        nonlocal seen
+        seen += "".join(capfd.readouterr())
+        return "before the eviction" in seen
+
+    shards.wait(is_seen, "the line")
+    shards.cluster.agent.evict(name)
+    run.failure()
+    assert (seen + "".join(capfd.readouterr())).count("before the eviction") == 2
+
+
+@in_triggerer
 def test_a_pod_evicted_for_its_own_disk_use_is_not_replaced(
     shards: Shards, counted: list[str]
 ) -> None:

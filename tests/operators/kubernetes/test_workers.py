@@ -15,6 +15,7 @@ from support.task_runs import TaskInstance, TaskRun
 from batchllm_operator.inspect.verify import verify_shard
 from batchllm_operator.operators import waiting
 from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.pod_task import BatchLLMPodTask
 from batchllm_operator.operators.pods.owner import LABEL
 
 FREE = "shard 3 of plan p: free to take"
@@ -191,9 +192,10 @@ def test_a_worker_that_waits_for_a_quota_ends_when_all_is_done(shards: Shards, l
 
 
 @in_triggerer
-def test_lines_of_the_log_are_passed_on_once_whenever_a_task_looks(
+def test_lines_of_the_log_are_repeated_once_in_the_worker_when_a_task_looks(
     shards: Shards, lake: Lake, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The triggerer has them in a file that the next deferral empties."""
     command = ["sh", "-c", "echo this once; sleep 600"]
     shards.cluster.agent.add_image("job:1", Image(replaced_command=command))
     run = shards.start(**SOON)
@@ -210,7 +212,35 @@ def test_lines_of_the_log_are_passed_on_once_whenever_a_task_looks(
     run.wait()
     assert run.num_deferrals > 2
     seen += "".join(capfd.readouterr())
-    assert seen.count("this once") == 1
+    assert seen.count("this once") == 2
+
+
+@in_worker
+def test_lines_of_the_log_are_passed_on_once_where_the_worker_watches(
+    shards: Shards, lake: Lake, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["sh", "-c", "echo this once; sleep 600"]
+    shards.cluster.agent.add_image("job:1", Image(replaced_command=command))
+    run = shards.start(**SOON)
+    shards.pod()
+    check_looks(shards, lake)
+    lake.says = lambda: DONE
+    run.wait()
+    assert "".join(capfd.readouterr()).count("this once") == 1
+
+
+@in_triggerer
+def test_lines_that_the_worker_could_not_repeat_are_logged_by_the_next_watch(
+    shards: Shards, lake: Lake, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["sh", "-c", "echo this once; sleep 600"]
+    shards.cluster.agent.add_image("job:1", Image(replaced_command=command))
+    monkeypatch.setattr(BatchLLMPodTask, "_watch_here", lambda *_: None)
+    run = shards.start(**SOON)
+    check_looks(shards, lake)
+    lake.says = lambda: DONE
+    run.wait()
+    assert "".join(capfd.readouterr()).count("this once") == run.num_deferrals
 
 
 @in_triggerer

@@ -181,7 +181,13 @@ def test_a_pod_that_is_being_deleted_is_not_live() -> None:
 
 @pytest.mark.parametrize("kind", list(EndKind))
 def test_an_end_survives_an_event_and_explains_itself(kind: EndKind) -> None:
-    end = PodEnd(kind, "pod-1", "jobs", reason="Reason", message="it said so", exit_code=3)
+    end = PodEnd(
+        *(kind, "pod-1", "jobs"),
+        reason="Reason",
+        message="it said so",
+        exit_code=3,
+        last_lines=("one", "two"),
+    )
     assert PodEnd.from_event(json.loads(json.dumps(end.as_event()))) == end
     assert "pod-1" in end.explanation() and "\n" not in end.explanation()
 
