@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any, Final
@@ -110,8 +110,8 @@ class PromptEncoder:
         offsets = self._backend.encode(text, add_special_tokens=False).offsets
         return np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
-    def drop_marks(self, control: Iterable[str]) -> Callable[[str], bool] | None:
-        """From now on, drop marks in texts after the search for the tokens `control`.
+    def drop_marks(self) -> Callable[[str], bool] | None:
+        """From now on, drop marks in texts after the search for control tokens.
 
         Returns:
             Whether a token's marked spelling becomes ordinary text; None if marks can't be dropped.
@@ -119,14 +119,14 @@ class PromptEncoder:
         if self._backend is None:
             return None
         self._drops_marks = True
-        ids = set(map(self._backend.token_to_id, control))
 
         @cache
         def can_be_text(token: str) -> bool:
             marked = token[0] + MARK + token[1:]
             texts = [marked, f"a{marked}a", f" {marked} "]
             found = self._marked.encode_batch_fast(texts, add_special_tokens=False)
-            return all(ids.isdisjoint(each.ids) for each in found)
+            own = self._marked.token_to_id(token)
+            return all(own not in each.ids for each in found)
 
         return can_be_text
 

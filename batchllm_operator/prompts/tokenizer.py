@@ -160,7 +160,7 @@ class ModelTokenizer:
         special = {token for token, is_special in added.items() if is_special}
         others = {each for each in added.keys() - special if _is_markup(each) and each in written}
         mode = prompt.control_mode
-        can_be_text = self._encoder.drop_marks(special | others) if mode != "keep" else None
+        can_be_text = self._encoder.drop_marks() if mode != "keep" else None
         return ControlTokens(special, others, mode=mode, can_be_text=can_be_text)
 
     @property

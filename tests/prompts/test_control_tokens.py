@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prompts.test_tokenizer import END, START, build_tokenizer, job
+from support.prompt_texts import family
+from support.tokenizer_families import FAMILIES
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from batchllm_operator.prompts import load_tokenizer, renderer_of
@@ -194,12 +196,34 @@ def test_where_a_tokenizer_cannot_make_ordinary_text_of_a_token_its_row_fails() 
     backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
     for own in (backend, None):
         encoder = PromptEncoder(lambda texts: [[]] * len(texts), own, "m", add_special_tokens=False)
-        control = ControlTokens(["<s>"], mode="text", can_be_text=encoder.drop_marks(["<s>"]))
+        control = ControlTokens(["<s>"], mode="text", can_be_text=encoder.drop_marks())
         renderer = PromptRenderer(PromptSpec(template="{x}"), control)
         rendered = renderer.render(pa.record_batch({"x": ["a", "a <s> a", "a <"]}))
         assert list(rendered.errors) == [1]
         assert "its tokenizer can't make ordinary text" in rendered.errors[1]
         assert (MARK in rendered.present()[1]) == (own is not None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_makes_ordinary_text_of_a_control_token(name: str) -> None:
+    """Unigram models may have it as a piece, which no text can be kept from."""
+    backend = Tokenizer.from_str(family(name).to_str())
+    backend.add_special_tokens([AddedToken("<eot>", special=True, normalized=False)])
+    encoder = PromptEncoder(
+        lambda texts: [each.ids for each in backend.encode_batch(list(texts))],
+        backend,
+        name,
+        add_special_tokens=True,
+    )
+    can_be_text = encoder.drop_marks()
+    assert can_be_text is not None and can_be_text("<eot>")
+    text = "The quick <eot> fox, or <eot>: 12"
+    marked = text.replace("<eot>", f"<{MARK}eot>")
+    assert encoder.encode([text, marked, "x"]).to_lists() == [
+        backend.encode(text).ids,
+        family(name).encode(text).ids,
+        backend.encode("x").ids,
+    ]
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
@@ -215,7 +239,7 @@ def test_marked_texts_are_dropped_from_whatever_a_tokenizer_normalizes(
         return [each.ids for each in backend.encode_batch(list(texts))]
 
     encoder = PromptEncoder(own, backend, "m", add_special_tokens=False)
-    can_be_text = encoder.drop_marks(["<s>"])
+    can_be_text = encoder.drop_marks()
     assert can_be_text is not None
     assert can_be_text("<s>") is (normalizer is None or not normalized)
     texts = ["a", "<s>a", f"<{MARK}s>\u00e9<s>", "e"]
