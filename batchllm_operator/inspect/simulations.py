@@ -162,6 +162,7 @@ def simulate_policies(
         MissingLibraryError: vLLM isn't installed.
         EngineError: vLLM can't be imported, or doesn't end.
     """
+    _log.info("loading vLLM's scheduler, which takes some seconds")
     try:
         from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
     except ModuleNotFoundError as error:

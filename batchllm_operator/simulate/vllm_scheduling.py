@@ -7,7 +7,7 @@ lengths are given, and `planner.cost.step_time` predicts the time of steps.
 from __future__ import annotations
 
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +32,8 @@ from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
+_SPARE: Final = 4
+"""A KV cache of so many times the blocks that all requests fill is as good as an endless one."""
 _NO_LIMIT: Final = 1 << 20  # output tokens, if a stop token ends them
 
 
@@ -85,7 +87,9 @@ class _Simulation:
         settings = settings or SchedulerSettings(
             num_requests=len(workload), step_cost=_step_cost(machine)
         )
-        self._scheduler = make_scheduler(policy, machine, self._max_model_len(), settings)
+        self._scheduler = make_scheduler(
+            policy, replace(machine, num_blocks=self._num_blocks()), self._max_model_len(), settings
+        )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(size, sha256)
         self._generated = np.zeros(len(workload), dtype=np.int64)
@@ -135,6 +139,15 @@ class _Simulation:
                 f"request {idx} has {longest[idx]:,} tokens with its output; the KV cache has room"
                 f" for {room:,}"
             )
+
+    def _num_blocks(self) -> int:
+        """The machine's KV blocks, or less where most would never be used.
+
+        vLLM makes an object for each, which takes ten seconds for the blocks of a tiny model.
+        """
+        longest = self._lengths + self._workload.output_tokens
+        num_used = int((-(-longest // self._machine.block_size)).sum())
+        return min(self._machine.num_blocks, _SPARE * num_used + 1)
 
     def _max_model_len(self) -> int:
         longest = self._lengths + self._workload.output_tokens

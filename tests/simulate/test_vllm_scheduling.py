@@ -25,6 +25,7 @@ from batchllm_operator.planner import (
 from batchllm_operator.planner.prefixes.lcp_tree import rank_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine, Policy
 from batchllm_operator.simulate.run import Run
+from batchllm_operator.simulate.summary import format_runs
 from batchllm_operator.simulate.vllm_scheduling import simulate
 from batchllm_operator.simulate.workload import Shape, Workload
 
@@ -90,6 +91,22 @@ def test_ours_gets_a_few_requests_before_each_step_as_in_a_run() -> None:
     assert ours.timeline.num_running.tolist() == [64, 96, 40]
     assert ours.timeline.num_waiting.tolist() == [136, 40, 0]
     assert stock.timeline.num_running.tolist() == [200]
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_a_cache_larger_than_all_requests_is_as_good_as_an_endless_one(name: str) -> None:
+    work = workload([9] * 80, prefix=32, distinct=16)
+    endless = simulate(work, POLICIES[name], machine(1 << 40))
+    assert steps(endless) == steps(simulate(work, POLICIES[name], machine(20_000)))
+
+
+def test_a_small_job_that_ours_takes_longer_for_says_why() -> None:
+    work, engine = workload([2] * 200, prefix=0, distinct=8), machine(20_000)
+    stock, ours = (simulate(work, POLICIES[name], engine) for name in ("stock_sorted", "batchllm"))
+    assert ours.predicted_s > stock.predicted_s
+    told = f"batchllm takes {ours.steps - stock.steps} steps more than stock_sorted"
+    assert told in format_runs(work, engine, [stock, ours])
+    assert "steps more" not in format_runs(work, engine, [stock])
 
 
 def test_shared_attention_reads_a_prefix_once_for_its_group() -> None:
