@@ -62,6 +62,9 @@ class StoredColumns:
     def _fault(self, column: pa.Array, field: pa.Field) -> str | None:
         if not field.nullable and column.null_count:
             return "may not be null, but is"
+        is_dated = self.has_calendar and _holds_dates(field.type)
+        if plain_type(column.type) == plain_type(field.type) and not is_dated:
+            return None
         if types.is_dictionary(column.type):
             column = column.dictionary_decode()  # only values that rows have
         if plain_type(column.type) != plain_type(field.type):
@@ -69,11 +72,7 @@ class StoredColumns:
                 column = column.cast(field.type)
             except pa.ArrowException:
                 return f"has a value that doesn't fit the table's type {field.type}"
-        if (
-            self.has_calendar
-            and _holds_dates(column.type)
-            and not all(map(_is_in_calendar, _leaves(column)))
-        ):
+        if is_dated and not all(map(_is_in_calendar, _leaves(column))):
             return "has a date outside the years 1 to 9999"
         return None
 

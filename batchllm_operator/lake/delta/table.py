@@ -162,6 +162,7 @@ class DeltaTable:
     ) -> None:
         partition = publication.partition
         check_name(self.uri, partition)
+        check_conditional_writes(self._folder, "IfNoneMatch")
         rows: OutputFiles | StagedOutputs
         if isinstance(data, StagedRows):
             rows = StagedOutputs(data)
