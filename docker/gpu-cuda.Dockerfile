@@ -20,11 +20,12 @@ LABEL org.opencontainers.image.title="batchllm-cuda" \
 ENV PYTHONDONTWRITEBYTECODE=1
 USER 0
 # Without a resolver, so that torch, vLLM and their dependencies stay as the image has them; gpu-image.lock is all of them
-# resolved together. The last command compiles every package, vLLM's too: pods can't write bytecode.
+# resolved together. All packages are compiled, vLLM's too, because pods can't write bytecode; some have files that aren't Python 3.
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=docker/gpu-requirements.txt,target=/requirements.txt \
     uv pip install --system --no-cache --no-deps --require-hashes -r /requirements.txt \
-    && uv pip install --system --no-cache --no-deps --compile-bytecode "/dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+    && uv pip install --system --no-cache --no-deps "/dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+    && { python3 -m compileall -qq -j 0 "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true; } \
     && groupadd --gid 10001 batchllm \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin batchllm
 USER 10001:10001
