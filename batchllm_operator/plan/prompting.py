@@ -57,6 +57,8 @@ class Prompter:
         self._cuts = spec.prompt.truncate
         self._tokenizer, self._adapters = tokenizer, adapters
         self._renderer = renderer_of(spec.prompt, tokenizer.control_tokens)
+        adapter = filter(None, [spec.model.adapter_column])
+        self._columns = list(dict.fromkeys((*spec.prompt.columns, *adapter)))
         self._most = tokenizer.max_prompt_len
         if self._cuts and not spec.is_pooled:
             room = min(spec.sampling.max_tokens, tokenizer.max_model_len // 2)
@@ -148,7 +150,7 @@ class Prompter:
         self, rows: pa.RecordBatch, found: Prompts, long: npt.NDArray[np.int64]
     ) -> Prompts:
         """With shorter prompts for those at `long`, as far as they can be cut."""
-        row_idxs = found.rendered.idxs[long]
+        row_idxs, rows = found.rendered.idxs[long], rows.select(self._columns)
         sources: _Texts = {
             name: text_column(rows.column(name)).texts.take(pa.array(row_idxs)).to_pylist()
             for name in self._cuts

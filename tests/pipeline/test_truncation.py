@@ -132,9 +132,14 @@ LONG = "The quick brown fox jumps over the lazy dog: na\u00efve caf\u00e9 \u8868
 
 
 @pytest.mark.parametrize("cut", ["end", "middle", "start"])
-@pytest.mark.parametrize("chat", [False, True])
-def test_ids_of_a_cut_prompt_are_those_of_its_text(model: Path, chat: bool, cut: str) -> None:
-    prompt = {"system": None, "template": "Doc: {document} Q:", "chat_template": chat}
+@pytest.mark.parametrize("form", ["template", "chat_template", "turns"])
+def test_ids_of_a_cut_prompt_are_those_of_its_text(model: Path, form: str, cut: str) -> None:
+    template = "Doc: {document} Q:"
+    prompt: dict[str, Any] = {"system": None, "template": template}
+    if form == "turns":
+        prompt |= {"template": None, "turns": [{"role": "user", "template": template}]}
+    elif form == "chat_template":
+        prompt["chat_template"] = True
     spec, tokenizer = with_model(model, prompt={**prompt, "truncate": {"document": cut}})
     values = [LONG[skip:] for skip in range(7)] + [f"{END} {LONG}"]
     rows = pa.record_batch({"document": values})
