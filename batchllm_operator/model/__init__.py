@@ -1,5 +1,6 @@
 """A model's folder or hub name: its version, its tokenizer, its chat template, its adapters."""
 
+from batchllm_operator.model.adapter_tokenizer import check_adapter_tokenizers
 from batchllm_operator.model.adapters import Adapter, find_adapters, warn_of_other_models
 from batchllm_operator.model.chat_template import ChatRefusedError, ChatTemplate
 from batchllm_operator.model.files import ModelFiles
@@ -18,6 +19,7 @@ __all__ = [
     "ModelLength",
     "StoredTokenizer",
     "TransformersTokenizer",
+    "check_adapter_tokenizers",
     "check_weights",
     "find_adapters",
     "find_length",

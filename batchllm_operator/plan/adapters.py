@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.model import find_adapters, warn_of_other_models
+from batchllm_operator.model import check_adapter_tokenizers, find_adapters, warn_of_other_models
 from batchllm_operator.planner import PromptClasses, TokenTable
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer
 from batchllm_operator.spec import JobSpec, ModelSpec
@@ -40,12 +40,15 @@ class RowAdapters:
 
         Raises:
             SpecError: there are too many for this vocabulary.
-            ModelError: see `find_adapters`.
+            ModelError: see `find_adapters` and `check_adapter_tokenizers`.
         """
         if not spec.model.adapters:
             return None
         adapters = find_adapters(spec.model)
         warn_of_other_models(spec.model, adapters)
+        if tokenizer.files is not None:
+            chat = spec.prompt.chat_template
+            check_adapter_tokenizers(adapters, tokenizer.files, chat=chat)
         try:
             classes = PromptClasses(tokenizer.vocabulary_bound, 1 + len(adapters))
         except PlanError as error:
