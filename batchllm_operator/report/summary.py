@@ -53,9 +53,10 @@ def _saving_lines(bill: Bill | None) -> list[str]:
         return []
     alone_s = bill.unshared_gpu_s
     saved_s = duration(bill.predicted_saved_gpu_s)
+    share_s = f" ({bill.predicted_saved_gpu_s / alone_s:.1%})" if alone_s else ""
     lines = [
-        f"  saved time     {saved_s} of {duration(alone_s)} of GPU time, predicted for {bill.gpu}"
-        " against each row alone"
+        f"  saved time     {saved_s} of {duration(alone_s)} of GPU time{share_s}, predicted for"
+        f" {bill.gpu} against each row alone"
     ]
     if bill.predicted_saved_usd is not None:
         saved, alone = usd(bill.predicted_saved_usd), usd(bill.usd(alone_s))

@@ -185,7 +185,8 @@ def test_saved_tokens_time_and_money_are_three_numbers() -> None:
     saved = [line.strip() for line in lines if line.startswith("  saved")]
     assert saved == [
         "saved tokens   60.0% of the prompt tokens achieved, 61.2% planned, 65.4% optimal",
-        "saved time     50 s of 1 min 30 s of GPU time, predicted for H100 against each row alone",
+        "saved time     50 s of 1 min 30 s of GPU time (55.6%), predicted for H100 against each row"
+        " alone",
         "saved money    $0.04 of $0.08, predicted, at $3.00 an hour",
     ]
     figures = make_full_report().figures()
