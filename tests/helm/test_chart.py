@@ -132,6 +132,16 @@ def test_a_preset_asks_for_its_gpus_and_nodes(
     assert groups == ([44, 109] if preset == "amd" else None)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "device"), [("nvidia", "nvidia.com/mig-3g.40gb"), ("amd", "amd.com/cpx_nps1")]
+)
+def test_slices_of_gpus_come_without_whole_ones(gpu: str, device: str) -> None:
+    resources = {"limits": {device: "1"}}
+    pod = pods_of({"gpu": {gpu: {"enabled": True, "resources": resources}}})[gpu]
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"memory": "64Gi", device: "1"}
+    assert f"{gpu}.com/gpu" not in pod["spec"]["containers"][0]["resources"]["requests"]
+
+
 def test_both_presets_stand_side_by_side() -> None:
     pods = pods_of(examples()["both"])
     assert set(pods) == {"nvidia", "amd"}

@@ -68,10 +68,11 @@ spec:
     {{- include "batchllm.volumes" .root | nindent 4 }}
 {{- end -}}
 
-{{/* Requests and limits. GPUs are strings, because some servers refuse numbers. */}}
+{{/* Requests and limits. GPUs are strings, because some servers refuse numbers. Slices of GPUs that are named come alone. */}}
 {{- define "batchllm.resources" -}}
 {{- $resources := deepCopy .preset.resources -}}
-{{- if .gpuResource -}}
+{{- $names := concat (keys (default dict $resources.requests)) (keys (default dict $resources.limits)) | join " " -}}
+{{- if and .gpuResource (not (regexMatch "(nvidia|amd)[.]com/(gpu[.-]|mig-|[sdqc]px_nps)" $names)) -}}
 {{- range $part := list "requests" "limits" -}}
 {{- $gpus := dict $.gpuResource (toString (int64 $.preset.count)) -}}
 {{- $_ := set $resources $part (merge $gpus (default dict (index $resources $part))) -}}
