@@ -154,7 +154,6 @@ def test_a_command_without_job_and_partition_names_both(batchllm: Any, command: 
         ({"sampling": {"beam_width": 3}}, ["sampling.beam_width", "unknown field"]),
         ({"input": {"key": None}}, ["input.key"]),
         ({"spec_version": 2}, ["spec_version", "2", "1"]),
-        ({"prompt": {"template": "{doc.__class__}"}}, ["prompt.template"]),
         ({"engine": {"extra_args": {"hf_token": "swordfish"}}}, ["engine.extra_args.hf_token"]),
     ],
 )
@@ -170,6 +169,7 @@ def test_a_wrong_spec(job: Job, changes: dict[str, Any], words: list[str]) -> No
     ("changes", "field", "column"),
     [
         ({"prompt": {"template": "{doc} {title}"}}, "prompt.template", "title"),
+        ({"prompt": {"template": "{doc.__class__}"}}, "prompt.template", "doc.__class__"),
         ({"input": {"key": ["id", "part"]}}, "input.key", "part"),
         ({"output": {"carry": ["lang"]}}, "output.carry", "lang"),
         ({"input": {"filter": [{"column": "n", "value": 1}]}}, "input.filter", "n"),
