@@ -72,3 +72,11 @@ class Counts(Frozen):
     def num_computed_tokens(self) -> int:
         """Prompt tokens whose KV was computed."""
         return self.num_prompt_tokens - self.num_cached_tokens
+
+
+def share(num_some: int, num_all: int) -> str:
+    """`num_some` as a percentage of `num_all`; shows 0 % and 100 % only for none and all."""
+    if num_some in (0, num_all):
+        return "100 %" if num_some else "0 %"
+    percent = f"{100 * num_some / num_all:.1f}"
+    return {"0.0": "under 0.1 %", "100.0": "over 99.9 %"}.get(percent, f"{percent} %")

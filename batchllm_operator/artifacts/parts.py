@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError
 
@@ -234,6 +235,12 @@ def whole_files(folder: Folder, entries: Iterable[Entry]) -> list[Entry]:
             how = "was altered" if entry.path in found else "is missing"
             _log.warning("%s/%s doesn't count: it %s", folder.uri, entry.path, how)
     return whole
+
+
+def errors_in(table: pa.Table) -> Iterator[tuple[str, list[int]]]:
+    """The error and the rows of each failed request in a table of outputs."""
+    failed = table.filter(pc.is_valid(table["error"]))
+    yield from zip(failed["error"].to_pylist(), failed["row_idxs"].to_pylist(), strict=True)
 
 
 def _file_name(stem: str, sha256: str) -> str:

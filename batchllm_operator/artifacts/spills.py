@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -20,7 +20,9 @@ from batchllm_operator.artifacts.attempts import Attempt
 from batchllm_operator.artifacts.counts import Count, Counts
 from batchllm_operator.artifacts.parts import (
     PART_SCHEMA,
+    PartEntry,
     StoredOutputs,
+    errors_in,
     parse_entry,
     table_of,
     whole_files,
@@ -58,6 +60,12 @@ class SpilledPart:
     row_idxs: dict[int, list[int]] = field(default_factory=dict)
     engine_s: float = 0.0
     """Its share of the spills' seconds."""
+
+    def errors(self) -> Iterator[tuple[str, list[int]]]:
+        """The error and the rows of each request that has failed."""
+        for request_idx, output in self.outputs.items():
+            if output.error is not None:
+                yield output.error, self.row_idxs[request_idx]
 
     @property
     def counts(self) -> Counts:
@@ -142,6 +150,18 @@ def read_spills(
                 found[part_idx].outputs[output.request_idx] = output
                 found[part_idx].row_idxs[output.request_idx] = row_idxs
     return found
+
+
+def stored_errors(
+    folder: Folder, entries: Iterable[PartEntry], spilled: Iterable[SpilledPart]
+) -> Iterator[tuple[str, list[int]]]:
+    """The error and the rows of each request that has failed, in parts and beside them."""
+    for entry in entries:
+        if entry.num_failed_rows:
+            data = pa.BufferReader(folder.read_bytes(entry.path))
+            yield from errors_in(pq.read_table(data, columns=["error", "row_idxs"]))
+    for part in spilled:
+        yield from part.errors()
 
 
 def _rows(

@@ -66,6 +66,11 @@ class StoredPlan:
     def publication(self) -> Publication:
         return Publication(self.manifest.spec.name, self.manifest.ds, self.manifest.plan_id)
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The columns that identify a row."""
+        return self.manifest.spec.input.key
+
     @contextmanager
     def open_shard(self, shard_idx: int) -> Iterator[PlanFile]:
         """Open the requests of a shard, a row group for each part.

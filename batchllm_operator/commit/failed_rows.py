@@ -13,11 +13,12 @@ import pyarrow.compute as pc
 from batchllm_operator.artifacts.committed import COMMITTED_FILE, find_committed
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.artifacts.parts import part_schema
+from batchllm_operator.artifacts.row_errors import RowErrors, clip
 from batchllm_operator.artifacts.row_keys import key_texts
 from batchllm_operator.artifacts.spills import read_spills
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.partition import FinishedShard, stored_shards
-from batchllm_operator.commit.row_errors import RowErrors, clip, find_errors
+from batchllm_operator.commit.row_errors import find_errors
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 
@@ -105,9 +106,8 @@ def _add_spilled(plan: StoredPlan, shards: Sequence[FinishedShard], errors: RowE
         spilled = read_spills(shard.folder, manifest.plan_id, shard_idx, written, schema)
         for part in spilled.values():
             num_rows += part.counts.num_rows
-            for request_idx, output in part.outputs.items():
-                if output.error is not None:
-                    errors.add(output.error, part.row_idxs[request_idx])
+            for error, row_idxs in part.errors():
+                errors.add(error, row_idxs)
     return num_rows
 
 

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from batchllm_operator.artifacts.refusal import REFUSED_FILE, Refusal
+from batchllm_operator.artifacts.row_errors import RowErrors
 from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.commit.row_errors import RowErrors
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, StorageError
 from batchllm_operator.spec.masking import Masker
 

@@ -15,6 +15,7 @@ from batchllm_operator.artifacts.job_status import ShardAttempts, bill_of, read_
 from batchllm_operator.artifacts.manifest import PlanManifest
 from batchllm_operator.artifacts.outputs import model_name
 from batchllm_operator.artifacts.reuse_index import ReusedOutputs
+from batchllm_operator.artifacts.row_errors import RowErrors
 from batchllm_operator.artifacts.row_keys import key_texts
 from batchllm_operator.artifacts.run_report import (
     PAGE_FILE,
@@ -30,7 +31,6 @@ from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.answer_summary import summarize_answers
 from batchllm_operator.commit.partition import FinishedShard
-from batchllm_operator.commit.row_errors import RowErrors
 from batchllm_operator.commit.timelines import read_timeline
 from batchllm_operator.errors import PlanError, StorageError, TableError
 from batchllm_operator.lake import Folder, LakeTable

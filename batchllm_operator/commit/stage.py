@@ -6,11 +6,11 @@ import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.committed import find_committed, mark_committed
 from batchllm_operator.artifacts.reuse_index import ReusedOutputs, write_index
+from batchllm_operator.artifacts.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
 from batchllm_operator.artifacts.shard_report import ShardReport
 from batchllm_operator.artifacts.stored_plan import (
@@ -22,14 +22,12 @@ from batchllm_operator.artifacts.stored_plan import (
 from batchllm_operator.commit.partition import FinishedShard, stored_shards, write_partition
 from batchllm_operator.commit.refusals import RefusalNote, noting_refusal
 from batchllm_operator.commit.report import describe_run, load_report, store_page, store_report
-from batchllm_operator.commit.row_errors import RowErrors, find_errors
-from batchllm_operator.errors import ConflictError, FailedRowsError, IncompleteRunError, TableError
+from batchllm_operator.commit.row_errors import find_errors
+from batchllm_operator.errors import ConflictError, IncompleteRunError, TableError
 from batchllm_operator.lake import LakeTable, Publication, open_table
 from batchllm_operator.lake.table import StagedRows
-from batchllm_operator.report import share
 from batchllm_operator.spec import JobSpec
 
-_NUM_NAMED_KINDS: Final = 5
 WritePartition = Callable[
     [StoredPlan, Sequence[FinishedShard | ReusedOutputs], Path, LakeTable], Path | StagedRows
 ]
@@ -149,19 +147,16 @@ def _publish(
 
 
 def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
-    most = plan.manifest.spec.max_failed_fraction
-    num_rows, num_failed = plan.manifest.counts.num_rows, errors.num_rows
-    if num_failed and num_failed > most * num_rows:
-        kinds = errors.kinds(plan)
-        counts = ", ".join(f"{kind.num_rows:,} {kind.kind}" for kind in kinds[:_NUM_NAMED_KINDS])
-        more = ", ..." if len(kinds) > _NUM_NAMED_KINDS else ""
-        first = ", ".join(f"{name} {key}" for name, key in kinds[0].example_keys[0].items())
-        raise FailedRowsError(
-            f"{num_failed:,} of {num_rows:,} rows failed, {share(num_failed, num_rows)}"
-            f" ({counts}{more}), more than max_failed_fraction {most} allows; nothing was"
-            f" published. First {kinds[0].kind}: {first}: {kinds[0].example_error!r}."
-            " To publish all the same, raise max_failed_fraction in the spec, plan again and"
-            " commit: finished parts are kept. Or mend the rows, and plan again"
+    spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
+    if are_too_many(spec, errors.num_rows, num_rows):
+        raise too_many_failed(
+            spec,
+            num_rows,
+            plan,
+            errors,
+            verdict="nothing was published",
+            cure="To publish all the same, raise max_failed_fraction in the spec, plan again and"
+            " commit: finished parts are kept",
         )
 
 

@@ -10,6 +10,12 @@ from typing import Final
 
 import pyarrow as pa
 
+from batchllm_operator.artifacts.row_errors import (
+    RowErrors,
+    WrittenRows,
+    are_too_many,
+    too_many_failed,
+)
 from batchllm_operator.artifacts.row_keys import check_key_types
 from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
 from batchllm_operator.lake import (
@@ -253,3 +259,42 @@ def _has_form(name: str, form: str) -> bool:
         return datetime.strptime(name, form).strftime(form) == name
     except ValueError:
         return False
+
+
+def check_rows(
+    spec: JobSpec,
+    num_rows: int,
+    num_rejected: int,
+    table: LakeTable,
+    snapshot: Snapshot,
+    written: WrittenRows,
+) -> None:
+    """Refuse an empty partition if the spec says so; warn of rows without a prompt.
+
+    Raises:
+        EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
+        FailedRowsError: there are more such rows than the spec allows.
+    """
+    if num_rows == 0:
+        reason = describe_empty(spec, table, snapshot)
+        if spec.on_empty == "fail":
+            raise EmptyPartitionError(f"{reason} (on_empty: fail)")
+        _log.warning("%s: an empty partition will be committed", reason)
+    if num_rejected:
+        _log.warning(
+            "%d of %d rows can't be prompted; the reasons will be in the output's error column",
+            num_rejected,
+            num_rows,
+        )
+    if are_too_many(spec, num_rejected, num_rows):
+        errors = RowErrors()
+        errors.add_rejected(written)
+        raise too_many_failed(
+            spec,
+            num_rows,
+            written,
+            errors,
+            verdict="no plan was made",
+            cure="To generate for the other rows all the same, raise max_failed_fraction in the"
+            " spec, and plan again",
+        )

@@ -30,18 +30,18 @@ from batchllm_operator.artifacts.manifest import (
 )
 from batchllm_operator.artifacts.parts import part_schema
 from batchllm_operator.artifacts.reuse_index import reuse_identity
+from batchllm_operator.artifacts.row_errors import WrittenRows
 from batchllm_operator.artifacts.stored_plan import (
     StoredPlan,
     job_folder,
 )
-from batchllm_operator.errors import EmptyPartitionError
-from batchllm_operator.lake import Folder, LakeTable, Snapshot
+from batchllm_operator.lake import Folder, Snapshot
 from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.group_lengths import write_groups
 from batchllm_operator.plan.input_checks import (
-    describe_empty,
+    check_rows,
     describe_rows,
 )
 from batchllm_operator.plan.keys import check_keys
@@ -92,6 +92,7 @@ def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | in
         StorageError: the input changed while it was read, or the disk is full.
         EmptyPartitionError: there is no such partition, or it has no rows, and the spec says
             `on_empty: fail`.
+        FailedRowsError: more rows can't be prompted than `max_failed_fraction` allows.
     """
     given = find_given(load_spec(spec), str(ds))
     try:
@@ -214,7 +215,8 @@ def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBu
     read_rows(
         spec, given.table, snapshot, given.tokenizer, rows, path, given.adapters, given.stored
     )
-    check_rows(spec, rows.num_rows, rows.num_rejected, given.table, snapshot)
+    written = WrittenRows(Folder.open(str(scratch)), [ROWS_FILE], spec.input.key)
+    check_rows(spec, rows.num_rows, rows.num_rejected, given.table, snapshot, written)
     warn_of_control_tokens(spec, rows.num_control)
     budget.check(rows.num_rows)
     return rows, budget
@@ -269,32 +271,6 @@ def _find_prefixes(given: Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
     if given.pooling is not None and given.pooling.reason_against_sharing is not None:
         ranked = ranked.apart()
     return requests, ranked
-
-
-def check_rows(
-    spec: JobSpec, num_rows: int, num_rejected: int, table: LakeTable, snapshot: Snapshot
-) -> None:
-    """Refuse an empty partition if the spec says so; warn of rows without a prompt.
-
-    Raises:
-        EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
-    """
-    if num_rows == 0:
-        reason = describe_empty(spec, table, snapshot)
-        if spec.on_empty == "fail":
-            raise EmptyPartitionError(f"{reason} (on_empty: fail)")
-        _log.warning("%s: an empty partition will be committed", reason)
-    if num_rejected:
-        _log.warning(
-            "%d of %d rows can't be prompted; the reasons will be in the output's error column",
-            num_rejected,
-            num_rows,
-        )
-    if num_rejected > spec.max_failed_fraction * num_rows:
-        _log.warning(
-            "that is more than max_failed_fraction %s allows: commit will refuse this plan",
-            spec.max_failed_fraction,
-        )
 
 
 def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from batchllm_operator.amounts import counted, token_speed
+from batchllm_operator.artifacts.counts import share
 from batchllm_operator.artifacts.run_report import AnswerSummary, Bill, RunReport
 from batchllm_operator.report.pages import duration, usd
 
@@ -104,14 +105,6 @@ def _prior_text(prior: Mapping[str, float]) -> str:
     named = [f"{_printable(_clip(label))} {value:.4g}" for label, value in likeliest[:_NUM_VALUES]]
     more = f", {len(prior) - _NUM_VALUES} more" if len(prior) > _NUM_VALUES else ""
     return ", ".join(named) + more
-
-
-def share(num_some: int, num_all: int) -> str:
-    """`num_some` as a percentage of `num_all`; shows 0 % and 100 % only for none and all."""
-    if num_some in (0, num_all):
-        return "100 %" if num_some else "0 %"
-    percent = f"{100 * num_some / num_all:.1f}"
-    return {"0.0": "under 0.1 %", "100.0": "over 99.9 %"}.get(percent, f"{percent} %")
 
 
 def _ratio(value: float | None) -> str:

@@ -21,15 +21,9 @@ Outputs = Mapping[int, Sequence[EngineOutput]]
 
 
 @dataclass(slots=True)
-class OpenPart:
-    """A part that isn't written yet."""
+class OpenPart(SpilledPart):
+    """A part that isn't written yet, with the rows of all of its requests."""
 
-    row_idxs: dict[int, list[int]]
-    """The rows of all of its requests."""
-    outputs: dict[int, EngineOutput]
-    """Those of finished requests. Both are by request_idx."""
-    engine_s: float = 0.0
-    """Seconds that spills have counted for it."""
     new: list[EngineOutput] = field(default_factory=list)
     """Outputs that no spill holds."""
 
@@ -37,17 +31,11 @@ class OpenPart:
     def of(cls, row_idxs: Mapping[int, list[int]], spilled: SpilledPart) -> OpenPart:
         """A part with what earlier attempts have spilled, and the rows of its other requests."""
         rows = {**spilled.row_idxs, **row_idxs}
-        return cls(rows, dict(spilled.outputs), spilled.engine_s)
+        return cls(dict(spilled.outputs), rows, spilled.engine_s)
 
     @property
     def is_finished(self) -> bool:
         return len(self.outputs) == len(self.row_idxs)
-
-    def errors(self) -> Iterator[tuple[str, list[int]]]:
-        """The error and the rows of each request that has failed."""
-        for request_idx, output in self.outputs.items():
-            if output.error is not None:
-                yield output.error, self.row_idxs[request_idx]
 
     @property
     def stored_counts(self) -> Counts:
@@ -71,8 +59,8 @@ class OpenParts:
         """Added since the last spill."""
         self._new_since: float | None = None
         """When the first of them was added."""
-        self._suspects: set[int] = set()
-        """Requests that the engine couldn't serve, since it has served one: it may be at fault."""
+        self._suspects: dict[int, int] = {}
+        """Their requests, with the rows of each; see `num_suspect_rows`."""
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -91,11 +79,11 @@ class OpenParts:
         part = self._parts[part_idx]
         part.new.append(output)
         part.outputs[output.request_idx] = output
+        num_rows = len(part.row_idxs[output.request_idx])
         if output.is_served:
             self._suspects.clear()
         else:
-            self._suspects.add(output.request_idx)
-        num_rows = len(part.row_idxs[output.request_idx])
+            self._suspects[output.request_idx] = num_rows
         self._num_new_rows += num_rows
         if self._new_since is None:
             self._new_since = self._clock()
@@ -113,6 +101,11 @@ class OpenParts:
         self._num_new_rows, self._new_since = 0, None
 
     @property
+    def num_suspect_rows(self) -> int:
+        """Rows that the engine couldn't serve, since it has served one: it may be at fault."""
+        return sum(self._suspects.values())
+
+    @property
     def is_spill_due(self) -> bool:
         if self._new_since is None:
             return False
@@ -125,7 +118,7 @@ class OpenParts:
         Args:
             with_suspects: whether to include the last ones if the engine couldn't serve them.
         """
-        left_out = set() if with_suspects else self._suspects
+        left_out = {} if with_suspects else self._suspects
         found: dict[int, list[EngineOutput]] = {}
         rows: dict[int, list[int]] = {}
         for part_idx, part in self._parts.items():

@@ -29,10 +29,10 @@ from batchllm_operator.artifacts.shard_progress import (
 )
 from batchllm_operator.artifacts.shard_report import REPORT_FILE, ShardReport, read_report
 from batchllm_operator.artifacts.stored_plan import RUNS_FOLDER, StoredPlan
-from batchllm_operator.errors import FencedError, PlanError
+from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
 from batchllm_operator.lake import ahead
 from batchllm_operator.run.pace import Pace
-from batchllm_operator.run.shards import Claimed
+from batchllm_operator.run.shards import Claimed, RowsDone
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
@@ -50,6 +50,8 @@ class _Sight:
     claim: Claim | None
     progress: ShardProgress | None
     is_finished: bool
+    done: RowsDone
+    """Of all attempts, by the report or the latest progress."""
     seen_at: float
     """When it was first seen like this: seconds of the queue's clock."""
 
@@ -102,7 +104,7 @@ class ShardQueue:
         self._work = predicted_work(plan)
         self._run_of = runs_of(self._work, num_workers)
         self._sights: dict[int, _Sight] = {}
-        self._finished: set[int] = set()
+        self._finished: dict[int, RowsDone] = {}
         self._pace = Pace(clock)
         self.stands_back = False
         self._mine: set[int] = set()
@@ -147,7 +149,7 @@ class ShardQueue:
     def next_shard(self) -> int | None:
         """The shard that `take` would claim; looks at the lake."""
         self._look()
-        open_idxs = sorted(set(range(self.num_shards)) - self._finished - self._mine)
+        open_idxs = sorted(set(range(self.num_shards)) - self._finished.keys() - self._mine)
         untouched = [idx for idx in open_idxs if idx not in self._sights]
         left = [idx for idx in open_idxs if idx in self._sights and self._is_left(idx)]
         stood_back, num_left = self.stands_back, len(untouched)
@@ -181,7 +183,7 @@ class ShardQueue:
 
     def others(self) -> list[int]:
         """Unfinished shards that others run, as of the last look."""
-        unfinished = self._sights.keys() - self._finished - self._mine
+        unfinished = self._sights.keys() - self._finished.keys() - self._mine
         return sorted(idx for idx in unfinished if not self._is_left(idx))
 
     def num_left(self) -> int:
@@ -191,13 +193,9 @@ class ShardQueue:
     def num_rows(self) -> int:
         return sum(shard.num_rows for shard in self._plan.manifest.shards)
 
-    def num_rows_finished(self) -> int:
-        """See `Shards`; those of begun shards by their latest attempts' progress."""
-        total = sum(self._plan.shard(idx).num_rows for idx in self._finished)
-        for idx in self._sights.keys() - self._finished - self._mine:
-            if (progress := self._sights[idx].progress) is not None:
-                total += progress.num_rows_done
-        return total
+    def elsewhere(self) -> dict[int, RowsDone]:
+        begun = self._sights.keys() - self._finished.keys() - self._mine
+        return {**{idx: self._sights[idx].done for idx in begun}, **self._finished}
 
     def reports(self) -> dict[int, ShardReport]:
         """Reports of finished shards, by shard_idx: the owner's, or without one all.
@@ -227,21 +225,21 @@ class ShardQueue:
         _log.warning("shard %d is left to another worker: %s", shard_idx, error)
         self._mine.discard(shard_idx)
 
-    def ended(self, shard_idx: int) -> None:
+    def ended(self, shard_idx: int, num_failed: int) -> None:
         self._mine.discard(shard_idx)
-        self._finished.add(shard_idx)
+        self._finished[shard_idx] = RowsDone(self._plan.shard(shard_idx).num_rows, num_failed)
         self._pace.ended(shard_idx)
 
     def _look(self) -> None:
         """Read the latest attempts of shards that may have changed."""
         matches = map(_SHARD.fullmatch, self._plan.folder.child(RUNS_FOLDER).subfolder_names())
         begun = {int(match[1]) for match in matches if match}
-        idxs = sorted((begun & set(range(self.num_shards))) - self._finished - self._mine)
+        idxs = sorted((begun & set(range(self.num_shards))) - self._finished.keys() - self._mine)
         for idx, sight in zip(idxs, ahead(idxs, self._read, num_threads=_NUM_THREADS), strict=True):
             if sight is None:  # a folder without an attempt
                 continue
             if sight.is_finished:
-                self._finished.add(idx)
+                self._finished[idx] = sight.done
                 continue
             before = self._sights.get(idx)
             if before is None or before.sign != sight.sign:
@@ -270,7 +268,20 @@ class ShardQueue:
         if not number and not is_finished:
             return None
         claim = read_claim(folder, number) if not is_finished else None
-        return _Sight(number, claim, progress, is_finished, self._clock())
+        done = self._done(shard_idx, progress, is_finished)
+        return _Sight(number, claim, progress, is_finished, done, self._clock())
+
+    def _done(self, shard_idx: int, progress: ShardProgress | None, is_finished: bool) -> RowsDone:
+        """Finished rows of a shard; the report is read only if the progress doesn't say it all."""
+        if is_finished and (progress is None or progress.state != "finished"):
+            try:
+                report = read_report(self._plan.run_folder(shard_idx), f"shard {shard_idx}")
+                return RowsDone(report.num_rows, report.num_failed_rows)
+            except (IncompleteRunError, PlanError) as error:
+                _log.warning("%s", error)
+        if progress is None:
+            return RowsDone(0, 0)
+        return RowsDone(progress.num_rows_done, progress.num_rows_failed)
 
     def _is_left(self, shard_idx: int) -> bool:
         """Whether nobody works on a shard that was begun.

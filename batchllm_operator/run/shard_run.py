@@ -13,9 +13,19 @@ from typing import NamedTuple
 from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.counts import Counts
 from batchllm_operator.artifacts.manifest import ReplicaPlacement
-from batchllm_operator.artifacts.parts import PartEntry, part_schema, read_ledger, write_part
+from batchllm_operator.artifacts.parts import (
+    PartEntry,
+    part_schema,
+    read_ledger,
+    write_part,
+)
 from batchllm_operator.artifacts.shard_report import ShardReport, write_report
-from batchllm_operator.artifacts.spills import SpilledPart, read_spills, write_spill
+from batchllm_operator.artifacts.spills import (
+    SpilledPart,
+    read_spills,
+    stored_errors,
+    write_spill,
+)
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
@@ -82,13 +92,8 @@ class ShardRun:
         self._entries = read_ledger(self.attempt.shard_folder, plan.manifest.plan_id, known)
         self._num_resumed = len(self._entries)
         self._schema = part_schema(plan.manifest.spec)
-        self._spilled = read_spills(
-            self.attempt.shard_folder,
-            plan.manifest.plan_id,
-            self.shard_idx,
-            self._entries,
-            self._schema,
-        )
+        plan_id, folder = plan.manifest.plan_id, self.attempt.shard_folder
+        self._spilled = read_spills(folder, plan_id, self.shard_idx, self._entries, self._schema)
         self.tally = ShardTally(
             plan,
             self.shard_idx,
@@ -166,6 +171,17 @@ class ShardRun:
         open_parts = (part.stored_counts for part in self._open_parts)
         spilled = (part.counts for part in self._spilled.values())
         return Counts.total([*self._entries.values(), *open_parts, *spilled])
+
+    @property
+    def num_failed_rows(self) -> int:
+        """Rows that have failed in all attempts, without those for which the engine may be at
+        fault."""
+        return self.tally.num_failed_rows - self._open_parts.num_suspect_rows
+
+    def errors(self) -> Iterator[tuple[str, list[int]]]:
+        """The error and the rows of each request that has failed in any attempt."""
+        parts = [*self._open_parts, *self._spilled.values()]
+        return stored_errors(self.attempt.shard_folder, self._entries.values(), parts)
 
     @property
     def num_open_parts(self) -> int:
@@ -281,16 +297,8 @@ class ShardRun:
             return
         engine_s, spill_idx = self._holder.lap(), self._num_spills
         self._num_spills += 1  # first: a signal may end the writing, and leave the entry
-        write_spill(
-            self.attempt,
-            self.plan.manifest.plan_id,
-            self.shard_idx,
-            spill_idx,
-            outputs,
-            row_idxs,
-            engine_s,
-            self._schema,
-        )
+        place = self.attempt, self.plan.manifest.plan_id, self.shard_idx, spill_idx
+        write_spill(*place, outputs, row_idxs, engine_s, self._schema)
         self._open_parts.spilled(outputs, engine_s)
 
     def give_up(self) -> None:

@@ -21,6 +21,14 @@ class Claimed(NamedTuple):
     """Finished parts that are known already."""
 
 
+class RowsDone(NamedTuple):
+    """Finished rows."""
+
+    num_rows: int
+    num_failed: int
+    """Those of them with an error."""
+
+
 class Shards(Protocol):
     """Where a worker's shards come from."""
 
@@ -48,11 +56,11 @@ class Shards(Protocol):
     def num_rows(self) -> int:
         """Rows of all these shards."""
 
-    def num_rows_finished(self) -> int:
-        """Finished rows, but for shards that this process runs, as of the last `take`."""
+    def elsewhere(self) -> Mapping[int, RowsDone]:
+        """Finished rows of the shards that this process doesn't run, as of the last `take`."""
 
-    def ended(self, shard_idx: int) -> None:
-        """Note that a shard is finished."""
+    def ended(self, shard_idx: int, num_failed: int) -> None:
+        """Note that a shard is finished, with so many failed rows."""
 
     def give_up(self, shard_idx: int, error: FencedError) -> None:
         """Note that a later attempt has taken over a shard; raises `error` if nothing is left."""
@@ -67,7 +75,7 @@ class OneShard:
     def __init__(self, claimed: Claimed, num_rows: int) -> None:
         self._claimed: Claimed | None = claimed
         self.num_rows = num_rows
-        self._is_finished = False
+        self._elsewhere: dict[int, RowsDone] = {}
 
     def take(self) -> Claimed | None:
         claimed, self._claimed = self._claimed, None
@@ -82,11 +90,11 @@ class OneShard:
     def num_left(self) -> int:
         return 0
 
-    def num_rows_finished(self) -> int:
-        return self.num_rows if self._is_finished else 0
+    def elsewhere(self) -> Mapping[int, RowsDone]:
+        return self._elsewhere
 
-    def ended(self, shard_idx: int) -> None:
-        self._is_finished = True
+    def ended(self, shard_idx: int, num_failed: int) -> None:
+        self._elsewhere = {shard_idx: RowsDone(self.num_rows, num_failed)}
 
     def give_up(self, shard_idx: int, error: FencedError) -> None:
         raise error

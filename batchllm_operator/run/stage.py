@@ -70,6 +70,8 @@ def run_shard(
         SpecError: the engine doesn't know a setting, or the spec needs another number of GPUs.
         EngineError: the engine can't start, or keeps dying.
         FencedError: a later attempt at the shard has begun, or another owner's is live.
+        FailedRowsError: so many rows have failed that commit will refuse the plan, by this shard
+            and planning alone. What is finished is kept.
         Interrupted: `drain` has begun, and parts are left.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
@@ -122,6 +124,7 @@ def run_worker(
 
     Raises:
         ValueError: there is no such worker.
+        FailedRowsError: as in `run_shard`, by all shards as far as this worker has seen them.
         PlanError, ModelError, SpecError, EngineError, Interrupted: see `run_shard`.
     """
     if not 0 <= worker < num_workers:

@@ -13,6 +13,7 @@ from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.errors import FencedError
 from batchllm_operator.progress import Progress
+from batchllm_operator.run.doomed import check_failures
 from batchllm_operator.run.engine_job import engine_job, pin_revision
 from batchllm_operator.run.label_mass import LabelMass
 from batchllm_operator.run.retries import Retries
@@ -80,6 +81,7 @@ class Worker:
         Raises:
             FencedError: a later attempt has taken over, and `shards` don't go on without the shard.
             Interrupted: draining has begun, and work is left.
+            FailedRowsError: so many rows have failed that commit will refuse the plan.
             EngineError, SpecError: see `run_shard`.
         """
         with ExitStack() as lines:
@@ -131,6 +133,7 @@ class Worker:
                 self._give_up(run, error)
                 continue
             if run.num_left:
+                check_failures(self._plan, self._runs, self._shards)
                 return run
             self._end(run)
         return None
@@ -138,7 +141,7 @@ class Worker:
     def _kept(self, error: BaseException) -> str | None:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
         num_kept = sum(run.tally.kept.num_rows for run in self._runs)
-        num_kept += self._shards.num_rows_finished()
+        num_kept += sum(each.num_rows for each in self._shards.elsewhere().values())
         whose = "shard" if self._shards.worker is None else "plan"
         kept = f"{num_kept:,} of the {whose}'s {self._shards.num_rows:,} rows are finished and kept"
         if isinstance(error, KeyboardInterrupt):
@@ -171,6 +174,7 @@ class Worker:
 
     def _keep(self, output: EngineOutput) -> None:
         run = next(each for each in (*self._runs, *self._given_up) if each.takes(output))
+        num_failed = run.num_failed_rows
         try:
             num_rows = run.take(output)
         except FencedError as error:
@@ -179,6 +183,8 @@ class Worker:
         assert self._progress is not None
         self._mass.count(output)
         self._progress.advance(num_rows, run.tally.note() + self._mass.note)
+        if run.num_failed_rows != num_failed:
+            check_failures(self._plan, self._runs, self._shards)
         if not run.num_left and not run.is_given_up:
             self._end(run)
 
@@ -191,7 +197,7 @@ class Worker:
             return
         self._remove(run, None)
         self.reports[run.shard_idx] = report
-        self._shards.ended(run.shard_idx)
+        self._shards.ended(run.shard_idx, report.num_failed_rows)
 
     def _give_up(self, run: ShardRun, error: FencedError) -> None:
         self._shards.give_up(run.shard_idx, error)

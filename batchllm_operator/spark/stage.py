@@ -30,19 +30,19 @@ from batchllm_operator.artifacts.manifest import (
     ShardInfo,
     rows_file,
 )
+from batchllm_operator.artifacts.row_errors import WrittenRows
 from batchllm_operator.artifacts.shard_files import shard_file
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import SpecError
-from batchllm_operator.lake import ParquetTable, open_table
+from batchllm_operator.lake import Folder, ParquetTable, open_table
 from batchllm_operator.plan.doubled_start import sample_tokens, warn_of_doubled_start
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
-from batchllm_operator.plan.input_checks import describe_rows
+from batchllm_operator.plan.input_checks import check_rows, describe_rows
 from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
 from batchllm_operator.plan.stage import (
     PlanContent,
-    check_rows,
     complete,
     describe_plan,
     warn_of_control_tokens,
@@ -145,7 +145,9 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         planned = _Planned.of(found, numbers)
         counts = planned.counts
         num_rows, num_rejected = counts.num_rows, counts.num_rejected_rows
-        check_rows(spec, num_rows, num_rejected, given.table, given.snapshot)
+        names = [file.name for file in planned.row_files]
+        written = WrittenRows(Folder.open(staging.uri), names, spec.input.key)
+        check_rows(spec, num_rows, num_rejected, given.table, given.snapshot, written)
         warn_of_control_tokens(spec, counts.num_control_rows)
         manifest = describe_plan(given, planned.content(given, learned))
         with counted(spark, progress, 1, PHASES[3]):

@@ -95,8 +95,8 @@ class JobSpec(Section):
     """A partition that has no rows or isn't there: `fail` (exit code 3), or `commit` an empty
     partition."""
     max_failed_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
-    """The commit is refused when a larger share of the rows has an error instead of a text. Raising
-    it and planning again keeps what was generated."""
+    """If a larger share of the rows has an error instead of a text, no plan is made, a run stops,
+    and the commit is refused. Raising it and planning again keeps what was generated."""
     reuse_outputs: bool = False
     """Take outputs from what the job has committed before, where a row's prompt, the model and the
     sampling are the same: from the partition itself, or the latest before it (by name). Only with

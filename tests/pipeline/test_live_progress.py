@@ -60,8 +60,8 @@ def wait_for_state(plan: StoredPlan, state: str) -> None:
 
 
 def test_a_finished_attempt_says_what_its_report_says(lake_uri: str) -> None:
-    rows = {"engine": {"extra_args": {"error_token_id": ord("3")}}}
-    plan = plan_one_shard(lake_uri, **rows)
+    engine = {"extra_args": {"error_token_id": ord("3")}}
+    plan = plan_one_shard(lake_uri, engine=engine, max_failed_fraction=1.0)
     report = run_shard(plan.folder.uri, 0)
     found = left(plan)
     assert (found.state, found.eta_s, found.error) == ("finished", 0.0, None)

@@ -13,7 +13,7 @@ import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
 from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.errors import KeyColumnError, SpecError, StorageError
+from batchllm_operator.errors import FailedRowsError, KeyColumnError, SpecError, StorageError
 from batchllm_operator.lake import Folder, ParquetTable
 from batchllm_operator.plan import given as plan_module
 from batchllm_operator.plan.memory import MemoryBudget
@@ -156,15 +156,20 @@ def test_an_input_that_changes_under_the_plan_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_user_learns_at_once_that_commit_will_refuse(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = document_rows(2, 2)
-    rows[1]["query"] = None
+def test_rejected_rows_beyond_the_limit_make_no_plan(tmp_path: Path) -> None:
+    rows = document_rows(2, 5)
+    rows[1]["query"] = rows[2]["query"] = None
     write_table(tmp_path / "documents", rows)
-    plan_job(fake_spec(tmp_path, max_failed_fraction=0.2), DS)
-    assert "1 of 4 rows can't be prompted" in caplog.text
-    assert "commit will refuse this plan" in caplog.text
+    with pytest.raises(FailedRowsError) as refused:
+        plan_job(fake_spec(tmp_path, max_failed_fraction=0.15), DS)
+    for part in (
+        "2 of 10 rows failed, 20.0 % (2 null_value), more than max_failed_fraction 0.15 allows",
+        "; no plan was made. First null_value: row_key d1-q0: \"null_value: column 'query' is null",
+        "raise max_failed_fraction in the spec, and plan again",
+    ):
+        assert part in str(refused.value)
+    assert not (tmp_path / "out").exists()
+    assert plan_job(fake_spec(tmp_path, max_failed_fraction=0.2), DS).manifest.counts.num_rows == 10
 
 
 def test_the_manifest_can_be_read_back(tmp_path: Path) -> None:
@@ -259,7 +264,8 @@ def test_long_constant_text_is_rendered_a_few_rows_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_table(tmp_path / "documents", document_rows(100, 5))
-    spec = fake_spec(tmp_path, prompt={"system": "You answer questions. " * 2000})
+    system = "You answer questions. " * 2000
+    spec = fake_spec(tmp_path, prompt={"system": system}, max_failed_fraction=1.0)
     tokenizer = load_tokenizer(spec, DS)
     encode = tokenizer.encode
     sizes: list[int] = []

@@ -151,7 +151,8 @@ def test_row_errors_are_outputs(tmp_path: Path) -> None:
     rows[4]["query"] = "~"
     write_table(tmp_path / "documents", rows)
     engine = {"extra_args": {"error_token_id": ord("~")}}
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine), DS)
+    spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
+    plan = plan_job(spec, DS)
     report = run_shard(plan.folder.uri, 0)
     assert (report.num_rows, report.num_failed_rows) == (6, 1)
     assert outputs(plan)[4] is None
@@ -162,7 +163,8 @@ def test_a_row_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
     rows[7]["query"] = "~"
     write_table(tmp_path / "documents", rows)
     engine = {"extra_args": {"fatal_token_id": ord("~")}}
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine), DS)
+    spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
+    plan = plan_job(spec, DS)
     assert run_shard(plan.folder.uri, 0).num_failed_rows == 1
     assert [row_idx for row_idx, text in outputs(plan).items() if text is None] == [7]
 

@@ -10,16 +10,16 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.run_reports import make_timeline
 
+from batchllm_operator.artifacts import row_errors
 from batchllm_operator.artifacts.attempts import attempt_name
 from batchllm_operator.artifacts.committed import COMMITTED_FILE
 from batchllm_operator.artifacts.job_status import read_attempts
+from batchllm_operator.artifacts.row_errors import RowErrors
 from batchllm_operator.artifacts.run_report import PAGE_FILE, RunReport, Timeline
 from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit import report as run_report
-from batchllm_operator.commit import row_errors
 from batchllm_operator.commit.report import load_report, store_page
-from batchllm_operator.commit.row_errors import RowErrors
 from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.errors import EngineError, PlanError, StorageError

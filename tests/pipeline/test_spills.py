@@ -407,7 +407,7 @@ def test_a_stopped_command_says_how_many_rows_are_kept(
     command = ["run", "--plan", plan.folder.uri, *what]
     with (tmp_path / "stderr").open("w") as stderr:
         process = commands.start(
-            "batchllm_operator.cli",
+            "batchllm_operator",
             command,
             env={**os.environ, INTERVAL_VARIABLE: "0.1"},
             stderr=stderr.fileno(),

@@ -84,7 +84,7 @@ def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: 
 
 def finish(plan: StoredPlan, queue: ShardQueue, claimed: Claimed) -> None:
     run_shard(plan.folder.uri, claimed.shard_idx)
-    queue.ended(claimed.shard_idx)
+    queue.ended(claimed.shard_idx, 0)
 
 
 def taken(queue: ShardQueue) -> list[int]:

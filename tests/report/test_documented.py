@@ -7,9 +7,10 @@ from pathlib import Path
 
 from support.run_reports import make_report
 
+from batchllm_operator.artifacts import row_errors
 from batchllm_operator.artifacts.run_report import RunReport
 from batchllm_operator.commit import report as run_report
-from batchllm_operator.commit import row_errors, timelines
+from batchllm_operator.commit import timelines
 from batchllm_operator.planner import sharing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ def test_numbers_in_it_are_those_of_the_code() -> None:
         (timelines._NUM_BINS, "in at most {} bins"),
         (run_report._NUM_TIMELINES, "the {} shards that took longest"),
         (row_errors._NUM_KINDS, "the {} most frequent kinds"),
-        (row_errors._NUM_EXAMPLES, "the keys of {} rows"),
+        (row_errors.NUM_EXAMPLES, "the keys of {} rows"),
         (sharing._NUM_GROUPS, "the {} groups that save most"),
     ):
         assert phrase.format(words.get(number, number)) in TEXT.replace("\n", " "), phrase

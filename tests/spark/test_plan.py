@@ -19,6 +19,7 @@ from support.spark_jobs import planned_rows, rows_of_shards
 from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.errors import (
     EmptyPartitionError,
+    FailedRowsError,
     Interrupted,
     KeyColumnError,
     SpecError,
@@ -193,6 +194,25 @@ def test_a_partition_without_rows(tmp_path: Path) -> None:
     assert plan.manifest.shards == ()
     commit_run(plan.folder.uri)
     assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "data.parquet").num_rows == 0
+
+
+def test_rejected_rows_beyond_the_limit_are_refused_in_the_words_of_a_local_plan(
+    tmp_path: Path, small_ranges: None
+) -> None:
+    rows = document_rows(12, 10)
+    for idx in (3, 50, 110):
+        rows[idx] = {**rows[idx], "query": None}
+    write_rows(tmp_path, rows)
+    spec = job(tmp_path, max_failed_fraction=0.02)
+    messages = []
+    for plan in (plan_job, plan_on_spark):
+        with pytest.raises(
+            FailedRowsError, match=r"3 of 120 rows failed, 2\.5 % \(3 null"
+        ) as caught:
+            plan(spec, DS)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("staged-*/*"))
 
 
 def test_a_partition_that_isnt_there(tmp_path: Path) -> None:

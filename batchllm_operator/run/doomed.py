@@ -1,0 +1,60 @@
+"""Stops a run whose failed rows alone make commit refuse the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from batchllm_operator.artifacts.parts import part_schema, read_ledger
+from batchllm_operator.artifacts.row_errors import RowErrors, are_too_many, too_many_failed
+from batchllm_operator.artifacts.spills import read_spills, stored_errors
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.run.shard_run import ShardRun
+from batchllm_operator.run.shards import Shards
+
+
+def check_failures(plan: StoredPlan, runs: Sequence[ShardRun], shards: Shards) -> None:
+    """Check that commit can still publish.
+
+    Failed rows are those that planning has rejected, those of `runs`, and those of other shards as
+    they were last seen.
+
+    Raises:
+        FailedRowsError: there are more than the spec allows.
+    """
+    spec, counts = plan.manifest.spec, plan.manifest.counts
+    others = {idx: each.num_failed for idx, each in shards.elsewhere().items()}
+    num_others = sum(others.values())
+    num_own = sum(run.num_failed_rows for run in runs)
+    num_failed = counts.num_rejected_rows + num_own + num_others
+    if not are_too_many(spec, num_failed, counts.num_rows):
+        return
+    errors = RowErrors()
+    if num_own:
+        found = [run.errors() for run in runs]
+    else:  # another shard tells the kinds
+        shard_idx = max(others, key=lambda idx: others[idx])
+        found, num_others = [_stored(plan, shard_idx)], num_others - others[shard_idx]
+    for error, row_idxs in chain.from_iterable(found):
+        errors.add(error, row_idxs)
+    if counts.num_rejected_rows:
+        errors.add_rejected(plan)
+    raise too_many_failed(
+        spec,
+        counts.num_rows,
+        plan,
+        errors,
+        verdict="commit would publish nothing, so the run stops",
+        cure="To go on all the same, raise max_failed_fraction in the spec, plan again and run:"
+        " finished rows are kept",
+        num_others=num_others,
+    )
+
+
+def _stored(plan: StoredPlan, shard_idx: int) -> Iterator[tuple[str, list[int]]]:
+    """The error and the rows of each request of a shard that is stored as failed."""
+    folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
+    entries = read_ledger(folder, plan_id)
+    schema = part_schema(plan.manifest.spec)
+    spilled = read_spills(folder, plan_id, shard_idx, entries, schema)
+    return stored_errors(folder, entries.values(), spilled.values())
