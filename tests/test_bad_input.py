@@ -711,9 +711,12 @@ def bad_rows_of_ten(job: Job, num_bad: int) -> None:
 @pytest.mark.parametrize(("num_bad", "code"), [(0, 0), (2, 0), (3, 4)])
 def test_more_failed_rows_than_allowed(job: Job, num_bad: int, code: int) -> None:
     bad_rows_of_ten(job, num_bad)
-    job.write_spec(engine={"extra_args": {"error_token_id": ord("#")}}, max_failed_fraction=0.2)
+    engine = {"extra_args": {"error_token_id": ord("#")}}
+    job.write_spec(engine=engine, max_failed_fraction=1.0)
     plan = job.planned()
     job.run_all(plan)
+    job.write_spec(engine=engine, max_failed_fraction=0.2)
+    assert job.planned() == plan
     outcome = job.commit(plan)
     if code == 0:
         assert outcome.code == 0
@@ -729,8 +732,11 @@ def test_a_raised_limit_publishes_without_generating_again(job: Job) -> None:
     args = {"extra_args": {"error_token_id": ord("#")}}
     job.write_spec(engine=args)
     plan = job.planned()
+    outcome = job.batchllm("run", "--plan", plan, "--worker", 0, "--num-workers", 1)
+    assert_refused(outcome, 4, "rows are finished and kept")
+    job.write_spec(engine=args, max_failed_fraction=0.6)
+    assert job.planned() == plan
     job.run_all(plan)
-    assert_refused(job.commit(plan), 4)
     job.write_spec(engine=args, max_failed_fraction=0.6)
     assert job.planned() == plan
     assert job.commit(plan).code == 0
@@ -739,13 +745,13 @@ def test_a_raised_limit_publishes_without_generating_again(job: Job) -> None:
 
 def test_no_row_that_can_be_prompted(job: Job) -> None:
     job.write_rows(None, None)
+    assert_refused(job.plan(), 4, "2 of 2 rows", "null_value", "no plan was made")
+    job.write_spec(max_failed_fraction=1.0)
     plan = job.planned()
     assert list(plan.glob("shard-*")) == []
     assert job.batchllm("run", "--plan", plan, "--shard", 0).code == 0, "nothing to do"
     assert_refused(job.batchllm("run", "--plan", plan, "--shard", 9), 2, "no shards")
-    assert_refused(job.commit(plan), 4, "2 of 2 rows", "null_value")
-    job.write_spec(max_failed_fraction=1.0)
-    assert job.commit(job.planned()).code == 0
+    assert job.commit(plan).code == 0
     assert [row["generated_text"] for row in job.published()] == [None, None]
 
 

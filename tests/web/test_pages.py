@@ -193,9 +193,11 @@ def test_a_refused_commit_shows_its_reason_the_kinds_and_the_log(
     rows[2] = {**rows[2], "document": None, "row_key": EVIL}
     write_table(tmp_path / "documents", rows)
     faulty = {"backend": "fake", "extra_args": {"error_token_id": ord("0")}}
-    plan = plan_job(fake_spec(tmp_path, engine=faulty), DS)
+    spec = fake_spec(tmp_path, engine=faulty)
+    plan = plan_job(spec.model_copy(update={"max_failed_fraction": 1.0}), DS)
     for shard_idx in range(2):
         run_shard(plan.folder.uri, shard_idx)
+    plan_job(spec, DS)
     with pytest.raises(FailedRowsError) as caught:
         commit_run(plan.folder.uri)
     records.run(state="failed").job(plan.folder.uri, commit="failed")
