@@ -54,15 +54,21 @@ def interval_s() -> float | None:
 
 @contextmanager
 def live_progress(
-    folder: Folder, tally: ShardTally, every_s: float | None, observe: Observe | None = None
+    folder: Folder,
+    tally: ShardTally,
+    every_s: float | None,
+    observe: Observe | None = None,
+    also: Callable[[], object] = lambda: None,
 ) -> Iterator[ProgressWriter]:
     """Write the tally to an attempt's folder while the context is open, and at its end.
+
+    The thread calls `also` after each write but the last.
 
     The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
     (such as `Interrupted`), `failed` by any other. A failing storage leads to a warning; a hanging
     one delays the end by at most five seconds. Without `every_s`, nothing is written.
     """
-    writer = ProgressWriter(folder, tally, every_s)
+    writer = ProgressWriter(folder, tally, every_s, also)
     with nullcontext() if observe is None else observe(tally):
         writer.start()
         try:
@@ -82,8 +88,14 @@ def live_progress(
 class ProgressWriter:
     """A thread that writes all of a tally's snapshots, and so in order."""
 
-    def __init__(self, folder: Folder, tally: ShardTally, every_s: float | None) -> None:
-        self._folder, self._tally, self._every_s = folder, tally, every_s
+    def __init__(
+        self,
+        folder: Folder,
+        tally: ShardTally,
+        every_s: float | None,
+        also: Callable[[], object],
+    ) -> None:
+        self._folder, self._tally, self._every_s, self._also = folder, tally, every_s, also
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._has_warned = False
@@ -122,6 +134,7 @@ class ProgressWriter:
             self._write(is_last=is_last)
             if is_last:
                 return
+            self._also()
             self._wake.wait(self._every_s)
 
     def _write(self, *, is_last: bool) -> None:

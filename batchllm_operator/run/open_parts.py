@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,9 +14,10 @@ from batchllm_operator.artifacts.spills import SpilledPart
 from batchllm_operator.engine import EngineOutput
 
 SPILL_ROWS: Final = 1_000
-SPILL_S: Final = 30.0
+SPILL_S: Final = 20.0
 """Finished rows of open parts are spilled when there are so many that no file holds, or one has
-waited for so long. `kill -9` loses no more."""
+waited for so long. `kill -9` loses no more than that, and nothing that is 30 s old: the time is
+looked at every few seconds."""
 
 Outputs = Mapping[int, Sequence[EngineOutput]]
 """By part_idx."""
@@ -46,7 +49,7 @@ class OpenPart(SpilledPart):
 
 
 class OpenParts:
-    """Parts by part_idx, and when to spill what they hold.
+    """Parts by part_idx, and when to spill what they hold; of use to two threads.
 
     Args:
         clock: monotonic seconds.
@@ -61,6 +64,9 @@ class OpenParts:
         """When the first of them was added."""
         self._suspects: dict[int, int] = {}
         """Their requests, with the rows of each; see `num_suspect_rows`."""
+        self._is_spilling = False
+        self._lock = threading.Lock()
+        """For what changes, or goes through, parts and outputs."""
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -72,45 +78,56 @@ class OpenParts:
         return iter(self._parts.values())
 
     def open(self, part_idx: int, part: OpenPart) -> None:
-        self._parts[part_idx] = part
+        with self._lock:
+            self._parts[part_idx] = part
 
     def add(self, part_idx: int, output: EngineOutput) -> int:
         """Add an output to its part; returns its number of rows."""
         part = self._parts[part_idx]
-        part.new.append(output)
-        part.outputs[output.request_idx] = output
         num_rows = len(part.row_idxs[output.request_idx])
-        if output.is_served:
-            self._suspects.clear()
-        else:
-            self._suspects[output.request_idx] = num_rows
-        self._num_new_rows += num_rows
-        if self._new_since is None:
-            self._new_since = self._clock()
+        with self._lock:
+            part.new.append(output)
+            part.outputs[output.request_idx] = output
+            if output.is_served:
+                self._suspects.clear()
+            else:
+                self._suspects[output.request_idx] = num_rows
+            self._num_new_rows += num_rows
+            if self._new_since is None:
+                self._new_since = self._clock()
         return num_rows
 
     def close(self, part_idx: int) -> None:
         """Remove a part that is written."""
-        part = self._parts.pop(part_idx)
-        self._num_new_rows -= sum(len(part.row_idxs[each.request_idx]) for each in part.new)
-        if not any(each.new for each in self):
-            self._num_new_rows, self._new_since = 0, None
+        with self._lock:
+            part = self._parts.pop(part_idx)
+            self._num_new_rows -= sum(len(part.row_idxs[each.request_idx]) for each in part.new)
+            if not any(each.new for each in self):
+                self._num_new_rows, self._new_since = 0, None
 
     def clear(self) -> None:
-        self._parts.clear()
-        self._num_new_rows, self._new_since = 0, None
+        with self._lock:
+            self._parts.clear()
+            self._num_new_rows, self._new_since = 0, None
 
     @property
     def num_suspect_rows(self) -> int:
         """Rows that the engine couldn't serve, since it has served one: it may be at fault."""
         return sum(self._suspects.values())
 
-    @property
-    def is_spill_due(self) -> bool:
-        if self._new_since is None:
-            return False
-        waited_s = self._clock() - self._new_since
-        return self._num_new_rows >= SPILL_ROWS or waited_s >= SPILL_S
+    @contextmanager
+    def due_spill(self) -> Iterator[bool]:
+        """Whether to spill now: it is time, and no other thread is at it while this is open."""
+        with self._lock:
+            since = self._new_since
+            has_waited = since is not None and self._clock() - since >= SPILL_S
+            is_due = (has_waited or self._num_new_rows >= SPILL_ROWS) and not self._is_spilling
+            self._is_spilling |= is_due
+        try:
+            yield is_due
+        finally:
+            if is_due:
+                self._is_spilling = False
 
     def new_outputs(self, *, with_suspects: bool) -> tuple[Outputs, Mapping[int, list[int]]]:
         """The outputs that no spill holds, and the rows of their requests.
@@ -118,21 +135,27 @@ class OpenParts:
         Args:
             with_suspects: whether to include the last ones if the engine couldn't serve them.
         """
-        left_out = {} if with_suspects else self._suspects
         found: dict[int, list[EngineOutput]] = {}
         rows: dict[int, list[int]] = {}
-        for part_idx, part in self._parts.items():
-            for output in part.new:
-                if output.request_idx not in left_out:
-                    found.setdefault(part_idx, []).append(output)
-                    rows[output.request_idx] = part.row_idxs[output.request_idx]
+        with self._lock:
+            left_out = {} if with_suspects else self._suspects
+            for part_idx, part in self._parts.items():
+                for output in part.new:
+                    if output.request_idx not in left_out:
+                        found.setdefault(part_idx, []).append(output)
+                        rows[output.request_idx] = part.row_idxs[output.request_idx]
         return found, rows
 
     def spilled(self, outputs: Outputs, engine_s: float) -> None:
         """Note that a spill holds these outputs, and `engine_s` seconds, which its parts share."""
         num_outputs = sum(map(len, outputs.values()))
-        for part_idx, spilled in outputs.items():
-            part, now_stored = self._parts[part_idx], {each.request_idx for each in spilled}
-            part.engine_s += engine_s * len(spilled) / num_outputs
-            part.new = [each for each in part.new if each.request_idx not in now_stored]
-        self._num_new_rows, self._new_since = 0, None
+        with self._lock:
+            for part_idx, spilled in outputs.items():
+                if (part := self._parts.get(part_idx)) is None:  # written meanwhile
+                    continue
+                stored = {each.request_idx for each in spilled}
+                part.engine_s += engine_s * len(spilled) / num_outputs
+                part.new = [each for each in part.new if each.request_idx not in stored]
+            new = ((part, each) for part in self for each in part.new)
+            self._num_new_rows = sum(len(part.row_idxs[each.request_idx]) for part, each in new)
+            self._new_since = self._clock() if self._num_new_rows else None

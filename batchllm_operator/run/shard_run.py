@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from types import TracebackType
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ class ShardRun:
         self._answers = Answers.of(plan.manifest.spec)
         self._context = ExitStack()
         self._open_parts = OpenParts()
-        self._num_spills = 0
+        self._spill_idxs = count()
         self._part_of: dict[int, int] = {}  # request_idx -> part_idx, for requests in the engine
 
     def __enter__(self) -> ShardRun:
@@ -125,7 +126,11 @@ class ShardRun:
         with ExitStack() as undo:
             self._writer: ProgressWriter = undo.enter_context(
                 live_progress(
-                    self.attempt.folder, self.tally, self._holder.every_s, self._holder.observe
+                    self.attempt.folder,
+                    self.tally,
+                    self._holder.every_s,
+                    self._holder.observe,
+                    self._spill_while_waiting,
                 )
             )
             file = undo.enter_context(self.plan.open_shard(self.shard_idx))
@@ -250,8 +255,8 @@ class ShardRun:
         self.tally.count_output(output, num_rows)
         if self._open_parts[part_idx].is_finished:
             self._write(part_idx)
-        elif self._open_parts.is_spill_due:
-            self.spill()
+        else:
+            self._spill_if_due()
         return num_rows
 
     def _checked(self, output: EngineOutput) -> EngineOutput:
@@ -286,6 +291,21 @@ class ShardRun:
                 self._write_part(part_idx, OpenPart.of({}, spilled), spilled.engine_s)
                 del self._spilled[part_idx]
 
+    def _spill_if_due(self) -> None:
+        with self._open_parts.due_spill() as is_due:
+            if is_due:
+                self.spill()
+
+    def _spill_while_waiting(self) -> None:
+        """Spill what is due while the engine finishes nothing; for another thread.
+
+        What fails here fails again in `take`, where it is raised.
+        """
+        try:
+            self._spill_if_due()
+        except (BatchLLMError, OSError) as error:
+            _log.debug("shard %d: no spill: %s", self.shard_idx, error)
+
     def spill(self, *, with_suspects: bool = False) -> None:
         """Write the outputs of open parts that no file holds to one; see `OpenParts.new_outputs`.
 
@@ -295,8 +315,8 @@ class ShardRun:
         outputs, row_idxs = self._open_parts.new_outputs(with_suspects=with_suspects)
         if not outputs:
             return
-        engine_s, spill_idx = self._holder.lap(), self._num_spills
-        self._num_spills += 1  # first: a signal may end the writing, and leave the entry
+        # The number first: a signal may end the writing, and leave the entry.
+        spill_idx, engine_s = next(self._spill_idxs), self._holder.lap()
         place = self.attempt, self.plan.manifest.plan_id, self.shard_idx, spill_idx
         write_spill(*place, outputs, row_idxs, engine_s, self._schema)
         self._open_parts.spilled(outputs, engine_s)

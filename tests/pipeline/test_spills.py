@@ -53,6 +53,16 @@ def entries(plan: StoredPlan, shard_idx: int = 0) -> list[SpillEntry]:
     return [SpillEntry.model_validate_json(folder.read_bytes(name)) for name in names]
 
 
+def stored_rows(plan: StoredPlan) -> int:
+    """Rows in parts and in spills of other parts."""
+    parts = read_ledger(plan.run_folder(0), plan.manifest.plan_id)
+    schema = part_schema(plan.manifest.spec)
+    spilled = read_spills(plan.run_folder(0), plan.manifest.plan_id, 0, parts, schema)
+    return sum(each.num_rows for each in parts.values()) + sum(
+        each.counts.num_rows for each in spilled.values()
+    )
+
+
 def answers(plan: StoredPlan) -> list[dict[str, Any]]:
     """What parts hold, without what the cache happened to hold."""
     folder, rows = plan.run_folder(0), []
@@ -231,6 +241,17 @@ def test_kill_9_loses_what_was_finished_since_the_last_spill(
     run_shard(plan.folder.uri, 0, start=rest)
     assert rest.num_answers == NUM_ROWS - 19 + lost
     commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_rows_are_spilled_while_the_engine_finishes_nothing(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_parts, "SPILL_S", 0.05)
+    monkeypatch.setenv(INTERVAL_VARIABLE, "0.1")
+    slow = Engines(8, lambda: wait_until(lambda: stored_rows(plan) == 8, "all rows are stored"))
+    run_shard(plan.folder.uri, 0, start=slow)
+    assert commit_run(plan.folder.uri).num_rows_out == NUM_ROWS
     check_published(plan)
 
 
