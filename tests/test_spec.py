@@ -849,6 +849,7 @@ def test_tuning_keeps_the_identity(where: str, value: Any) -> None:
         ("sampling__stop", ["x"]),
         ("output__carry", ["q"]),
         ("engine__dtype", "float32"),
+        ("engine__batch_invariant", True),
         ("engine__max_model_len", 100),
         ("engine__backend", "fake"),
         ("engine__extra_args", {"quantization": "fp8"}),
@@ -857,6 +858,11 @@ def test_tuning_keeps_the_identity(where: str, value: Any) -> None:
 )
 def test_what_outputs_depend_on_changes_the_identity(where: str, value: Any) -> None:
     assert parse(**{where: value}).identity != parse().identity
+
+
+def test_batch_invariance_with_our_attention_is_refused() -> None:
+    with pytest.raises(SpecError, match="batch_invariant: goes with attention: stock"):
+        parse(engine__batch_invariant=True, engine__attention="batchllm")
 
 
 def test_specs_of_earlier_releases_keep_their_identity() -> None:

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from itertools import count
 
-from batchllm_operator.engine.arguments import check_arguments
+from batchllm_operator.engine.arguments import INVARIANCE, check_arguments
 from batchllm_operator.engine.formats import check_format
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import (
@@ -55,6 +55,8 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
         from batchllm_operator.engine.fake import FakeEngine
 
         return IsolatingEngine(lambda: FakeEngine(spec, job.max_model_len))
+    if spec.engine.batch_invariant:  # read when vLLM is imported, here and in its processes
+        os.environ[INVARIANCE] = "1"
     if spec.engine.replicas > 1:
         return _start_replicas(spec, job)
     _log.info("starting vLLM with model %s", spec.model.path)

@@ -18,6 +18,8 @@ from batchllm_operator.spec.limits import shown
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
+INVARIANCE: Final = "VLLM_BATCH_INVARIANT"
+"""The environment variable by which vLLM uses kernels whose sums don't depend on the batch."""
 _WHERE: Final = "engine.extra_args"
 _SOURCE: Final = Path("engine", "arg_utils.py")
 _PARSERS: Final = Path("reasoning", "__init__.py")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any, Final
 
-from vllm import EngineArgs
+from vllm import EngineArgs, envs
 from vllm.platforms import current_platform
 
+from batchllm_operator.engine.arguments import INVARIANCE
 from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE
 from batchllm_operator.engine.vllm_adapters import adapter_args
 from batchllm_operator.engine.vllm_attention import attention_args
+from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
@@ -34,10 +36,13 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         max_model_len: most tokens of a prompt with its output.
 
     Raises:
-        SpecError: `engine.attention` is for other platforms, or see `adapter_args`.
+        SpecError: `engine.attention` or `engine.batch_invariant` is for other platforms, or see
+            `adapter_args`.
         ModelError: see `find_adapters`.
     """
     engine = spec.engine
+    if engine.batch_invariant:
+        _check_invariance()
     args: dict[str, Any] = {
         "model": spec.model.path,
         "revision": spec.model.revision,
@@ -69,3 +74,14 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     return {name: value for name, value in args.items() if value is not None} | dict(
         engine.extra_args
     )
+
+
+def _check_invariance() -> None:
+    """Raise SpecError if vLLM has no kernels here whose sums don't depend on the batch."""
+    if INVARIANCE not in envs.environment_variables:
+        raise SpecError("engine.batch_invariant: this vLLM doesn't have it; install a newer one")
+    if not current_platform.is_cuda():
+        raise SpecError(
+            "engine.batch_invariant: vLLM has it for NVIDIA GPUs, and this platform is"
+            f" {current_platform.device_name}; leave it out (dtype: float32 makes differences rare)"
+        )

@@ -42,6 +42,8 @@ _SWITCH: Final = BeforeValidator(  # in YAML, a bare on is true
 class EngineSpec(Section):
     """Settings of the inference engine. Unset ones are chosen for the device."""
 
+    later_fields = frozenset({"batch_invariant"})
+
     backend: Literal["vllm", "fake"] = "vllm"
     """`fake` makes up outputs, and needs of the model its configuration and tokenizer only: for
     trying out the pipeline. With no model at all, `extra_args: {byte_tokens: true}` takes the bytes
@@ -51,6 +53,10 @@ class EngineSpec(Section):
     model allows is refused."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of weights and activations."""
+    batch_invariant: bool = False
+    """Let no text depend on which requests share a step, by vLLM's slower kernels for that. Only on
+    NVIDIA GPUs and with `attention: stock`; a model for which vLLM has no such kernels doesn't
+    start."""
     block_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Tokens per KV-cache block."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -81,6 +87,15 @@ class EngineSpec(Section):
     """Skip compilation and CUDA graphs; unset: on for CPU, off for GPUs."""
     extra_args: Mapping[str, JsonValue] = Field(default_factory=dict)
     """Any other engine argument of vLLM, by its Python name."""
+
+    @model_validator(mode="after")
+    def _check_invariance(self) -> EngineSpec:
+        if self.batch_invariant and self.attention == "batchllm":
+            raise ValueError(
+                "batch_invariant: goes with attention: stock; ours adds in an order that depends on"
+                " the step"
+            )
+        return self
 
     @property
     def reason_against_chains(self) -> str | None:
