@@ -237,7 +237,8 @@ class Run:
     def _claim(self, shard_idx: int, place: Place) -> None:
         folder = self.plan.run_folder(shard_idx)
         entries = read_ledger(folder, self.plan.manifest.plan_id)
-        self.add(OneShard(Claimed(shard_idx, claim_attempt(folder), entries)), place)
+        claimed = Claimed(shard_idx, claim_attempt(folder), entries)
+        self.add(OneShard(claimed, self.plan.shard(shard_idx).num_rows), place)
 
     def _retry(self, shard_idx: int) -> float | None:
         """On the first machine that is free."""
