@@ -330,6 +330,14 @@ def test_a_bad_value_names_its_field(where: str, value: Any) -> None:
         ("input__uri", " s3://b/t", "input.uri: begins or ends with a space"),
         ("output__carry", ["ds"], "output.carry: column 'ds' is the partition column"),
         ("prompt__template", "{a", "prompt.template: has a { or } without its other half"),
+        (
+            "prompt__truncate",
+            {"x": "front"},
+            "prompt.truncate.x: must be 'end', 'middle' or 'start'",
+        ),
+        ("labels", {"yes": "", "no": " no"}, "labels.yes: must not be empty"),
+        ("label_values", {"yes": float("nan")}, "label_values.yes: must be a finite number"),
+        ("sampling", "modell", "sampling: must be model, which takes what the model suggests"),
         ("prompt__chat_template", "perhaps", "prompt.chat_template: must be true or false"),
     ],
 )

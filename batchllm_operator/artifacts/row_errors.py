@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.counts import share
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.artifacts.row_keys import key_texts
@@ -155,7 +156,7 @@ def too_many_failed(
         key = ", ".join(f"{name} {value}" for name, value in kinds[0].example_keys[0].items())
         example = f" First {kinds[0].kind}: {key}: {kinds[0].example_error!r}."
     return FailedRowsError(
-        f"{num_failed:,} of {num_rows:,} rows failed, {share(num_failed, num_rows)}"
+        f"{num_failed:,} of {counted(num_rows, 'row')} failed, {share(num_failed, num_rows)}"
         f" ({', '.join(counts)}), more than max_failed_fraction {spec.max_failed_fraction} allows;"
         f" {verdict}.{example} {cure}. Or mend the rows, and plan again"
     )

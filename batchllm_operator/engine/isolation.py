@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOutput, EngineRequest
 from batchllm_operator.errors import EngineError
 
@@ -83,7 +84,8 @@ class IsolatingEngine:
         return self._engine
 
     def _discard(self, error: EngineDiedError) -> None:
-        _log.warning("the engine died with %d requests in flight: %s", len(error.in_flight), error)
+        in_flight = counted(len(error.in_flight), "request")
+        _log.warning("the engine died with %s in flight: %s", in_flight, error)
         self.close()
 
 

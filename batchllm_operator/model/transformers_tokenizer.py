@@ -116,7 +116,8 @@ def _load(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
     # A damaged folder, a missing package: each library has its own errors, and all mean that the
     # spec's model can't be used.
     except Exception as error:
-        hint = "" if "tokenizer.json" in files.names else " (there is no tokenizer.json)"
+        absent = [n for n in (_CONFIG_FILE, "tokenizer.json") if n not in files.names]
+        hint = f" (there is no {' and no '.join(absent)})" if absent else ""
         raise ModelError(f"{files.where}: can't be loaded{hint}: {one_line(error)}") from error
     if is_empty:  # as transformers makes it where the files are missing
         raise ModelError(f"{files.where}: has no tokenizer: there is no tokenizer.json")

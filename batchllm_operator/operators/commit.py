@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from airflow.sdk import Asset, Context, XComArg
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_and_counts
 from batchllm_operator.operators.metrics import send_stage
 
@@ -43,10 +44,9 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
         result = self.run_command("commit", "--plan", str(self.plan_uri))
         if num_failed := result.get("num_rows_failed"):
             self.log.warning(
-                "%s of %s rows failed, and were published with the reason in column `error`;"
-                " report: %s",
+                "%s of %s failed, and were published with the reason in column `error`; report: %s",
                 f"{num_failed:,}",
-                f"{result['num_rows_in']:,}",
+                counted(int(result["num_rows_in"]), "row"),
                 result["report_uri"],
             )
         for outlet in self.outlets:

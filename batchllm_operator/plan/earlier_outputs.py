@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.committed import find_committed
 from batchllm_operator.artifacts.manifest import FINGERPRINTS_FILE, REUSED_FILE
 from batchllm_operator.artifacts.parts import PART_SCHEMA
@@ -111,7 +112,8 @@ class Reuse:
                     numbers = pa.array(np.arange(num_before, num_before + table.num_rows))
                     writer.write(table.add_column(0, self._schema.field(0), numbers))
                     num_before += table.num_rows
-                _log.info("%d rows reuse outputs of partition %s", len(rows), index.ds)
+                reusing = counted(len(rows), "row reuses an output", "rows reuse outputs")
+                _log.info("%s of partition %s", reusing, index.ds)
 
     def _keep(
         self,

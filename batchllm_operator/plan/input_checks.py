@@ -10,6 +10,7 @@ from typing import Final
 
 import pyarrow as pa
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.row_errors import (
     RowErrors,
     WrittenRows,
@@ -282,9 +283,9 @@ def check_rows(
         _log.warning("%s: an empty partition will be committed", reason)
     if num_rejected:
         _log.warning(
-            "%d of %d rows can't be prompted; the reasons will be in the output's error column",
+            "%d of %s can't be prompted; the reasons will be in the output's error column",
             num_rejected,
-            num_rows,
+            counted(num_rows, "row"),
         )
     if are_too_many(spec, num_rejected, num_rows):
         errors = RowErrors()

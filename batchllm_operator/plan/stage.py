@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.manifest import (
     FINGERPRINTS_FILE,
     GROUPS_FILE,
@@ -275,18 +276,18 @@ def _find_prefixes(given: Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
 
 def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:
     """Log how many rows spell a control token of the model, and what becomes of it."""
-    mode = spec.prompt.control_mode
+    mode, spelling_rows = spec.prompt.control_mode, counted(num_rows, "row spells", "rows spell")
     if num_rows and mode == "keep":
         _log.warning(
-            "text of %d rows spells control tokens of the model, and becomes them: a row can end"
-            " its turn and begin another; prompt.special_tokens: text makes ordinary text of them",
-            num_rows,
+            "%s control tokens of the model, which stay control tokens: a row can end its turn and"
+            " begin another; prompt.special_tokens: text makes ordinary text of them",
+            spelling_rows,
         )
     elif num_rows:
-        fate = "is ordinary text in their prompts" if mode == "text" else "fails them"
+        fate = "in its prompt they are ordinary text" if mode == "text" else "such a row fails"
         _log.info(
-            "text of %d rows spells control tokens of the model, which %s (prompt.special_tokens)",
-            num_rows,
+            "%s control tokens of the model; %s (prompt.special_tokens)",
+            spelling_rows,
             fate,
         )
 

@@ -18,7 +18,8 @@ def format_summary(report: RunReport) -> str:
     failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
     workers = "" if report.num_workers is None else f" by {counted(report.num_workers, 'worker')}"
     reused = f", {report.num_rows_reused:,} reused" if report.num_rows_reused else ""
-    control = f", {report.num_rows_control:,} spell control tokens" * bool(report.num_rows_control)
+    spelling = counted(report.num_rows_control, "spells", "spell")
+    control = f", {spelling} control tokens" * bool(report.num_rows_control)
     cut = f", {report.num_rows_truncated:,} cut" * bool(report.num_rows_truncated)
     lines = [
         f"job {report.job}, partition {report.ds}",

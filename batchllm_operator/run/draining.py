@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.errors import Interrupted
 
 _log = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class Drain:
                 stop(number, frame)
             self.has_begun = True
             _log.info(
-                "asked to stop: finishing %d open parts, for at most %.0f s",
-                self.num_open_parts,
+                "asked to stop: finishing %s, for at most %.0f s",
+                counted(self.num_open_parts, "open part"),
                 limit_s,
             )
             signal.setitimer(signal.ITIMER_REAL, limit_s)

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.answers.labels import LOGPROBS_FIELD, label_mass, low_mass_warning
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.spec import JobSpec
@@ -48,4 +49,4 @@ class LabelMass:
         self._has_judged = True
         mean = self._sum / self._num
         if (warning := low_mass_warning(self._spec, mean, self._written)) is not None:
-            _log.warning("the first %d answers: %s", self._num, warning)
+            _log.warning("the first %s: %s", counted(self._num, "answer"), warning)

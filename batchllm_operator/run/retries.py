@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineOutput, EngineRequest
 from batchllm_operator.spec import JobSpec
@@ -44,10 +45,10 @@ class Retries:
             fed = self._fed(iter(()))
         if self._num_retries:
             _log.info(
-                "retry_invalid: rows were generated again %d times, after %d tokens of answers"
-                " that couldn't be used",
-                self._num_retries,
-                self._num_tokens,
+                "retry_invalid: rows were generated again %s, after %s of answers that couldn't be"
+                " used",
+                counted(self._num_retries, "time"),
+                counted(self._num_tokens, "token"),
             )
             self._num_retries = self._num_tokens = 0
 

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.attempts import (
     Claim,
     attempt_numbers,
@@ -158,7 +159,7 @@ class ShardQueue:
         )
         if self.stands_back:
             if not stood_back:
-                _log.info("this worker is slow: others run the last %d shards", num_left)
+                _log.info("this worker is slow: others run the last %s", counted(num_left, "shard"))
             return None
         failed = {idx for idx in left if _state(self._sights[idx]) == "failed"}
         own = [

@@ -11,6 +11,7 @@ from itertools import count
 from types import TracebackType
 from typing import NamedTuple
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.counts import Counts
 from batchllm_operator.artifacts.manifest import ReplicaPlacement
@@ -117,11 +118,11 @@ class ShardRun:
     def __enter__(self) -> ShardRun:
         if self.attempt.number > 1:
             _log.info(
-                "shard %d, attempt %d: %d parts and %d rows of others are finished already",
+                "shard %d, attempt %d: earlier attempts have finished %s, and %s of others",
                 self.shard_idx,
                 self.attempt.number,
-                self._num_resumed,
-                sum(part.counts.num_rows for part in self._spilled.values()),
+                counted(self._num_resumed, "part"),
+                counted(sum(part.counts.num_rows for part in self._spilled.values()), "row"),
             )
         with ExitStack() as undo:
             self._writer: ProgressWriter = undo.enter_context(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Final
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.shard_report import ShardReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
@@ -143,7 +144,8 @@ class Worker:
         num_kept = sum(run.tally.kept.num_rows for run in self._runs)
         num_kept += sum(each.num_rows for each in self._shards.elsewhere().values())
         whose = "shard" if self._shards.worker is None else "plan"
-        kept = f"{num_kept:,} of the {whose}'s {self._shards.num_rows:,} rows are finished and kept"
+        rows, verb = counted(self._shards.num_rows, "row"), "is" if num_kept == 1 else "are"
+        kept = f"{num_kept:,} of the {whose}'s {rows} {verb} finished and kept"
         if isinstance(error, KeyboardInterrupt):
             return f"{kept}: give the same command again to go on"
         return kept if num_kept else None

@@ -72,8 +72,8 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     more = slower[0].steps - stock[0].steps
     return [
         "",
-        f"{slower[0].policy} takes {more:,} steps more than {stock[0].policy}, because a run feeds"
-        " its engine a few requests a step.",
+        f"{slower[0].policy} takes {counted(more, 'step')} more than {stock[0].policy}, because"
+        " a run feeds its engine a few requests a step.",
         "Stock vLLM takes in all requests before its first step; these 0.4 ms a request aren't in"
         " its prediction.",
     ] * (more > 0)

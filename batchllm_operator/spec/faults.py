@@ -57,7 +57,9 @@ _KINDS: Final = frozenset(
 )
 """Parts of pydantic's `loc` that name the tried type, not a field or an index."""
 _WITHOUT_INPUT: Final = ("value_error", "extra_forbidden", "invalid_key")
-_MAPPINGS: Final = ("engine.extra_args", "model.adapters")
+_MAPPINGS: Final = (
+    *("engine.extra_args", "model.adapters", "prompt.truncate", "labels", "label_values"),
+)
 _OF_ANY_KIND: Final = "must be text, a finite number, true or false, or a list of these"
 _CLOSENESS: Final = 0.6
 _CLOSENESS_ELSEWHERE: Final = 0.8

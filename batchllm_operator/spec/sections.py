@@ -55,6 +55,8 @@ def _check_model(path: str) -> str:
 
 
 def _as_sampling(value: object) -> object:
+    if isinstance(value, str) and value != "model":
+        raise ValueError("must be model, which takes what the model suggests, or a section")
     return {"from_model": True} if value == "model" else value
 
 

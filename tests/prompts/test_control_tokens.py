@@ -16,6 +16,7 @@ from support.prompt_texts import family
 from support.tokenizer_families import FAMILIES
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from batchllm_operator.plan.stage import warn_of_control_tokens
 from batchllm_operator.prompts import load_tokenizer, renderer_of
 from batchllm_operator.prompts.control_tokens import MARK, ControlTokens, Spellings
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
@@ -169,6 +170,22 @@ def test_the_other_modes_keep_a_token_or_reject_its_row(model: Path) -> None:
     tokens, errors, count = planned(spec, chats)
     assert (tokens, count) == ([], 1)
     assert errors[0].startswith("control_token: column 'x' spells")
+
+
+@pytest.mark.parametrize("mode", ["keep", "text", "reject"])
+@pytest.mark.parametrize(("num_rows", "subject"), [(1, "1 row spells "), (2, "2 rows spell ")])
+def test_the_log_of_rows_that_spell_control_tokens_agrees_with_their_number(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    num_rows: int,
+    subject: str,
+) -> None:
+    with caplog.at_level("INFO", logger="batchllm_operator"):
+        warn_of_control_tokens(job(tmp_path, template="{x}", special_tokens=mode), num_rows)
+        warn_of_control_tokens(job(tmp_path, template="{x}", special_tokens=mode), 0)
+    (message,) = caplog.messages
+    assert message.startswith(f"{subject}control tokens of the model")
 
 
 SPELLINGS = Spellings(("<|a|>", "<|b|>", "|><", "<s>", "ss"))

@@ -376,6 +376,11 @@ def test_a_folder_without_a_tokenizer(own_model: Path, kind: str, kept: str) -> 
     assert not message.rstrip().endswith(":")
 
 
+def test_a_folder_without_config_json_is_refused_naming_it(own_model: Path) -> None:
+    (own_model / "config.json").unlink()
+    assert "can't be loaded (there is no config.json): " in refused(job(own_model))
+
+
 def test_a_missing_chat_template(tmp_path: Path) -> None:
     model = build_tokenizer(tmp_path, chat_template=None)
     assert "prompt.chat_template: false" in refused(job(model, chat_template=True))

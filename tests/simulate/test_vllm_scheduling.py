@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.errors import EngineError, PlanError
 from batchllm_operator.planner import (
     MODEL_SHAPES,
@@ -104,7 +105,7 @@ def test_a_small_job_that_ours_takes_longer_for_says_why() -> None:
     work, engine = workload([2] * 200, prefix=0, distinct=8), machine(20_000)
     stock, ours = (simulate(work, POLICIES[name], engine) for name in ("stock_sorted", "batchllm"))
     assert ours.predicted_s > stock.predicted_s
-    told = f"batchllm takes {ours.steps - stock.steps} steps more than stock_sorted"
+    told = f"batchllm takes {counted(ours.steps - stock.steps, 'step')} more than stock_sorted"
     assert told in format_runs(work, engine, [stock, ours])
     assert "steps more" not in format_runs(work, engine, [stock])
 
