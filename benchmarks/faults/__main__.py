@@ -8,7 +8,8 @@ are disturbed, one that there was may come back. Kinds:
 
     kill_plan, kill_run, kill_commit    kill -9 at a time uniform over the command's usual one
     kill_..._at_write                   kill -9 before one of its file operations
-    zombie_run                          a run is stopped, another takes its shard, the first goes on
+    stop_run                            one SIGINT or SIGTERM, one to three times
+    zombie_run                          a run is paused, another takes its shard, the first goes on
     late_commit                         the same with commits, of an older plan and a newer one
     watched_commit                      a reader looks before each file operation of a commit
     damage                              staged parts and ledger entries are truncated or altered
@@ -18,17 +19,17 @@ are disturbed, one that there was may come back. Kinds:
 
 With `--workers`, the shards are run by two to nine workers, to which one to four things happen at
 random moments, until one that is started last does the rest. Lost attempts are taken over 30 times
-as fast as usual, on S3 10 times: all times by which workers judge each other are divided by that.
-Kinds:
+as fast as usual, on S3 10 times: all times by which workers judge each other, and spill, are
+divided by that. Kinds:
 
     workers_kill                        one is killed, and mostly started again
     workers_kill_at_write               ... before one of its file operations
-    workers_zombie                      one is stopped, others take its shards, it goes on
+    workers_zombie                      one is paused, others take its shards, it goes on
     workers_drain                       SIGTERM: open parts are finished, unless a second one comes
     workers_twins                       another one has the same number, and often the same owner
     workers_renumbered                  all are killed, others start as another number of workers
-    workers_many                        more workers than shards, one is killed or stopped
-    workers_clocks                      clocks differ by up to an hour, one is killed or stopped
+    workers_many                        more workers than shards, one is killed or paused
+    workers_clocks                      clocks differ by up to an hour, one is killed or paused
     workers_any                         any of these
     workers_s3_...                      as above, while workers are killed and others join
 
@@ -39,15 +40,24 @@ of a file, those are `reader_errors` only. Commands are the real ones,
 `batchllm_operator.cli.main` in processes of their own, but forked from one that has imported
 everything.
 
-`regenerated_fraction` is what the engine answered again in the trials with a kill of a run (on S3,
-of any command), as a share of their rows. `regenerated_parts_max` is the most parts of a shard of
-which any answer was made again after one kill, `open_parts_max` the most of which any request was
-with the engine at that time: it is given requests of the next part before it has answered the last
-ones. `overpaid_parts` are those beyond one for each kill, or beyond two for a run that had to be
-fenced. Of a worker that is killed, one part of all its shards may be lost; of one that is fenced,
-while it is stopped, S3 fails or its owner's next try begins, three of a shard; of any other, none.
+A row is finished once the run has taken its answer and asks the engine for the next one; a note of
+that is written then, so that a row of which a signal or a kill interrupts the taking doesn't count.
+Finished rows are spilled after every `job.SPILL_ROWS`, S, of them. `regenerated_fraction` is
+the finished rows that were generated again in the trials with a kill of a run (on S3, of any
+command), as a share of their rows, and `regenerated_rows_max` the most after one kill.
+`overpaid_rows` are those beyond
+
+    0        of a process that ends well, by a signal, or by two while it drains
+    S - 1    of one that is killed, or gets a third signal: the S-th row is finished only once the
+             spill is written. The fake engine answers in order, so all are of one shard.
+    2 S - 1  of a run whose shard another takes over: the entry of S rows may be written just after
+             the other has looked; the next S-th row is its end
+    2 S + 3  of a worker and shard, likewise: it takes that row, too, and up to 3 from the engine
+
+and, but for the first, beyond those that the process finished while its other thread wrote a spill.
+A worker may be taken over while it is paused, S3 fails or its owner's next try begins.
 Exit code 1 if a row is lost, double or wrong, if a commit was seen by halves, if an older
-plan's rows took a newer one's place, if a part was overpaid, if a job never came to its end, or if
+plan's rows took a newer one's place, if a row was overpaid, if a job never came to its end, or if
 a kind of fault never happened.
 """
 
@@ -91,7 +101,7 @@ _SUMMED: Final = (
     "reads",
     "reader_errors",
     "zombies_published",
-    "overpaid_parts",
+    "overpaid_rows",
 )
 _RUNS_KILLED: Final = (
     "kill_run",
@@ -113,14 +123,12 @@ def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     killed = [each for each in outcomes if each["kills"] and each["kind"] in _RUNS_KILLED]
     num_rows = sum(each["rows"] for each in killed)
     again = sum(each["regenerated_rows"] for each in killed)
-    once = [each for each in killed if each["kills"] == 1 or each["kind"] in WORKERS.on_disk]
     return {
         "trials": len(outcomes),
         **{name: sum(each[name] for each in outcomes) for name in _SUMMED},
         "stuck": sum(bool(each["stuck"]) for each in outcomes),
         "regenerated_fraction": round(again / num_rows, 5) if num_rows else 0.0,
-        "regenerated_parts_max": max((each["regenerated_parts"] or 0 for each in once), default=0),
-        "open_parts_max": max((each["open_parts"] or 0 for each in once), default=0),
+        "regenerated_rows_max": max((each["regenerated_rows_max"] for each in outcomes), default=0),
     }
 
 

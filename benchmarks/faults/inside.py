@@ -1,4 +1,4 @@
-"""What is watched inside a command: the engine's requests, and the files it writes."""
+"""What is watched inside a command: the rows it finishes, and the files it writes."""
 
 from __future__ import annotations
 
@@ -14,64 +14,75 @@ from typing import Any, Final, NamedTuple
 from batchllm_operator.artifacts import shard_progress
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.engine.protocol import EngineOutput, EngineRequest
-from batchllm_operator.run import shard_queue, shard_tally, worker
+from batchllm_operator.run import open_parts, shard_queue, shard_tally, worker
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
+from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
+from benchmarks.faults.job import SPILL_ROWS
 
 _WRITES: Final = frozenset({"os.rename", "os.link", "os.remove", "os.mkdir"})
 
 
 def watch_engine(log: Path) -> None:
-    """Note each request when the engine takes it (`t 7 PID`) and when it has its answer (`a`)."""
+    """Note each request whose answer the run has taken (`a 7 PID`), and when a spill is written
+    (`w 1 PID`, then `w -1 PID`). Spills are as small as `SPILL_ROWS`.
+    """
+    setattr(open_parts, "SPILL_ROWS", SPILL_ROWS)  # noqa: B010 - it is final
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    stream, pid = FakeEngine.stream, os.getpid()
+    stream, spill, pid = FakeEngine.stream, ShardRun.spill, os.getpid()
 
     def noted(self: FakeEngine, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        def taken() -> Iterator[EngineRequest]:
-            for request in requests:
-                os.write(descriptor, b"t %d %d\n" % (request.request_idx, pid))
-                yield request
-
-        for output in stream(self, taken()):
-            os.write(descriptor, b"a %d %d\n" % (output.request_idx, pid))
+        for output in stream(self, requests):
             yield output
+            os.write(descriptor, b"a %d %d\n" % (output.request_idx, pid))
+
+    def spilled(self: ShardRun, **options: bool) -> None:
+        os.write(descriptor, b"w 1 %d\n" % pid)
+        try:
+            spill(self, **options)
+        finally:
+            os.write(descriptor, b"w -1 %d\n" % pid)
 
     FakeEngine.stream = noted  # type: ignore[method-assign]
+    ShardRun.spill = spilled  # type: ignore[method-assign]
 
 
 class EngineLog(NamedTuple):
-    """How often each process has taken and answered each request, by pid."""
+    """What processes have finished, by pid."""
 
-    taken_by: dict[int, Counter[int]]
-    answered_by: dict[int, Counter[int]]
-
-    @property
-    def taken(self) -> Counter[int]:
-        """How often each request was taken, by any process."""
-        return sum(self.taken_by.values(), Counter())
+    finished_by: dict[int, Counter[int]]
+    """How often each request."""
+    beside_spills: Counter[int]
+    """Requests while another thread wrote a spill."""
 
     @property
-    def answered(self) -> Counter[int]:
-        return sum(self.answered_by.values(), Counter())
+    def finished(self) -> Counter[int]:
+        """How often each request was finished, by any process."""
+        return sum(self.finished_by.values(), Counter())
 
 
 def read_engine_log(log: Path) -> EngineLog:
-    found = EngineLog(defaultdict(Counter), defaultdict(Counter))
+    found = EngineLog(defaultdict(Counter), Counter())
+    num_writing = Counter[int]()
     for line in log.read_text().splitlines() if log.exists() else ():
-        kind, request_idx, pid = line.split()
-        of_kind = found.taken_by if kind == "t" else found.answered_by
-        of_kind[int(pid)][int(request_idx)] += 1
+        kind, number, pid = line.split()
+        if kind == "w":
+            num_writing[int(pid)] += int(number)
+        else:
+            found.finished_by[int(pid)][int(number)] += 1
+            found.beside_spills[int(pid)] += num_writing[int(pid)] > 0
     return found
 
 
 def hurry(pace: float) -> None:
-    """Divide all times by which workers judge and wait for each other by `pace`."""
+    """Divide times by `pace`: those by which workers judge and wait for each other, and spill."""
     os.environ[INTERVAL_VARIABLE] = str(DEFAULT_INTERVAL_S / pace)
     for module, name in (
         (shard_progress, "_SILENT_AFTER_S"),
         (shard_queue, "_SILENT_AFTER_S"),
         (worker, "MOST_WAIT_S"),
         (worker, "_POLL_S"),
+        (open_parts, "SPILL_S"),
     ):
         setattr(module, name, getattr(module, name) / pace)
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 _NUM_PATTERNS: Final = 4
 MAX_IN_FLIGHT: Final = 4
+SPILL_ROWS: Final = 3
+"""In place of `open_parts.SPILL_ROWS`; parts have more."""
 
 Rows = Sequence[Mapping[str, Any]]
 Truth = Mapping[str, tuple[str | None, str]]
@@ -34,8 +36,8 @@ class Job:
         return {f"run{idx}": ["--shard", str(idx)] for idx in range(self.num_shards)}
 
 
-BY_SHARDS: Final = Job(num_shards=2, part_rows=6, delay_s=0.002)
-BY_WORKERS: Final = Job(num_shards=8, part_rows=3, delay_s=0.04, by_workers=True)
+BY_SHARDS: Final = Job(num_shards=2, part_rows=10, delay_s=0.002)
+BY_WORKERS: Final = Job(num_shards=8, part_rows=5, delay_s=0.04, by_workers=True)
 
 
 def input_rows(version: int) -> list[dict[str, str]]:

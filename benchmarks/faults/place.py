@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,6 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
-from benchmarks.faults.inside import read_engine_log
 from benchmarks.faults.job import (
     Job,
     Truth,
@@ -154,39 +152,15 @@ class Place:
             time.sleep(0.05 * attempt)
         raise StuckError(f"{args[0]} failed {MOST_TRIES} times: see {self.log}")
 
-    def parts(self, plan_uri: str) -> dict[tuple[int, int], list[int]]:
-        """The requests of each part, by shard and part."""
+    def requests(self, plan_uri: str) -> dict[int, list[int]]:
+        """The requests of each shard."""
         found = {}
         for info in self.fs.get_file_info(pafs.FileSelector(plan_uri.removeprefix("s3://"))):
-            if not info.base_name.startswith("shard-"):
-                continue
-            shard = int(info.base_name.removeprefix("shard-").removesuffix(".parquet"))
-            file = pq.ParquetFile(self.fs.open_input_file(info.path))
-            for part in range(file.num_row_groups):
-                requests = file.read_row_group(part, columns=["request_idx"])[0]
-                found[shard, part] = requests.to_pylist()
+            if info.base_name.startswith("shard-"):
+                shard = int(info.base_name.removeprefix("shard-").removesuffix(".parquet"))
+                table = pq.read_table(self.fs.open_input_file(info.path), columns=["request_idx"])
+                found[shard] = table["request_idx"].to_pylist()
         return found
-
-    def parts_done_twice(self, plan_uri: str) -> tuple[int, int, int, int]:
-        """Requests that the engine answered again and all it was given; then the most parts of a
-        shard with a request that was answered again, and with one that it was given again.
-        """
-        log, parts = read_engine_log(self.engine_log), self.parts(plan_uri)
-        taken, answered = log.taken, log.answered
-        twice: dict[int, set[int]] = defaultdict(set)
-        open_before: dict[int, set[int]] = defaultdict(set)
-        for (shard, part), idxs in parts.items():
-            for idx in idxs:
-                if answered[idx] > 1:
-                    twice[shard].add(part)
-                if taken[idx] > 1:
-                    open_before[shard].add(part)
-        return (
-            sum(count - 1 for count in answered.values()),
-            sum(map(len, parts.values())),
-            max(map(len, twice.values()), default=0),
-            max(map(len, open_before.values()), default=0),
-        )
 
     def remove(self) -> None:
         """Take it away."""

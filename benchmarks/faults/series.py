@@ -126,8 +126,8 @@ class Series:
             rows = place.tables.output().to_pylist()
             if compare(rows, computed_truth(version)):
                 raise RuntimeError(f"undisturbed, the outputs are wrong: see {place.root}")
-            answered = read_engine_log(place.engine_log).answered
-            assert set(answered.values()) == {1}, "nothing is generated twice"
+            finished = read_engine_log(place.engine_log).finished
+            assert set(finished.values()) == {1}, "nothing is generated twice"
         self._remove(place)
         return usual
 

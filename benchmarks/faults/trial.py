@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.damage import damage_parts, small_disk
-from benchmarks.faults.job import compare, computed_truth
+from benchmarks.faults.inside import read_engine_log
+from benchmarks.faults.job import SPILL_ROWS, compare, computed_truth
 from benchmarks.faults.place import Onlooker, Place, StuckError
 from benchmarks.faults.s3 import FaultyProxy
 
@@ -19,6 +20,7 @@ STAGES: Final = ("plan", "run0", "run1", "commit")
 ON_DISK: Final = (
     "kill_commit",
     "kill_run",
+    "stop_run",
     "kill_run_at_write",
     "kill_plan",
     "zombie_run",
@@ -37,6 +39,7 @@ ON_S3: Final = (
     "s3_timeout",
     "zombie_run",
     "damage",
+    "stop_run",
 )
 
 
@@ -54,8 +57,12 @@ FATAL: Final = (
     "wrong_rows",
     "stuck",
     "zombies_published",
-    "overpaid_parts",
+    "overpaid_rows",
 )
+KILL_COSTS: Final = SPILL_ROWS - 1
+FENCE_COSTS: Final = 2 * SPILL_ROWS - 1
+"""Most finished rows that are generated again, beside those finished while a spill is written: see
+the benchmark's docstring."""
 """Fields of `Outcome` that are zero unless the product is wrong."""
 
 
@@ -75,8 +82,8 @@ class Outcome:
     kind: str
     kills: int = 0
     faults: int = 0
-    """Requests to S3 that failed, damaged parts, full disks, fenced or refused zombies; steps of a
-    commit that were watched."""
+    """Requests to S3 that failed, damaged parts, full disks, runs that a signal stopped, fenced or
+    refused zombies; steps of a commit that were watched."""
     lost_rows: int = 0
     duplicate_rows: int = 0
     wrong_rows: int = 0
@@ -85,11 +92,11 @@ class Outcome:
     reader_errors: int = 0
     rows: int = 0
     regenerated_rows: int = 0
-    regenerated_parts: int | None = None
-    """Of a shard after one kill of its run; None in other trials."""
-    open_parts: int | None = None
-    overpaid_parts: int = 0
-    """Of a shard, beyond what its kills, or a run that was fenced, may cost."""
+    """Rows that were finished before."""
+    regenerated_rows_max: int = 0
+    """After one kill of a run."""
+    overpaid_rows: int = 0
+    """Those beyond what kills and fences may cost."""
     zombies_published: int = 0
     """Late commits of an older plan that took the newer one's place for a while."""
     stuck: str = ""
@@ -143,8 +150,10 @@ class Trial:
             self._watched_commit()
         elif kind == "zombie_run":
             self._job(lambda stage, args: self._zombie(args) if stage.startswith("run") else None)
-            # Its open part; and one that it finished just when the other began, where both ran.
-            self._count_parts(may_cost=2)
+            self._count_rows(dict.fromkeys(STAGES, FENCE_COSTS))
+        elif kind == "stop_run":
+            self._job(lambda stage, args: self._stopped(args) if stage.startswith("run") else None)
+            self._count_rows({})
         elif kind == "damage":
             self._job(lambda stage, args: self._damage(args) if stage == "commit" else None)
         elif kind == "disk_full":
@@ -207,7 +216,19 @@ class Trial:
             self.outcome.kills += child.kill()
 
         self._job(kill)
-        self._count_parts(may_cost=self.outcome.kills if which == "run" else 0)
+        self._count_rows({target: KILL_COSTS * self.outcome.kills})
+
+    def _stopped(self, args: list[str]) -> None:
+        """A run is stopped by a signal, one to three times."""
+        for _ in range(self.rng.randint(1, 3)):
+            number = self.rng.choice([signal.SIGINT, signal.SIGTERM])
+            child = self.place.start(*args)
+            child.wait(self.rng.uniform(0, self.usual.seconds["run0"]))
+            child.send(number)
+            code = self.place.end(child)
+            self.outcome.faults += code == 128 + number
+            if code not in (ExitCode.OK, 128 + number, -number):  # the last: before it has begun
+                raise StuckError(f"a stopped run ended with {code}: see {self.place.log}")
 
     def _zombie(self, args: list[str]) -> None:
         """A run is paused, another one of its shard takes over, and the first one goes on."""
@@ -314,14 +335,21 @@ class Trial:
 
         self._job(fail)
         if kind == "kill":
-            self._count_parts(may_cost=self.outcome.kills if target.startswith("run") else 0)
+            self._count_rows({target: KILL_COSTS * self.outcome.kills})
 
-    def _count_parts(self, may_cost: int) -> None:
-        """How much was generated twice, of which `may_cost` parts of a shard are no surprise."""
-        again, rows, parts, open_parts = self.place.parts_done_twice(self.place.plan_uri())
-        self.outcome.regenerated_rows, self.outcome.rows = again, rows
-        self.outcome.regenerated_parts, self.outcome.open_parts = parts, open_parts
-        self.outcome.overpaid_parts = max(0, parts - may_cost)
+    def _count_rows(self, may_cost: Mapping[str, int]) -> None:
+        """How many finished rows were generated again, and are no surprise, by stage."""
+        log, outcome = read_engine_log(self.place.engine_log), self.outcome
+        finished, beside_spills = log.finished, max(log.beside_spills.values(), default=0)
+        for shard, idxs in self.place.requests(self.place.plan_uri()).items():
+            again = sum(max(0, finished[idx] - 1) for idx in idxs)
+            outcome.rows += len(idxs)
+            outcome.regenerated_rows += again
+            if cost := may_cost.get(f"run{shard}", 0):
+                cost += beside_spills
+            outcome.overpaid_rows += max(0, again - cost)
+        if outcome.kills:
+            outcome.regenerated_rows_max = outcome.regenerated_rows
 
     def _check(self) -> None:
         rows = self.place.tables.output().to_pylist()

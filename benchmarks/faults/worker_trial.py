@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,9 +16,9 @@ import pyarrow.fs as pafs
 
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.inside import read_engine_log
-from benchmarks.faults.job import input_rows
+from benchmarks.faults.job import MAX_IN_FLIGHT, input_rows
 from benchmarks.faults.place import StuckError
-from benchmarks.faults.trial import Trial
+from benchmarks.faults.trial import FENCE_COSTS, KILL_COSTS, Trial
 from benchmarks.faults.zygote import Child
 
 _ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -43,9 +43,7 @@ WORKERS_ON_S3: Final = (
     "workers_s3_timeout",
     "workers_twins",
 )
-_FILE: Final = re.compile(r"attempt-([0-9]+)/(?:claim|part-([0-9]+))\.json")
-_OPEN_PARTS: Final = 2
-"""Most parts of a shard with requests in the engine: it takes four at a time, of three a part."""
+_CLAIM: Final = re.compile(r"attempt-([0-9]+)/claim\.json")
 _DRAIN_S: Final = 30.0
 _SILENCE_S: Final = 90.0
 """Longer than a worker is silent until others take its shards, at the usual pace."""
@@ -58,17 +56,25 @@ class Hand:
     child: Child
     number: int
     owner: str | None
-    may_cost: int = 0
-    """Parts that it may have answered in vain, of all its shards together."""
+    may_be_killed: bool = False
+    """By kill -9, or by a SIGTERM after two of them."""
     may_be_fenced: bool = False
     """Whether it may look dead while it isn't, to others or to its owner's next try."""
     is_stopped: bool = False
+    num_sigterms: int = 0
 
-    def overpaid(self, in_vain: Counter[int]) -> int:
-        """Parts that it answered in vain, by shard, beyond those that it may have."""
+    def sigterm(self) -> None:
+        self.num_sigterms += 1
+        self.may_be_killed |= self.num_sigterms > 2
+        self.child.send(signal.SIGTERM)
+
+    def overpaid(self, in_vain: Counter[int], beside_spills: int) -> int:
+        """Rows that it finished in vain, by shard, beyond those that it may have."""
         if self.may_be_fenced:
-            return sum(max(0, parts - _OPEN_PARTS - 1) for parts in in_vain.values())
-        return max(0, in_vain.total() - self.may_cost)
+            # Other than a run of one shard, it takes the rest of what is in the engine.
+            may_cost = FENCE_COSTS + MAX_IN_FLIGHT + beside_spills
+            return sum(max(0, rows - may_cost) for rows in in_vain.values())
+        return max(0, in_vain.total() - self.may_be_killed * (KILL_COSTS + beside_spills))
 
 
 class WorkerTrial(Trial):
@@ -113,9 +119,9 @@ class WorkerTrial(Trial):
             self.proxy.arm()
 
     def _wait_for_engines(self) -> None:
-        """Until the first one has a request."""
-        until = time.monotonic() + 10
-        while not self.place.engine_log.exists() and time.monotonic() < until:
+        """Until one has finished a row."""
+        until, log = time.monotonic() + 10, self.place.engine_log
+        while not (log.exists() and log.stat().st_size) and time.monotonic() < until:
             time.sleep(0.01)
 
     @property
@@ -151,7 +157,7 @@ class WorkerTrial(Trial):
         def kill() -> None:
             have_started.wait(10)
             hand = self._hands[victim]
-            hand.may_cost = 1
+            hand.may_be_killed = True
             hand.child.send(signal.SIGKILL)
 
         when = self.rng.choice(["kill_before", "kill_after"])
@@ -171,7 +177,7 @@ class WorkerTrial(Trial):
         )
         hand = Hand(child, number, owner, may_be_fenced=self._is_s3_fault)
         if self._is_s3_fault or "kill_at_write" in faults:  # which may end it
-            hand.may_cost = 1
+            hand.may_be_killed = True
         self._hands.append(hand)
         return hand
 
@@ -187,7 +193,7 @@ class WorkerTrial(Trial):
 
     def _kill(self) -> None:
         if (hand := self._some()) is not None:
-            hand.may_cost = 1
+            hand.may_be_killed = True
             hand.child.kill()
             self._again(hand)
 
@@ -197,7 +203,7 @@ class WorkerTrial(Trial):
     def _kill_all(self) -> None:
         """And others start as another number of workers."""
         for hand in self._hands:
-            hand.may_cost = 1
+            hand.may_be_killed = True
             hand.child.kill()
         self._num_workers = self.rng.randint(1, 5)
         for number in range(self._num_workers):
@@ -220,16 +226,15 @@ class WorkerTrial(Trial):
     def _drain(self) -> None:
         """Its open parts are finished, so that nothing is done again."""
         if (hand := self._some()) is not None:
-            hand.child.send(signal.SIGTERM)
+            hand.sigterm()
             self._again(hand)
 
     def _terminate(self) -> None:
-        """Two signals: it doesn't finish them."""
+        """Two signals: it doesn't finish them, but keeps their finished rows."""
         if (hand := self._some()) is not None:
-            hand.may_cost = 1
-            hand.child.send(signal.SIGTERM)
+            hand.sigterm()
             time.sleep(0.01)
-            hand.child.send(signal.SIGTERM)
+            hand.sigterm()
             self._again(hand)
 
     def _twin(self) -> None:
@@ -247,7 +252,7 @@ class WorkerTrial(Trial):
         self.outcome.kills += code == -signal.SIGKILL
         self.outcome.faults += code == ExitCode.TERMINATED
         allowed = {ExitCode.OK, ExitCode.TERMINATED, -signal.SIGTERM}
-        if hand.may_cost:
+        if hand.may_be_killed:
             allowed |= {-signal.SIGKILL}
         if self._is_s3_fault:
             allowed |= {ExitCode.FAILURE}
@@ -260,47 +265,35 @@ class WorkerTrial(Trial):
         return sorted(set(range(self.place.job.num_shards)) - finished)
 
     def _count_costs(self) -> None:
-        """What each process answered in vain, and what of that it may have.
-
-        In vain is a part that counts as another attempt's. That may be the open one of a process
-        that ended early. One that was taken for dead goes on until it has finished a part; it may
-        lose that one, what else of the shard is with its engine, and one that it finished just when
-        the other began.
-        """
-        log, ledger = read_engine_log(self.place.engine_log), self._ledger()
-        outcome, parts = self.outcome, self.place.parts(self._plan_uri)
-        outcome.rows = sum(map(len, parts.values()))
-        outcome.regenerated_rows = log.answered.total() - outcome.rows
+        """What each process finished in vain: rows that a later attempt has finished again."""
+        log, attempts = read_engine_log(self.place.engine_log), self._attempts()
+        outcome, in_vain = self.outcome, defaultdict[int, Counter[int]](Counter)
+        for shard, idxs in self.place.requests(self._plan_uri).items():
+            outcome.rows += len(idxs)
+            for idx in idxs:
+                pids = [pid for pid, finished in log.finished_by.items() if finished[idx]]
+                latest = max(((attempts[shard, pid], pid) for pid in pids), default=(0, 0))[1]
+                for pid in pids:
+                    in_vain[pid][shard] += log.finished_by[pid][idx] - (pid == latest)
         hands = {hand.child.pid: hand for hand in self._hands}
-        for pid in log.taken_by:
-            in_vain, num_open = Counter[int](), 0
-            for (shard, part), idxs in parts.items():
-                counts = ledger[shard, part] == pid
-                in_vain[shard] += max(0, max(log.answered_by[pid][i] for i in idxs) - counts)
-                num_open += not counts and any(log.taken_by[pid][idx] for idx in idxs)
+        for pid, rows in in_vain.items():
+            outcome.regenerated_rows += rows.total()
             hand = hands.get(pid)  # the worker that did the rest isn't among them
-            outcome.overpaid_parts += hand.overpaid(in_vain) if hand else in_vain.total()
-            if hand and hand.may_cost and not hand.may_be_fenced:
-                outcome.regenerated_parts = max(outcome.regenerated_parts or 0, in_vain.total())
-                outcome.open_parts = max(outcome.open_parts or 0, num_open)
+            beside_spills = log.beside_spills[pid]
+            outcome.overpaid_rows += hand.overpaid(rows, beside_spills) if hand else rows.total()
+            if hand and hand.may_be_killed and not hand.may_be_fenced:
+                outcome.regenerated_rows_max = max(outcome.regenerated_rows_max, rows.total())
 
-    def _ledger(self) -> dict[tuple[int, int], int]:
-        """The process whose entry counts, of each part: that of the latest attempt."""
-        pids: dict[tuple[int, int], int] = {}
-        entries: dict[tuple[int, int], int] = {}
+    def _attempts(self) -> dict[tuple[int, int], int]:
+        """The latest attempt of each process at each shard, by shard and pid."""
+        attempts: dict[tuple[int, int], int] = {}
         for shard, name in sorted(self._files()):
-            if (match := _FILE.fullmatch(name)) is None:
-                continue
-            attempt = int(match[1])
-            if match[2] is None:
-                with self.place.fs.open_input_file(
-                    f"{self._runs}/shard-{shard:05d}/{name}"
-                ) as file:
-                    pids[shard, attempt] = json.loads(file.read())["process_id"]
-                self.outcome.faults += attempt > 1
-            else:
-                entries[shard, int(match[2])] = attempt
-        return {(shard, part): pids[shard, attempt] for (shard, part), attempt in entries.items()}
+            if match := _CLAIM.fullmatch(name):
+                path = f"{self._runs}/shard-{shard:05d}/{name}"
+                with self.place.fs.open_input_file(path) as file:
+                    attempts[shard, json.loads(file.read())["process_id"]] = int(match[1])
+                self.outcome.faults += int(match[1]) > 1
+        return attempts
 
     def _files(self) -> list[tuple[int, str]]:
         """The shard and the path in its folder of each file that runs have written."""

@@ -34,7 +34,7 @@ class Command:
     log: Path
     """Where stdout and stderr are appended."""
     engine_log: Path
-    """Where the engine notes what it takes and what it answers."""
+    """See `inside.watch_engine`."""
     root: Path
     """The lake's folder, see `tables.set_environment`."""
     endpoint: str | None = None
@@ -192,7 +192,7 @@ def _run(request: Mapping[str, Any]) -> NoReturn:
     code = 70
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         output = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 from support.benchmark_modules import load
 
@@ -43,28 +45,39 @@ def test_kinds_of_which_nothing_happened_are_named() -> None:
     assert idle_kinds([nothing] * 8 + [{**nothing, "faults": 1}]) == []
 
 
-def test_a_worker_may_lose_only_what_was_open() -> None:
-    hand_of = load("faults.worker_trial").Hand
-    live = hand_of(child=None, number=0, owner=None)
-    killed = hand_of(child=None, number=0, owner=None, may_cost=1)
-    zombie = hand_of(child=None, number=0, owner=None, may_be_fenced=True)
-    assert [each.overpaid(Counter()) for each in (live, killed, zombie)] == [0, 0, 0]
-    one, two_shards = Counter({3: 1}), Counter({3: 1, 4: 1})
-    assert (live.overpaid(one), killed.overpaid(one), killed.overpaid(two_shards)) == (1, 0, 1)
-    assert (zombie.overpaid(two_shards), zombie.overpaid(Counter({3: 4, 4: 1}))) == (0, 1)
+def test_a_worker_loses_finished_rows_only_by_a_kill_or_a_fence() -> None:
+    trial, worker_trial = load("faults.trial"), load("faults.worker_trial")
+    hand = partial(worker_trial.Hand, child=None, number=0, owner=None)
+    live, killed, zombie = hand(), hand(may_be_killed=True), hand(may_be_fenced=True)
+    kill, fence = trial.KILL_COSTS, trial.FENCE_COSTS + worker_trial.MAX_IN_FLIGHT
+    for each, most in ((live, 0), (killed, kill), (zombie, fence)):
+        assert [each.overpaid(Counter({3: most + more}), 0) for more in (0, 1)] == [0, 1]
+    two_shards = Counter({3: kill, 4: 1})
+    assert (killed.overpaid(two_shards, 0), zombie.overpaid(two_shards, 0)) == (1, 0)
+    assert (live.overpaid(two_shards, 1), killed.overpaid(two_shards, 1)) == (kill + 1, 0)
 
 
-def test_each_process_has_its_own_requests_in_the_log(tmp_path: Path) -> None:
+def test_only_a_third_signal_may_cost_a_worker_its_rows() -> None:
+    hand = load("faults.worker_trial").Hand(child=Mock(), number=0, owner=None)
+    may_be_killed = []
+    for _ in range(3):
+        hand.sigterm()
+        may_be_killed.append(hand.may_be_killed)
+    assert may_be_killed == [False, False, True]
+
+
+def test_each_process_has_its_own_rows_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("t 0 7\nt 1 7\na 0 7\nt 0 8\na 0 8\n")
+    log.write_text("a 0 7\na 1 7\nw 1 8\na 2 7\na 0 8\nw -1 8\na 1 8\nw 1 7\n")
     found = load("faults.inside").read_engine_log(log)
-    assert (found.taken, found.answered) == (Counter({0: 2, 1: 1}), Counter({0: 2}))
-    assert found.answered_by == {7: Counter({0: 1}), 8: Counter({0: 1})}
+    assert found.finished == Counter({0: 2, 1: 2, 2: 1})
+    assert found.finished_by == {7: Counter([0, 1, 2]), 8: Counter([0, 1])}
+    assert found.beside_spills == Counter({8: 1})
 
 
 def test_what_the_product_never_may_do_fails_a_trial() -> None:
     trial = load("faults.trial")
-    assert not trial.Outcome("kill_run", kills=1, reader_errors=1, regenerated_parts=1).has_failed
+    assert not trial.Outcome("kill_run", kills=1, reader_errors=1, regenerated_rows=1).has_failed
     for name in trial.FATAL:
         assert trial.Outcome("kill_run", **{name: 1}).has_failed, name
-    assert {"lost_rows", "half_commits", "zombies_published", "overpaid_parts"} <= set(trial.FATAL)
+    assert {"lost_rows", "half_commits", "zombies_published", "overpaid_rows"} <= set(trial.FATAL)
