@@ -55,6 +55,8 @@ class Snapshot:
     outer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of the partition columns before this one in the table's layout, in the partition's
     files: `year` and `month` where the partition is a `day` below them."""
+    inner: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those of the partition columns after this one."""
 
     @property
     def num_rows(self) -> int:

@@ -35,12 +35,14 @@ _IS_A_TIME: Final = re.compile(r"(19|20|21)[0-9]{2}[-_/]?([0-9]{2}|[WwQq][0-9])"
 """Begins with a year and a month, week or quarter, as dates do."""
 _IS_A_YEAR: Final = re.compile(r"(19|20|21)[0-9]{2}$")
 _WORDS: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_UNITS_OF_TIME: Final = frozenset(
-    [
-        *("year", "yr", "yyyy", "yy", "y", "quarter", "qtr", "q", "month", "mon", "mm", "m"),
-        *("week", "wk", "w", "date", "dt", "ds", "day", "dd", "d", "hour", "hr", "hh", "h"),
-    ]
-)
+_UNITS_OF_TIME: Final = {
+    **dict.fromkeys(("year", "yr", "yyyy", "yy", "y"), 0),
+    **dict.fromkeys(("quarter", "qtr", "q"), 1),
+    **dict.fromkeys(("month", "mon", "mm", "m", "week", "wk", "w"), 2),
+    **dict.fromkeys(("date", "dt", "ds", "day", "dd", "d"), 3),
+    **dict.fromkeys(("hour", "hr", "hh", "h"), 4),
+}
+"""By size, the longest first."""
 _FORMS: Final = (
     *("%Y-%m-%d", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M"),
     *("%Y-%m-%d %H", "%Y-%m-%dT%H", "%Y-%m-%d-%H", "%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%dT%H:%M:%S.%f"),
@@ -65,7 +67,8 @@ def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
 def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """Refuse to read, say, the 31st of several months as one partition.
 
-    Other outer columns, such as a region, may have any number of values: a partition is in all.
+    Outer columns of other things, such as a region, may have any number of values: a partition is
+    in all. So may inner columns, but for those of longer times (`day=31/month=01`).
 
     Raises:
         SpecError: names the columns that tell the partitions apart.
@@ -73,10 +76,16 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     if _IS_A_TIME.match(snapshot.partition):  # whatever it lies below
         return
     filtered = {term.column for term in spec.input.filter}
+    units = _units(spec.input.partition_column) if snapshot.partition.isdecimal() else []
+    unit = min(units, default=0)
+    apart = {name: each for name, each in snapshot.outer.items() if _are_times(name, each)}
+    for name, each in snapshot.inner.items():
+        if any(inner < unit for inner in _units(name)):
+            apart[name] = each
     several = {
         column: values
-        for column, values in snapshot.outer.items()
-        if len(values) > 1 and column not in filtered and _are_times(column, values)
+        for column, values in apart.items()
+        if len(values) > 1 and column not in filtered
     }
     if not several:
         return
@@ -95,18 +104,25 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
             else f'"{values[-1]}"'
         ]
     )
+    is_outer = not several.keys() - snapshot.outer.keys()
+    folders = " let input.uri name one of the outer folders," if is_outer else ""
     raise SpecError(
         f"input.partition_column: table {table.uri} has partition {own} in {shown}, which would be"
-        f" read as one; set input.filter to [{terms}], let input.uri name one of the outer folders,"
-        " or give the table a column that tells them apart, such as ds=2026-01-31"
+        f" read as one; set input.filter to [{terms}],{folders} or give the table a column that"
+        " tells them apart, such as ds=2026-01-31"
     )
 
 
 def _are_times(column: str, values: Sequence[str]) -> bool:
-    words = {word.casefold() for word in _WORDS.findall(column)}
-    return bool(words & _UNITS_OF_TIME) or all(
+    return bool(_units(column)) or all(
         _IS_A_TIME.match(value) or _IS_A_YEAR.match(value) for value in values
     )
+
+
+def _units(column: str) -> list[int]:
+    """The units of time that its name has words for, by their places in `_UNITS_OF_TIME`."""
+    words = (word.casefold() for word in _WORDS.findall(column))
+    return [_UNITS_OF_TIME[word] for word in words if word in _UNITS_OF_TIME]
 
 
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:

@@ -31,7 +31,7 @@ from batchllm_operator.lake.delta.staging import DeltaStaging, StagedOutputs
 from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
-from batchllm_operator.lake.partition_order import in_order
+from batchllm_operator.lake.partition_order import in_order, in_orders
 from batchllm_operator.lake.publishing import (
     RUN_ID,
     check_name,
@@ -286,15 +286,17 @@ class DeltaTable:
     def _snapshot_of(self, version: TableVersion, partition: str) -> Snapshot:
         files = self._files_of(version, partition)
         columns = version.partition_columns
+        place = columns.index(self._partition_column)
+        values = {
+            column: {str(file.partition_values[column]) for file in files} for column in columns
+        }
         return Snapshot(
             partition=partition,
             version=f"{_VERSION_PREFIX}{version.number}",
             files=tuple(map(self._input_file, files)),
             schema=version.schema,
-            outer={
-                column: tuple(in_order({str(file.partition_values[column]) for file in files}))
-                for column in columns[: columns.index(self._partition_column)]
-            },
+            outer=in_orders({column: values[column] for column in columns[:place]}),
+            inner=in_orders({column: values[column] for column in columns[place + 1 :]}),
         )
 
     def _input_file(self, file: DataFile) -> InputFile:

@@ -30,7 +30,7 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import iceberg_errors
 from batchllm_operator.lake.iceberg.read import IcebergFiles, read_metadata
 from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
-from batchllm_operator.lake.partition_order import in_order, shown_near
+from batchllm_operator.lake.partition_order import in_order, in_orders, shown_near
 from batchllm_operator.lake.publishing import RUN_ID, publisher_in
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import FilePart, InputFile, Publication
@@ -145,19 +145,24 @@ class PartitionView:
         with iceberg_errors(self.uri), reading(self.uri, self.partition, path):
             return read_metadata(self._table.io, path)
 
-    def outer_values(self, tasks: Sequence[FileScanTask]) -> dict[str, tuple[str, ...]]:
-        """See `Snapshot.outer`: columns whose values the table is partitioned by, too."""
-        found: dict[str, set[str]] = {}
+    def other_values(
+        self, tasks: Sequence[FileScanTask]
+    ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+        """See `Snapshot.outer` and `Snapshot.inner`: columns by whose values files are apart."""
+        outer: dict[str, set[str]] = {}
+        inner: dict[str, set[str]] = {}
         for task in tasks:
+            found = outer
             parts = self._table.specs()[task.file.spec_id].fields
             for place, part in enumerate(parts):
                 if part.source_id == self._field.field_id:
-                    break
+                    found = inner
+                    continue
                 source = self._schema.find_field(part.source_id)
                 if _is_identity(part, source.field_id):
                     value = partition_name(source.field_type, task.file.partition[place])
                     found.setdefault(source.name, set()).add(value)
-        return {column: tuple(in_order(values)) for column, values in found.items()}
+        return in_orders(outer), in_orders(inner)
 
     def _task_of(self, file: InputFile) -> FileScanTask:
         """The task of one of the partition's files, all of which are looked up once."""

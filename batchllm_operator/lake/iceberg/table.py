@@ -61,6 +61,7 @@ class IcebergTable:
         view = PartitionView.now(table, self.uri, self._partition_column, partition)
         root, tasks = f"{table.location().rstrip('/')}/", view.tasks()
         snapshot_id = "none" if view.snapshot_id is None else view.snapshot_id
+        outer, inner = view.other_values(tasks)
         return Snapshot(
             partition=partition,
             version=f"iceberg:{snapshot_id}/{table.schema().schema_id}",
@@ -74,7 +75,8 @@ class IcebergTable:
                 for task in tasks
             ),
             schema=view.arrow_schema,
-            outer=view.outer_values(tasks),
+            outer=outer,
+            inner=inner,
         )
 
     def scan(

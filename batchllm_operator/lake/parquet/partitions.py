@@ -17,7 +17,7 @@ from batchllm_operator.lake.parquet.hive_names import (
     visible,
 )
 from batchllm_operator.lake.parquet_footer import is_parquet
-from batchllm_operator.lake.partition_order import in_order
+from batchllm_operator.lake.partition_order import in_order, in_orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,20 @@ class Partitions:
         """The partition's among some files."""
         return {name: each for name, each in files.items() if self._is_in(name, partition)}
 
-    def outer_values(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Values of the columns whose folders hold the partition's, by the names of its files."""
-        found: dict[str, set[str]] = {}
+    def other_values(
+        self, names: Iterable[str]
+    ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+        """See `Snapshot.outer` and `Snapshot.inner`, by the names of the partition's files."""
+        outer: dict[str, set[str]] = {}
+        inner: dict[str, set[str]] = {}
         for folder in {name.rpartition("/")[0] for name in names}:
+            found = outer
             for column, value in hive_values(f"{folder}/").items():
                 if column == self.column:
-                    break
-                found.setdefault(column, set()).add(HIVE_NULL if value is None else value)
-        return {column: tuple(in_order(values)) for column, values in found.items()}
+                    found = inner
+                else:
+                    found.setdefault(column, set()).add(HIVE_NULL if value is None else value)
+        return in_orders(outer), in_orders(inner)
 
     def check_apart(self) -> None:
         """Refuse to write a table on top of another: readers would take both for one.

@@ -94,12 +94,14 @@ class ParquetTable:
             if last is None or not schema.equals(last, check_metadata=True):
                 schemas[file.name] = last = schema
             pinned.append(file)
+        outer, inner = self._partitions.other_values(chosen)
         return Snapshot(
             partition=partition,
             version=listing_version(pinned),
             files=tuple(pinned),
             schema=self._merge(schemas or self._newest_schema(files, partition)),
-            outer=self._partitions.outer_values(chosen),
+            outer=outer,
+            inner=inner,
         )
 
     def _look_into(
