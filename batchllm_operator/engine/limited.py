@@ -17,6 +17,7 @@ from batchllm_operator.engine.lifeline import die_with_parent
 MEMORY_LIMIT: Final = 4 << 30
 """Bytes that the process may take beyond what it has at its start."""
 
+_CLOCK_FACTOR: Final = 4
 _TOO_MUCH: Final = f"takes more than {MEMORY_LIMIT >> 30} GiB of memory"
 
 
@@ -30,23 +31,27 @@ def first_failure(
 
     Args:
         attempts: raise an error if they fail.
-        limit_s: seconds for each attempt.
+        limit_s: seconds of CPU for each attempt, as the machine may be busy; four times as many on
+            the clock.
         describe: the reason that an error gives.
     """
     receiver, sender = os.pipe()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _serve(attempts, describe, sender, parent)
+        _serve(attempts, limit_s, describe, sender, parent)
     os.close(sender)
+    too_long = f"it takes more than {limit_s:g} s"
     try:
         with open(receiver, "rb", buffering=0) as results:  # noqa: PTH123
             for idx in range(len(attempts)):
-                if not select.select([results], [], [], limit_s)[0]:
-                    return idx, f"it takes more than {limit_s:g} s"
+                if not select.select([results], [], [], _CLOCK_FACTOR * limit_s)[0]:
+                    return idx, too_long
                 result = results.readline()
                 if not result:
-                    return idx, f"it ends its process, or {_TOO_MUCH}"
+                    end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+                    is_late = end is not None and end.si_status == signal.SIGPROF
+                    return idx, too_long if is_late else f"it ends its process, or {_TOO_MUCH}"
                 if (reason := json.loads(result)) is not None:
                     return idx, str(reason)
     finally:
@@ -57,6 +62,7 @@ def first_failure(
 
 def _serve(
     attempts: Sequence[Callable[[], object]],
+    limit_s: float,
     describe: Callable[[Exception], str],
     sender: int,
     parent: int,
@@ -69,7 +75,9 @@ def _serve(
             os.dup2(nothing, stream)
         warnings.simplefilter("ignore")
         _limit_memory()
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
         for attempt in attempts:
+            signal.setitimer(signal.ITIMER_PROF, limit_s)
             os.write(sender, json.dumps(_reason(attempt, describe)).encode() + b"\n")
     finally:
         os._exit(0)

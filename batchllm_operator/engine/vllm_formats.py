@@ -44,7 +44,7 @@ _OTHER: Final = "guidance"
 _PLACES: Final = {"json_schema": "json_schema", "choice": "choices", "regex": "regex"}
 """Fields of the formats, by type."""
 _LIMIT_S: Final = 30.0
-"""Seconds for compiling a format; those that work take less than one."""
+"""Seconds of CPU for compiling a format; those that work take less than one."""
 _PART_LIMIT_S: Final = 10.0
 """The same for a part of a schema, when the whole has failed."""
 _LITERAL: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)

@@ -27,6 +27,11 @@ def endless() -> None:
     time.sleep(3600)
 
 
+def busy() -> None:
+    while True:
+        pass
+
+
 def greedy() -> None:
     bytearray(2 * limited.MEMORY_LIMIT)
 
@@ -40,6 +45,7 @@ def deadly() -> None:
     [
         (wrong, "wrong"),
         (endless, "it takes more than 0.5 s"),
+        (busy, "it takes more than 0.5 s"),
         (greedy, "it takes more than 4 GiB of memory"),
         (deadly, "it ends its process, or takes more than 4 GiB of memory"),
         (lambda: sys.exit(3), "it ends its process, or takes more than 4 GiB of memory"),

@@ -100,10 +100,10 @@ def test_a_form_behind_references_is_refused_by_the_property_that_uses_it(model:
 def test_a_form_that_never_compiles_is_refused_in_time_with_a_backend_that_can(
     model: Path, form: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_formats, "_LIMIT_S", 2.0)
-    monkeypatch.setattr(vllm_formats, "_PART_LIMIT_S", 2.0)
+    monkeypatch.setattr(vllm_formats, "_LIMIT_S", 4.0)
+    monkeypatch.setattr(vllm_formats, "_PART_LIMIT_S", 4.0)
     spec = spec_of(model, form)
-    with pytest.raises(SpecError, match=rf"{place}.*more than 2 s; backend guidance can: "):
+    with pytest.raises(SpecError, match=rf"{place}.*more than 4 s; backend guidance can: "):
         check_format(spec)
     guidance = {"structured_outputs_config": {"backend": "guidance"}}
     check_format(spec_of(model, form, **guidance))

@@ -12,7 +12,7 @@ from prompts.test_tokenizer import END, build_tokenizer
 from support.fake_job import DS, fake_spec, job_fields, write_table
 
 from batchllm_operator.commit.stage import commit_run
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import FailedRowsError, SpecError
 from batchllm_operator.plan.prompting import Prompter
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
@@ -87,7 +87,8 @@ def test_a_job_publishes_cut_rows_and_counts_them(tmp_path: Path) -> None:
     ]
     write_table(tmp_path / "documents", rows)
     whole = byte_job(tmp_path)
-    assert plan_job(whole, DS).manifest.counts.num_rejected_rows == 2
+    with pytest.raises(FailedRowsError, match="2 of 4 rows failed"):
+        plan_job(whole, DS)
     spec = byte_job(tmp_path, truncate={"document": "end"})
     assert spec.identity != whole.identity
     plan = plan_job(spec, DS)
