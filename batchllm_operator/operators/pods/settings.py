@@ -114,7 +114,11 @@ def check_grace(name: str, seconds: Any) -> None:
 
     None, or a text that Airflow renders first, is no number of seconds yet.
     """
-    if str(seconds).isdecimal() and int(seconds) <= DRAIN_MARGIN_S:
+    try:
+        number = float(seconds)
+    except (TypeError, ValueError):
+        return
+    if number <= DRAIN_MARGIN_S:
         raise ValueError(
             f"{name} is {seconds}; it must be above {DRAIN_MARGIN_S} seconds, which closing the"
             " engine takes: what is above is for finishing open parts"

@@ -227,6 +227,8 @@ def short_graces(folder: Path) -> Iterator[dict[str, Any]]:
     (folder / "pod.yaml").write_text(yaml.safe_dump(grace(30)), encoding="utf-8")
     full = k8s.V1Pod(spec=k8s.V1PodSpec(containers=[], termination_grace_period_seconds=0))
     yield {"termination_grace_period": 30}
+    yield {"termination_grace_period": -5}
+    yield {"termination_grace_period": "29.5"}
     yield {"termination_grace_period": 0, "pod_template_dict": grace(330)}
     yield {"pod_template_file": str(folder / "pod.yaml")}
     yield {"pod_template_dict": grace(30)}
