@@ -93,6 +93,11 @@ def find_length(
         factor = 1.0
         for each in parameters:
             factor = factor if _kind(each) in _SCALED else each.get("factor", factor)
+        if not isinstance(factor, int | float | None):
+            raise ModelError(
+                f"{files.where}: factor in rope_scaling of {_CONFIG} is {str(factor)[:40]!r},"
+                " which is no number; correct the file"
+            )
         limit *= factor or 1.0
     for name in _ENCODERS:
         if encoder := files.read_json(name):

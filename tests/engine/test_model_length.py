@@ -190,6 +190,13 @@ def test_no_prompt_is_longer_than_the_learned_positions(
     assert (found.usual, found.most) == (most, most)
 
 
+def test_a_rope_factor_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    config = {**CASES["linear"]["config"], "rope_scaling": {"type": "linear", "factor": "2"}}
+    given = SimpleNamespace(**{**config, "rope_parameters": config["rope_scaling"]})
+    with pytest.raises(ModelError, match=r"factor in rope_scaling of config\.json is '2'"):
+        find_length(given, write(tmp_path, config), EngineSpec(), is_pooled=False)
+
+
 def test_a_length_that_is_none_is_refused(tmp_path: Path) -> None:
     files = write(tmp_path, BERT, **{"sentence_bert_config.json": {"max_seq_length": None}})
     given = AutoConfig.from_pretrained(tmp_path)
