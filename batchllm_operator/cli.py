@@ -188,12 +188,18 @@ def _stopping_on_signals() -> Iterator[None]:
     Afterwards they do what they did before, because nothing is left to stop.
     """
 
+    stops = (signal.SIGINT, signal.SIGTERM)
+
     def stop(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in stops:  # another one that has come already is passed over
+            signal.signal(each, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        for each in stops:
             signal.signal(each, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
         raise Interrupted(number)
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, stop) for each in stops}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # see commands/children.py
     try:
         yield

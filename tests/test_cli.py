@@ -20,7 +20,7 @@ from support.fork_server import ForkServer
 
 from batchllm_operator import cli, standard_streams
 from batchllm_operator.commands.children import start_command
-from batchllm_operator.errors import ExitCode
+from batchllm_operator.errors import ExitCode, Interrupted
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import load_spec
 
@@ -115,6 +115,20 @@ def test_a_command_stopped_among_its_imports_ends_without_a_traceback(tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*COMMAND, "schema"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_two_signals_at_once_stop_a_command_without_a_complaint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    stops = (signal.SIGINT, signal.SIGTERM)
+    with pytest.raises(Interrupted), cli._stopping_on_signals():
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        for number in stops:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # both come before Python looks
+    assert not complaints
 
 
 def test_a_child_command_stopped_as_it_starts_stops_in_order(
