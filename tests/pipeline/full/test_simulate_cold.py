@@ -18,8 +18,8 @@ def test_nothing_but_progress_stands_beside_the_table(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert [line.split(":")[0] for line in done.stderr.splitlines()] == [
-        "made-up requests, stock_sorted"
-    ]
+    loading, progress = done.stderr.splitlines()
+    assert loading.startswith("INFO: loading vLLM's scheduler")
+    assert progress.startswith("made-up requests, stock_sorted: ")
     assert done.stdout.startswith("made-up requests: 20 requests, ")
     assert len(done.stdout.splitlines()) == 5
