@@ -60,6 +60,8 @@ def job_texts(folder: Path, model: str, dtype: str, max_tokens: int) -> dict[str
         "model": {"path": model},
         "sampling": {"max_tokens": max_tokens},
         "engine": {"dtype": dtype, "kv_cache_memory_bytes": _KV_BYTES},
+        # Of this process, which has had an engine.
+        "planner": {"memory_budget_bytes": "16GiB"},
         "output": {"uri": str(out)},
     }
     uri = plan_job(load_spec(fields), _DS).folder.uri
