@@ -193,10 +193,9 @@ def _stopping_on_signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         for each in stops:  # another one that has come already is passed over
             signal.signal(each, lambda number, frame: None)
-        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        signal.raise_signal(number)  # Python calls the handlers of all that have come
         for each in stops:
             signal.signal(each, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
         raise Interrupted(number)
 
     before = {each: signal.signal(each, stop) for each in stops}
