@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -73,9 +74,9 @@ class StoredOutputs(Counts):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     @property
+    @abstractmethod
     def stem(self) -> str:
         """The beginning of the file's name, and the entry's name."""
-        raise NotImplementedError
 
     @property
     def path(self) -> str:

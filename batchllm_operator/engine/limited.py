@@ -88,7 +88,8 @@ def _reason(attempt: Callable[[], object], describe: Callable[[Exception], str])
         attempt()
     except MemoryError:
         return f"it {_TOO_MUCH}"
-    except Exception as error:  # noqa: BLE001  what fails is returned
+    # Any error of a library is the attempt's result, which the parent raises as its own.
+    except Exception as error:  # noqa: BLE001
         return describe(error)
     return None
 
