@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchllm_operator.commit.stage import commit_run as commit_run
-    from batchllm_operator.plan.stage import plan_job as plan_job
-    from batchllm_operator.run.stage import run_shard as run_shard
-    from batchllm_operator.run.stage import run_worker as run_worker
+    from batchllm_operator.commit.commit_run import commit_run as commit_run
+    from batchllm_operator.plan.plan_job import plan_job as plan_job
+    from batchllm_operator.run.run_shards import run_shard as run_shard
+    from batchllm_operator.run.run_shards import run_worker as run_worker
     from batchllm_operator.spec import load_spec as load_spec
 
 __version__ = "0.1.0"

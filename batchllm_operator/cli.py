@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     standard_streams.open_streams()
     try:
-        from batchllm_operator.spec.masking import MaskedStream, Masker
+        from batchllm_operator.secrets.masking import MaskedStream, Masker
     except ModuleNotFoundError as error:  # installed without its dependencies
         say(f"{ERROR_MARK}{MissingLibraryError.of(error, 'batchllm')}")
         return ExitCode.INVALID

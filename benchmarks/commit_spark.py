@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 from pyiceberg.catalog.sql import SqlCatalog
 
 from batchllm_operator.lake import open_table
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
 from batchllm_operator.spec import JobSpec
 from benchmarks.faults.tables import iceberg_settings, set_environment
 from benchmarks.plan_stage import DS, git_sha

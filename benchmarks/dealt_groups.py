@@ -7,7 +7,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.planner import PrefixGroups
+from batchllm_operator.prefixes import PrefixGroups
 
 _STEPS = 40
 

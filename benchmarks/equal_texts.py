@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator import commit_run, plan_job, run_worker
 from batchllm_operator.demo.table import build_demo_table
-from batchllm_operator.engine.vllm_logs import without_llvmlite
+from batchllm_operator.engine.vllm.logs import without_llvmlite
 from batchllm_operator.spec import load_spec
 from benchmarks.provenance import provenance
 

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner.runahead import Chain, Goal, Split
-from batchllm_operator.planner.runahead.search import split_at
+from batchllm_operator.runahead.planning import Chain, Goal, Split
+from batchllm_operator.runahead.planning.search import split_at
 
 _BATCH: Final = 65_536
 _MOST: Final = 20_000_000

@@ -92,7 +92,7 @@ def run(root: Path, table_format: str, step: str, args: list[str]) -> dict[str, 
 def main() -> None:
     result, root, table_format, step, *args = sys.argv[1:]
     if step == "commit":  # as pyarrow is there before its time is taken
-        import batchllm_operator.commit.stage  # noqa: F401
+        import batchllm_operator.commit.commit_run  # noqa: F401
     started_at, cpu_before = time.perf_counter(), time.process_time()
     found = run(Path(root), table_format, step, args)
     found |= {

@@ -28,11 +28,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.demo.documents import demo_documents
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.spark.stage import plan_on_spark
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.spark.plan_job import plan_on_spark
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from benchmarks.memory import peak_rss_bytes
 from benchmarks.plan_stage import (
     DS,

@@ -48,10 +48,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from batchllm_operator.demo.documents import demo_documents
-from batchllm_operator.plan import given, rows
-from batchllm_operator.plan import stage as plan
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.planner import PrefixSearch, PromptStore
+from batchllm_operator.plan import given
+from batchllm_operator.plan import plan_job as plan
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.plan.rows import reading as rows
+from batchllm_operator.prefixes import PrefixSearch, PromptStore
 from batchllm_operator.prompts import PromptRenderer
 from batchllm_operator.prompts.tokenizer import ModelTokenizer
 from batchllm_operator.spec import JobSpec

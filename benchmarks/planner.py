@@ -37,7 +37,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.planner import (
+from batchllm_operator.prefixes import (
     PrefixSearch,
     PromptStore,
     TokenTable,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.planner import (
+from batchllm_operator.prefixes import (
     PrefixGroups,
     PrefixSearch,
     PromptStore,

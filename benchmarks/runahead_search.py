@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from batchllm_operator.planner.runahead import (
+from batchllm_operator.runahead.planning import (
     Chain,
     Goal,
     Link,

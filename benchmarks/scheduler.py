@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Shape, Workload
 from benchmarks.workloads import WORKLOADS, case_1

@@ -35,27 +35,29 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.plan.arrange import arrange
-from batchllm_operator.plan.estimate import Target
-from batchllm_operator.planner import (
+from batchllm_operator.cost import (
     BLOCK_SIZE,
     MODEL_SHAPES,
     EngineLimits,
+    find_gpu,
+    prompt_work,
+    rates,
+)
+from batchllm_operator.plan.arrange import arrange
+from batchllm_operator.plan.estimate import Target
+from batchllm_operator.prefixes import (
     PrefixGroups,
     RankedPrompts,
     Requests,
     TokenTable,
     choose_prefixes,
-    find_gpu,
     imbalance,
     make_requests,
     order_groups_by_subtree,
-    prompt_work,
-    rates,
     saving_ratio,
     split_groups,
 )
-from batchllm_operator.planner.prefixes.lcp_tree import rank_prompts
+from batchllm_operator.prefixes.search.lcp_tree import rank_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.spec import JobSpec, parse_spec

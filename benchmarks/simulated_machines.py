@@ -11,17 +11,17 @@ from datetime import UTC, datetime, timedelta
 from itertools import count, islice
 from typing import Final
 
-from batchllm_operator.artifacts.attempts import attempt_name
-from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.shard_source import Shards
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
-from batchllm_operator.run.shards import Shards
 from batchllm_operator.run.worker import Worker
+from batchllm_operator.shards.attempts import attempt_name
+from batchllm_operator.shards.progress import PROGRESS_FILE
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 Seconds = Callable[[EngineRequest], float]
 """What a request takes on a machine as given."""

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.planner import TokenTable
+from batchllm_operator.prefixes import TokenTable
 
 VOCABULARY = 50_000
 _BATCH = 4096  # prompts made at a time

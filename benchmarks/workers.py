@@ -55,16 +55,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.attempts import attempt_numbers, claim_attempt
-from batchllm_operator.artifacts.parts import read_ledger
-from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineRequest
 from batchllm_operator.engine.fake import fake_text
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shards import Claimed, OneShard, Shards
+from batchllm_operator.run.shard_source import Claimed, OneShard, Shards
+from batchllm_operator.shards.attempts import attempt_numbers, claim_attempt
+from batchllm_operator.shards.parts import read_ledger
 from batchllm_operator.spec import parse_spec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from benchmarks.provenance import provenance
 from benchmarks.simulated_machines import Machine, Simulation
 

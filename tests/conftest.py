@@ -40,6 +40,7 @@ os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotl
 # the tests', would go into looking through it for garbage.
 gc.disable()
 
+ROOMS_THAT_COMMIT = {"answers", "commit", "inspect", "jobs", "plan", "run", "runahead", "shards"}
 FORKING_ENGINES = (
     "tests/e2e/",
     "tests/vllm_plugin/full/test_trace.py",
@@ -172,6 +173,13 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(drawing, "_svg", frame)
     yield
     page._draw.cache_clear()  # nobody else gets a page with frames
+
+
+@pytest.fixture(autouse=True)
+def pages_without_pictures(request: pytest.FixtureRequest) -> None:
+    """`no_pictures` in the rooms whose tests commit jobs; tests/report looks at the pictures."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] in ROOMS_THAT_COMMIT:
+        request.getfixturevalue("no_pictures")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import yaml
 from support.fake_job import without_model
 
 from batchllm_operator.engine.fake import fake_text
-from batchllm_operator.lake import Folder
+from batchllm_operator.storage import Folder
 
 DS = "2026-01-31"
 pytestmark = pytest.mark.usefixtures("no_pictures")

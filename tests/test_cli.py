@@ -21,7 +21,7 @@ from support.fork_server import ForkServer
 from batchllm_operator import cli, standard_streams
 from batchllm_operator.commands.children import start_command
 from batchllm_operator.errors import ExitCode, Interrupted
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 import subprocess
@@ -137,16 +136,3 @@ def test_stages_take_a_spec_in_any_form_a_date_and_the_plan(
     assert commit_run(plan).num_rows_out == 12
     assert commit_run(Path(plan.folder.uri)) == commit_run(plan.folder.uri)
     job.check_published("job")
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [("plan", "plan_job"), ("run", "run_shard"), ("commit", "commit_run")]
-)
-def test_modules_of_earlier_releases_work_with_a_warning(module: str, name: str) -> None:
-    import batchllm_operator
-
-    old = f"batchllm_operator.pipeline.{module}"
-    sys.modules.pop(old, None)
-    with pytest.warns(DeprecationWarning, match=f"from batchllm_operator import {name}"):
-        found = importlib.import_module(old)
-    assert getattr(found, name) is getattr(batchllm_operator, name)

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from batchllm_operator.errors import ExitCode, SpecError
-from batchllm_operator.lake import Folder
 from batchllm_operator.spec import (
     JobSpec,
     TableAddress,
@@ -20,6 +19,7 @@ from batchllm_operator.spec import (
     parse_spec,
     template_columns,
 )
+from batchllm_operator.storage import Folder
 
 AWS_KEY = "AKIA" + "IOSFODNN7EXAMPLE"
 HF_TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ"

@@ -16,8 +16,8 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.levels import examples
 
 from batchllm_operator.errors import BatchLLMError, SpecError
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
 from batchllm_operator.spec import JobSpec, load_spec, parse_spec, parse_spec_json
 from batchllm_operator.spec.limits import MAX_FILE_BYTES
 

@@ -17,20 +17,20 @@ from conftest import Batchllm
 from support.fake_job import DS, job_fields
 from support.staged_job import Engines, plan_one_shard
 
-from batchllm_operator.artifacts import job_status
-from batchllm_operator.artifacts.refusal import Refusal
-from batchllm_operator.artifacts.run_report import Bill
-from batchllm_operator.artifacts.status import (
+from batchllm_operator.commands import status as status_command
+from batchllm_operator.errors import EngineError, ExitCode, Interrupted
+from batchllm_operator.report import format_status, format_totals
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.shards import job_status
+from batchllm_operator.shards.refusal import Refusal
+from batchllm_operator.shards.status import (
     JobStatus,
     ShardState,
     ShardStatus,
     WorkerState,
     WorkerStatus,
 )
-from batchllm_operator.commands import status as status_command
-from batchllm_operator.errors import EngineError, ExitCode, Interrupted
-from batchllm_operator.report import format_status, format_totals
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.stored_plan.run_report import Bill
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 

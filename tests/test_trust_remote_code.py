@@ -119,8 +119,8 @@ def test_each_place_that_loads_a_model_takes_it_from_the_spec() -> None:
                     if isinstance(key, ast.Constant) and key.value == "trust_remote_code":
                         assert ast.unparse(value).endswith("model.trust_remote_code"), path
     assert found == {
-        ("engine/vllm_engine.py", "EngineArgs"),
-        ("engine/vllm_formats.py", "get_tokenizer"),
+        ("engine/vllm/engine.py", "EngineArgs"),
+        ("engine/vllm/formats.py", "get_tokenizer"),
         ("model/transformers_tokenizer.py", "from_pretrained"),
         ("simulate/vllm_config.py", "ModelConfig"),
     }

@@ -16,7 +16,7 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator.errors import ExitCode
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py

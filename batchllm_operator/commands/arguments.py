@@ -112,8 +112,8 @@ def plan_uri(args: argparse.Namespace) -> str:
     """
     if args.plan is not None:
         return str(args.plan)
-    from batchllm_operator.artifacts.job_status import newest_plan_uri
     from batchllm_operator.errors import PlanError
+    from batchllm_operator.shards.job_status import newest_plan_uri
     from batchllm_operator.spec import load_spec
 
     spec = load_spec(args.job)
@@ -131,7 +131,7 @@ def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
     Raises:
         PlanError: the plan is of another version.
     """
-    from batchllm_operator.artifacts.stored_plan import StoredPlan
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
     manifest = StoredPlan.open(uri).manifest
     _log.info("%s plan of job %s, partition %s: %s", which, spec.name, manifest.ds, uri)

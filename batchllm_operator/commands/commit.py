@@ -21,14 +21,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Publish the partition, print the counts, and return the report's figures."""
-    from batchllm_operator.artifacts.stored_plan import StoredPlan
-    from batchllm_operator.commit.stage import commit_run
+    from batchllm_operator.commit.commit_run import commit_run
     from batchllm_operator.report import share
-    from batchllm_operator.spec.masking import print_unmasked
+    from batchllm_operator.secrets.masking import print_unmasked
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
     uri = plan_uri(args)
     if (args.on or StoredPlan.open(uri).manifest.spec.planner.engine) == "spark":
-        from batchllm_operator.spark.commit import commit_on_spark
+        from batchllm_operator.spark.commit_run import commit_on_spark
 
         report = commit_on_spark(uri)
     else:

@@ -36,7 +36,7 @@ def _parse_limit(text: str) -> int:
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Print the failed rows of a run, finished or not; returns them."""
     from batchllm_operator.commit.failed_rows import find_failed_rows
-    from batchllm_operator.spec.masking import print_unmasked
+    from batchllm_operator.secrets.masking import print_unmasked
 
     found = find_failed_rows(plan_uri(args), args.limit)
     # Key columns may have any name.

@@ -29,15 +29,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Plan the partition, print the counts and return them."""
-    from batchllm_operator.plan.stage import plan_job
+    from batchllm_operator.plan.plan_job import plan_job
     from batchllm_operator.report import format_plan
-    from batchllm_operator.spec.masking import print_unmasked
+    from batchllm_operator.secrets.masking import print_unmasked
 
     if args.advise:
         return _advise(args)
     spec = load_job(args)
     if (args.on or spec.planner.engine) == "spark":
-        from batchllm_operator.spark.stage import plan_on_spark
+        from batchllm_operator.spark.plan_job import plan_on_spark
 
         plan = plan_on_spark(spec, args.ds)
     else:

@@ -121,6 +121,6 @@ def _total(
 
 
 def _counts(result: Mapping[str, Any]) -> list[str]:
-    from batchllm_operator.artifacts.counts import Counts
+    from batchllm_operator.stored_plan.counts import Counts
 
     return ["num_parts", *(name for name in Counts.model_fields if name in result)]

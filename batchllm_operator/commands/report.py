@@ -26,12 +26,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.compare is not None:
         return _compare(args.compare, args.out)
+    from batchllm_operator.commit.commit_run import published_plan_uri
     from batchllm_operator.commit.report import load_report, store_page
-    from batchllm_operator.commit.stage import published_plan_uri
-    from batchllm_operator.lake import Folder
     from batchllm_operator.report import format_summary
+    from batchllm_operator.secrets.masking import print_unmasked
     from batchllm_operator.spec import load_spec
-    from batchllm_operator.spec.masking import print_unmasked
+    from batchllm_operator.storage import Folder
 
     plan_uri = args.plan
     if plan_uri is None:  # the published plan: the latest one may not have run yet
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 def _compare(plan_uris: list[str], out: Path | None) -> Mapping[str, Any]:
     from batchllm_operator.commit.report import load_report
     from batchllm_operator.report.comparison import compare, format_comparison, render_comparison
-    from batchllm_operator.spec.masking import print_unmasked
+    from batchllm_operator.secrets.masking import print_unmasked
 
     before, after = map(load_report, plan_uris)
     comparison = compare(before, after)

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
     drain, uri = Drain(), plan_uri(args)
     if args.worker is not None and args.replica is None:
-        from batchllm_operator.run.stage import replica_environments
+        from batchllm_operator.run.run_shards import replica_environments
 
         if environments := replica_environments(uri, args.num_gpus):
             return run_replicas(args, uri, environments)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _run_shard(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[str, Any]:
-    from batchllm_operator.run.stage import run_shard
+    from batchllm_operator.run.run_shards import run_shard
 
     report = run_shard(uri, args.shard, **options)
     print(
@@ -101,7 +101,7 @@ def _run_shard(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[st
 
 
 def _run_worker(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[str, Any]:
-    from batchllm_operator.run.stage import run_worker
+    from batchllm_operator.run.run_shards import run_worker
 
     report = run_worker(uri, args.worker, args.num_workers, replica=args.replica, **options)
     result = report.to_result()

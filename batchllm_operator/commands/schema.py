@@ -22,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    from batchllm_operator.spec.masking import print_unmasked
+    from batchllm_operator.secrets.masking import print_unmasked
 
     schema = _model(args.what).model_json_schema()
     print_unmasked(json.dumps(schema, indent=2))
@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
 def _model(what: str) -> type[BaseModel]:
     if what == "report":
-        from batchllm_operator.artifacts.run_report import RunReport
+        from batchllm_operator.stored_plan.run_report import RunReport
 
         return RunReport
     if what == "progress":
-        from batchllm_operator.artifacts.shard_progress import ShardProgress
+        from batchllm_operator.shards.progress import ShardProgress
 
         return ShardProgress
     from batchllm_operator.spec import JobSpec

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from batchllm_operator.commands.arguments import add_plan, plan_uri
 
 if TYPE_CHECKING:
-    from batchllm_operator.artifacts.status import JobStatus
+    from batchllm_operator.shards.status import JobStatus
 
 _DEFAULT_INTERVAL_S: Final = 5.0
 _NARROWEST: Final = 20
@@ -49,8 +49,8 @@ def parse_interval(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    from batchllm_operator.artifacts.job_status import read_status
-    from batchllm_operator.artifacts.stored_plan import StoredPlan
+    from batchllm_operator.shards.job_status import read_status
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
     plan = StoredPlan.open(plan_uri(args))
     if args.follow:

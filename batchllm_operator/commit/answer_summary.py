@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 
 from batchllm_operator.answers import Answers
 from batchllm_operator.answers.labels import low_mass_warning
-from batchllm_operator.artifacts.buckets import Outputs
-from batchllm_operator.artifacts.run_report import AnswerSummary
 from batchllm_operator.commit.label_prior import find_label_prior
+from batchllm_operator.shards.buckets import Outputs
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.run_report import AnswerSummary
 
 _MOST_VALUES: Final = 128
 _DIGITS: Final = 6

@@ -10,17 +10,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.artifacts.committed import COMMITTED_FILE, find_committed
-from batchllm_operator.artifacts.manifest import ERROR_COLUMN
-from batchllm_operator.artifacts.parts import part_schema
-from batchllm_operator.artifacts.row_errors import RowErrors, clip
-from batchllm_operator.artifacts.row_keys import key_texts
-from batchllm_operator.artifacts.spills import read_spills
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.partition import FinishedShard, stored_shards
 from batchllm_operator.commit.row_errors import find_errors
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
+from batchllm_operator.shards.committed import COMMITTED_FILE, find_committed
+from batchllm_operator.shards.parts import part_schema
+from batchllm_operator.shards.row_errors import RowErrors, clip
+from batchllm_operator.shards.spills import read_spills
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.row_keys import key_texts
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 @dataclass(frozen=True, slots=True)

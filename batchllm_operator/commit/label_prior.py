@@ -16,7 +16,7 @@ from batchllm_operator.answers.labels import (
     label_logprobs,
     label_probabilities,
 )
-from batchllm_operator.artifacts.buckets import Outputs
+from batchllm_operator.shards.buckets import Outputs
 from batchllm_operator.spec import JobSpec
 
 _BITS: Final = 52

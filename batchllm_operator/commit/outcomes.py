@@ -7,10 +7,10 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.artifacts.manifest import ERROR_COLUMN
-from batchllm_operator.artifacts.outputs import ERROR_FIELD, STATUS_COLUMN
+from batchllm_operator.shards.outputs import ERROR_FIELD, STATUS_COLUMN
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.tasks import INVALID_OUTPUT
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 
 _KIND_AND_MESSAGE: Final = "(?s)^(?P<kind>.*?)(?:: (?P<message>.*))?$"
 

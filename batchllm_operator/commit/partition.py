@@ -12,23 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.answers import Answers
-from batchllm_operator.artifacts.buckets import Outputs, spread
-from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ROWS_FILE
-from batchllm_operator.artifacts.outputs import model_name, output_schema, planned_answers
-from batchllm_operator.artifacts.parts import PartEntry, part_schema, read_ledger
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.label_prior import find_label_prior
 from batchllm_operator.commit.outcomes import outcomes
 from batchllm_operator.errors import PlanError
-from batchllm_operator.lake import (
-    Folder,
-    LakeTable,
-    ahead,
-    gather,
-    published_schema,
-    write_files,
-)
+from batchllm_operator.lake import LakeTable, gather, published_schema, write_files
+from batchllm_operator.shards.buckets import Outputs, spread
+from batchllm_operator.shards.outputs import model_name, output_schema, planned_answers
+from batchllm_operator.shards.parts import PartEntry, part_schema, read_ledger
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder, ahead
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _ROWS_AT_ONCE: Final = 1 << 13
 _TOKENS_AT_ONCE: Final = 1 << 19  # some 2 MiB of text

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from batchllm_operator.artifacts.refusal import REFUSED_FILE, Refusal
-from batchllm_operator.artifacts.row_errors import RowErrors
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, StorageError
-from batchllm_operator.spec.masking import Masker
+from batchllm_operator.secrets.masking import Masker
+from batchllm_operator.shards.refusal import REFUSED_FILE, Refusal
+from batchllm_operator.shards.row_errors import RowErrors
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _MAX_CHARS: Final = 2_000
 _log = logging.getLogger(__name__)

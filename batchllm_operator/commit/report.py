@@ -9,15 +9,23 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from batchllm_operator.artifacts.committed import COMMITTED_FILE, holds_outputs
-from batchllm_operator.artifacts.counts import Counts
-from batchllm_operator.artifacts.job_status import ShardAttempts, bill_of, read_attempts
-from batchllm_operator.artifacts.manifest import PlanManifest
-from batchllm_operator.artifacts.outputs import model_name
-from batchllm_operator.artifacts.reuse_index import ReusedOutputs
-from batchllm_operator.artifacts.row_errors import RowErrors
-from batchllm_operator.artifacts.row_keys import key_texts
-from batchllm_operator.artifacts.run_report import (
+from batchllm_operator.commit.answer_summary import summarize_answers
+from batchllm_operator.commit.partition import FinishedShard
+from batchllm_operator.commit.timelines import read_timeline
+from batchllm_operator.errors import PlanError, StorageError, TableError
+from batchllm_operator.lake import LakeTable
+from batchllm_operator.prefixes import saving_ratio
+from batchllm_operator.shards.committed import COMMITTED_FILE, holds_outputs
+from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
+from batchllm_operator.shards.outputs import model_name
+from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.reuse_index import ReusedOutputs
+from batchllm_operator.shards.row_errors import RowErrors
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.manifest import PlanManifest
+from batchllm_operator.stored_plan.row_keys import key_texts
+from batchllm_operator.stored_plan.run_report import (
     PAGE_FILE,
     REPORT_FILE,
     Bill,
@@ -27,14 +35,7 @@ from batchllm_operator.artifacts.run_report import (
     Timeline,
     TokenKinds,
 )
-from batchllm_operator.artifacts.shard_progress import ShardProgress
-from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.commit.answer_summary import summarize_answers
-from batchllm_operator.commit.partition import FinishedShard
-from batchllm_operator.commit.timelines import read_timeline
-from batchllm_operator.errors import PlanError, StorageError, TableError
-from batchllm_operator.lake import Folder, LakeTable
-from batchllm_operator.planner import saving_ratio
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _NUM_SAMPLE_ROWS: Final = 3
 _NUM_TIMELINES: Final = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from batchllm_operator.artifacts.parts import errors_in
-from batchllm_operator.artifacts.row_errors import NUM_EXAMPLES, RowErrors
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.partition import FinishedShard
+from batchllm_operator.shards.parts import errors_in
+from batchllm_operator.shards.row_errors import NUM_EXAMPLES, RowErrors
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 def find_errors(

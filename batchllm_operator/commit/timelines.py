@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchllm_operator.artifacts.run_report import Timeline
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake import Folder
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.run_report import Timeline
 from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
 from batchllm_operator.vllm_plugin.scheduler.trace import CHUNK_SIZE_KEY, TRACE_SCHEMA
 

@@ -61,7 +61,7 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
         return _start_replicas(spec, job)
     _log.info("starting vLLM with model %s", spec.model.path)
     try:
-        from batchllm_operator.engine.vllm_engine import VLLMEngine  # imports vLLM: seconds
+        from batchllm_operator.engine.vllm.engine import VLLMEngine  # imports vLLM: seconds
     except ModuleNotFoundError as error:
         raise MissingLibraryError.of(error, "vLLM") from error
     except ImportError as error:

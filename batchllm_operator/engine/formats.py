@@ -20,7 +20,7 @@ def check_format(spec: JobSpec) -> None:
     if spec.response_format is None or spec.engine.backend == "fake":
         return
     try:
-        from batchllm_operator.engine.vllm_formats import check_planned
+        from batchllm_operator.engine.vllm.formats import check_planned
     except ImportError as error:  # a GPU's build may not be importable without a GPU
         _log.info("response_format: is checked when the engine starts: vLLM isn't here: %s", error)
         return

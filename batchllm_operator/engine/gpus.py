@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
 
+from batchllm_operator.cost import BLOCK_SIZE
 from batchllm_operator.errors import SpecError
-from batchllm_operator.planner import BLOCK_SIZE
 from batchllm_operator.spec import JobSpec
 
 CPU_BLOCK_SIZE: Final = 32

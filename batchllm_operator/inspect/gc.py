@@ -14,14 +14,18 @@ from pathlib import PurePosixPath
 from typing import Final
 from urllib.parse import unquote
 
-from batchllm_operator.artifacts.committed import COMMITTED_FILE, find_committed
-from batchllm_operator.artifacts.manifest import (
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import open_table
+from batchllm_operator.shards.committed import COMMITTED_FILE, find_committed
+from batchllm_operator.spec import JobSpec, TableAddress
+from batchllm_operator.storage import Folder, StoredFile, list_files, remove_files
+from batchllm_operator.stored_plan.manifest import (
     FINGERPRINTS_FILE,
     GROUPS_FILE,
     MANIFEST_FILE,
     REUSED_FILE,
 )
-from batchllm_operator.artifacts.stored_plan import (
+from batchllm_operator.stored_plan.stored_plan import (
     COMMITTING_FILE,
     PLAN_FOLDER,
     STAGED_FOLDER,
@@ -31,9 +35,6 @@ from batchllm_operator.artifacts.stored_plan import (
     job_folder,
     job_root,
 )
-from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import Folder, StoredFile, list_files, open_table, remove_files
-from batchllm_operator.spec import JobSpec, TableAddress
 
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 """Temporary files of `Folder` on local disk; on S3 there are none."""

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.shard_files import ADAPTER_FIELD, read_parts
-from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.cost import BLOCK_SIZE, GPU, MODEL_SHAPES, EngineLimits, ModelShape, find_gpu
 from batchllm_operator.errors import (
     EngineError,
     MissingLibraryError,
@@ -27,20 +26,13 @@ from batchllm_operator.errors import (
 )
 from batchllm_operator.named_file import write_file
 from batchllm_operator.plan.estimate import engine_limits, read_shape, shape_of
-from batchllm_operator.planner import (
-    BLOCK_SIZE,
-    GPU,
-    MODEL_SHAPES,
-    EngineLimits,
-    ModelShape,
-    PromptClasses,
-    TokenTable,
-    find_gpu,
-)
+from batchllm_operator.prefixes import PromptClasses, TokenTable
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.timeline_plot import plot_timelines
 from batchllm_operator.simulate.workload import Shape, Workload
+from batchllm_operator.stored_plan.shard_files import ADAPTER_FIELD, read_parts
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DEFAULT_POLICIES: Final = ("stock_shuffled", "stock_sorted", "batchllm")
 ALL_POLICIES: Final = "all"
@@ -61,7 +53,7 @@ class SimulationOptions:
     """Names of `POLICIES`, or "all"."""
     gpu: str | None = None
     gpu_table: Path | None = None
-    """A table like `planner/gpus.toml`."""
+    """A table like `cost/gpus.toml`."""
     model: str | None = None
     """A built-in shape, or a folder or hub id with a `config.json`."""
     num_gpus: int | None = None

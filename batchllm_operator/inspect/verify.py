@@ -9,16 +9,16 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.artifacts.attempts import check_free
-from batchllm_operator.artifacts.committed import committed_shard, find_committed
-from batchllm_operator.artifacts.parts import read_ledger
-from batchllm_operator.artifacts.shard_report import ShardReport, read_report
-from batchllm_operator.artifacts.stored_plan import StoredPlan, job_folder
 from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
-from batchllm_operator.lake import Folder
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shards import WorkerReport
+from batchllm_operator.run.shard_source import WorkerReport
+from batchllm_operator.shards.attempts import check_free
+from batchllm_operator.shards.committed import committed_shard, find_committed
+from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.report import ShardReport, read_report
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
 
 _RECORDS: Final = "records"
 _RECORD_VERSION: Final = 1

@@ -1,20 +1,10 @@
-"""The data lake: tables to read and publish, folders for plans and parts.
+"""The data lake: tables to read and publish.
 
 Everything here raises `StorageError` when the storage or a catalog fails.
 """
 
-from batchllm_operator.lake.conditional_writes import (
-    check_conditional_writes as check_conditional_writes,
-)
 from batchllm_operator.lake.data_files import gather as gather
 from batchllm_operator.lake.data_files import write_files as write_files
-from batchllm_operator.lake.folder import Folder as Folder
-from batchllm_operator.lake.many_files import StoredFile as StoredFile
-from batchllm_operator.lake.many_files import ahead as ahead
-from batchllm_operator.lake.many_files import hash_files as hash_files
-from batchllm_operator.lake.many_files import list_files as list_files
-from batchllm_operator.lake.many_files import read_files as read_files
-from batchllm_operator.lake.many_files import remove_files as remove_files
 from batchllm_operator.lake.opening import open_table as open_table
 from batchllm_operator.lake.parquet.table import ParquetTable as ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema as published_schema

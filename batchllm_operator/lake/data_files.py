@@ -16,8 +16,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.lake.many_files import ahead
 from batchllm_operator.lake.stored_columns import StoredColumns
+from batchllm_operator.storage.many_files import ahead
 
 MAX_GROUP_BYTES: Final = 128 << 20
 """Every group but the last has at least half of this, unless memory is the limit: see

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from batchllm_operator.artifacts.shard_progress import LIVE_STATES, ShardProgress, State
+from batchllm_operator.shards.progress import LIVE_STATES, ShardProgress, State
 
 Snapshot = Callable[[], ShardProgress]
 """Returns a shard's current progress; called in a thread of the endpoint."""

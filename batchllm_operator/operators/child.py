@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Final
 
 from batchllm_operator.errors import ERROR_MARK
-from batchllm_operator.spec import Masker
+from batchllm_operator.secrets import Masker
 
 _POLL_S: Final = 0.2
 _DRAIN_S: Final = 5.0  # for output left in the pipes when the command has ended

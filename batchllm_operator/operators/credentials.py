@@ -11,7 +11,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException, AirflowNot
 from airflow.sdk import Connection
 from airflow.sdk.log import mask_secret
 
-from batchllm_operator.spec import Masker
+from batchllm_operator.secrets import Masker
 
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _TOKEN: Final = "AWS_SESSION_TOKEN"

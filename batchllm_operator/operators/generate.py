@@ -17,7 +17,7 @@ from batchllm_operator.operators.pods.settings import (
     check_grace,
     check_grace_of_template,
 )
-from batchllm_operator.operators.stage import BatchLLMStageOperator
+from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
 
 
 class BatchLLMGenerateOperator(BatchLLMStageOperator):

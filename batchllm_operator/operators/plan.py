@@ -9,7 +9,7 @@ from airflow.sdk import Context
 from batchllm_operator.operators.planning import Planning
 from batchllm_operator.operators.pods.owner import LABEL
 from batchllm_operator.operators.pods.spec import UID_PLACE
-from batchllm_operator.operators.stage import BatchLLMStageOperator
+from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
 
 
 class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):

@@ -13,10 +13,10 @@ from batchllm_operator.operators.commit import BatchLLMCommitOperator
 from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.plan import BatchLLMPlanOperator
 from batchllm_operator.operators.planning import PLAN_URI_KEY
-from batchllm_operator.operators.pod_operator import Runner
+from batchllm_operator.operators.pods.pod_operator import Runner
 from batchllm_operator.operators.pods.settings import GpuVendor
 from batchllm_operator.operators.report import BatchLLMReportOperator
-from batchllm_operator.operators.spark_planning import spark_plan_operator
+from batchllm_operator.operators.spark.planning import spark_plan_operator
 
 
 def batchllm_task_group(

@@ -9,15 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchllm_operator.artifacts.stored_plan import check_partition
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
-from batchllm_operator.plan.adapters import RowAdapters
-from batchllm_operator.plan.column_orders import column_orders, take_apart
-from batchllm_operator.plan.input_checks import check_columns, describe_empty
-from batchllm_operator.plan.prompting import Prompter
-from batchllm_operator.planner import TokenTable, optimal_saving_ratio
+from batchllm_operator.plan.rows.adapters import RowAdapters
+from batchllm_operator.plan.rows.column_orders import column_orders, take_apart
+from batchllm_operator.plan.rows.input_checks import check_columns, describe_empty
+from batchllm_operator.plan.rows.prompting import Prompter
+from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import (
     TokenIdsDifferError,
@@ -27,6 +26,7 @@ from batchllm_operator.prompts import (
 )
 from batchllm_operator.report import Advice, Alternative
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.stored_plan import check_partition
 
 SAMPLE_ROWS: Final = 2000
 

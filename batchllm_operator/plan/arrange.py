@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from batchllm_operator.artifacts.manifest import CostEstimate, ShardInfo
-from batchllm_operator.artifacts.shard_files import TakeOut, shard_file, write_shard
 from batchllm_operator.plan.cut import Cut
 from batchllm_operator.plan.estimate import Target, estimate_cost
 from batchllm_operator.plan.group_lengths import hash_prefixes
 from batchllm_operator.plan.neighbours import side_by_side
 from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
-from batchllm_operator.planner import (
+from batchllm_operator.prefixes import (
     PrefixGroups,
     PrefixTree,
     PromptClasses,
@@ -28,9 +26,11 @@ from batchllm_operator.planner import (
     order_groups_by_subtree,
     split_groups,
 )
-from batchllm_operator.planner.prefixes.search import Advance
+from batchllm_operator.prefixes.search.prefix_search import Advance
 from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import CostEstimate, ShardInfo
+from batchllm_operator.stored_plan.shard_files import TakeOut, shard_file, write_shard
 
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner

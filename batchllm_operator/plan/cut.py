@@ -10,17 +10,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from batchllm_operator.cost import BLOCK_SIZE, WorkArrays, prompt_work
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.plan.estimate import Target, work_costs
-from batchllm_operator.planner import (
-    BLOCK_SIZE,
-    RankedPrompts,
-    Requests,
-    WorkArrays,
-    cut_into_shards,
-    imbalance,
-    prompt_work,
-)
+from batchllm_operator.prefixes import RankedPrompts, Requests, cut_into_shards, imbalance
 from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)

@@ -14,10 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.artifacts.committed import find_committed
-from batchllm_operator.artifacts.manifest import FINGERPRINTS_FILE, REUSED_FILE
-from batchllm_operator.artifacts.parts import PART_SCHEMA
-from batchllm_operator.artifacts.reuse_index import (
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import LakeTable, before, open_table
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.shards.committed import find_committed
+from batchllm_operator.shards.parts import PART_SCHEMA
+from batchllm_operator.shards.reuse_index import (
     BYTES_PER_ENTRY,
     FINGERPRINT_DTYPE,
     FINGERPRINTS_SCHEMA,
@@ -30,13 +33,10 @@ from batchllm_operator.artifacts.reuse_index import (
     index_schema,
     load_fingerprints,
 )
-from batchllm_operator.artifacts.row_groups import RowGroupWriter
-from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher, job_folder
-from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import LakeTable, before, open_table
-from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.planner import TokenTable
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import FINGERPRINTS_FILE, REUSED_FILE
+from batchllm_operator.stored_plan.row_groups import RowGroupWriter
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher, job_folder
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES: Final = 1 << 20

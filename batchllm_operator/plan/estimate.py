@@ -10,14 +10,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from batchllm_operator.artifacts.manifest import CostEstimate
-from batchllm_operator.errors import ModelError, PlanError
-from batchllm_operator.model import ModelFiles
-from batchllm_operator.planner import (
+from batchllm_operator.cost import (
     GPU,
     EngineLimits,
     ModelShape,
-    Requests,
     Work,
     WorkArrays,
     find_gpu,
@@ -26,7 +22,11 @@ from batchllm_operator.planner import (
     prompt_work,
     rates,
 )
+from batchllm_operator.errors import ModelError, PlanError
+from batchllm_operator.model import ModelFiles
+from batchllm_operator.prefixes import Requests
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import CostEstimate
 
 _log = logging.getLogger(__name__)
 _MAX_NUM_SEQS: Final = 1024  # vLLM's own for large GPUs

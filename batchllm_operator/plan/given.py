@@ -5,31 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchllm_operator.artifacts.planned_pooling import PlannedPooling
-from batchllm_operator.artifacts.stored_plan import (
-    check_partition,
-    check_publisher,
-)
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, open_table
 from batchllm_operator.model import check_weights, with_models_sampling
-from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.estimate import Target, find_target
-from batchllm_operator.plan.input_checks import (
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.rows.adapters import RowAdapters
+from batchllm_operator.plan.rows.input_checks import (
     check_input,
     check_lengths,
 )
-from batchllm_operator.plan.labels import find_label_tokens, warn_of_earlier_answers
-from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.plan.output_checks import (
+from batchllm_operator.plan.rows.labels import find_label_tokens, warn_of_earlier_answers
+from batchllm_operator.plan.rows.output_checks import (
     check_apart,
     check_columns_fit,
     check_folders,
     check_response_format,
 )
-from batchllm_operator.plan.pooling import find_pooling
+from batchllm_operator.plan.rows.pooling import find_pooling
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.pooling import PlannedPooling
+from batchllm_operator.stored_plan.stored_plan import (
+    check_partition,
+    check_publisher,
+)
 
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner

@@ -17,16 +17,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.manifest import GROUPS_FILE, GROUPS_SCHEMA
-from batchllm_operator.artifacts.plan_file import PlanFile
-from batchllm_operator.artifacts.shard_files import SHARD_SCHEMA
-from batchllm_operator.artifacts.stored_plan import StoredPlan, job_folder
 from batchllm_operator.errors import BatchLLMError, PlanError
-from batchllm_operator.plan.known_rows import KnownRows
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.planner import PrefixGroups, Requests, SegmentHasher
-from batchllm_operator.planner.prompt_store import chunks
+from batchllm_operator.plan.rows.known_rows import KnownRows
+from batchllm_operator.prefixes import PrefixGroups, Requests, SegmentHasher
+from batchllm_operator.prefixes.prompt_store import chunks
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import GROUPS_FILE, GROUPS_SCHEMA
+from batchllm_operator.stored_plan.plan_file import PlanFile
+from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
 
 _SEGMENT_TOKENS: Final = 64
 _NONE: Final = -1

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from batchllm_operator.artifacts.manifest import LearnedOutputs, LengthBucket
-from batchllm_operator.artifacts.stored_plan import check_publisher
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake import LakeTable, Snapshot, before, open_table
 from batchllm_operator.plan.group_lengths import GroupLengths, LearnedGroups
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.planner import PrefixGroups, Requests
+from batchllm_operator.prefixes import PrefixGroups, Requests
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
+from batchllm_operator.stored_plan.stored_plan import check_publisher
 
 _NUM_BUCKETS = 64
 

@@ -12,13 +12,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from batchllm_operator.artifacts.manifest import ReplicaPlacement, SpreadGroup
-from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.engine.replicas.chain_profile import chain_subject
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.plan.estimate import Target, rounded
-from batchllm_operator.planner import PrefixGroups
-from batchllm_operator.planner.runahead import (
+from batchllm_operator.prefixes import PrefixGroups
+from batchllm_operator.runahead.planning import (
     Chain,
     GroupLoad,
     Link,
@@ -28,6 +26,8 @@ from batchllm_operator.planner.runahead import (
     choose_placement,
 )
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import ReplicaPlacement, SpreadGroup
+from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 
 _log = logging.getLogger(__name__)
 _BLOCK_SIZE: Final = 64

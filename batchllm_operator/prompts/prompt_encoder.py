@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.planner import TokenTable
+from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prompts.control_tokens import MARK
 
 _FIRST_SAMPLE: Final = 64

@@ -23,8 +23,8 @@ from batchllm_operator.model import (
     folder_digest,
     read_stored,
 )
-from batchllm_operator.planner import TokenTable
-from batchllm_operator.planner.token_table import MAX_TOKEN_ID
+from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.prefixes.token_table import MAX_TOKEN_ID
 from batchllm_operator.prompts.chats import INVALID_MESSAGES, read_chat, renderer_of, sample_chat
 from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder

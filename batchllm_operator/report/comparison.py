@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from batchllm_operator.artifacts.run_report import AnswerSummary, Bill, RunReport
 from batchllm_operator.report.pages import Trail, count, duration, mean, ratio, render, usd
+from batchllm_operator.stored_plan.run_report import AnswerSummary, Bill, RunReport
 
 Verdict = Literal["better", "worse", "same", "changed", ""]
 """`changed`: neither better nor worse, such as more rows. A tiny change counts as `same`. Empty if

@@ -9,7 +9,6 @@ from typing import Final
 
 from markupsafe import Markup
 
-from batchllm_operator.artifacts.run_report import RunReport, Timeline
 from batchllm_operator.report.drawing import Plot
 from batchllm_operator.report.pages import Trail, render
 from batchllm_operator.report.plots import (
@@ -21,6 +20,7 @@ from batchllm_operator.report.plots import (
     token_plot,
     value_plot,
 )
+from batchllm_operator.stored_plan.run_report import RunReport, Timeline
 
 _NUM_SLOWEST: Final = 10
 _MOST_KEPT: Final = 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchllm_operator.amounts import byte_size, counted
-from batchllm_operator.artifacts.manifest import CostEstimate, PlanManifest
+from batchllm_operator.stored_plan.manifest import CostEstimate, PlanManifest
 
 
 def format_plan(manifest: PlanManifest, uri: str) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.artifacts.run_report import RunReport, ShardRun, Timeline, TokenKinds
-from batchllm_operator.planner.sharing import Histogram
+from batchllm_operator.prefixes.sharing import Histogram
 from batchllm_operator.report.drawing import Plot, Table, colour, draw, plain_axes
 from batchllm_operator.report.pages import count, duration, ratio
+from batchllm_operator.stored_plan.run_report import RunReport, ShardRun, Timeline, TokenKinds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

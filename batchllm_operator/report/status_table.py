@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, get_args
 
 from batchllm_operator.amounts import counted, token_speed
-from batchllm_operator.artifacts.status import (
+from batchllm_operator.progress import duration
+from batchllm_operator.shards.status import (
     JobStatus,
     ShardState,
     ShardStatus,
     WorkerState,
     WorkerStatus,
 )
-from batchllm_operator.progress import duration
 
 _MOST_LINES: Final = 30
 _MAX_ERROR_CHARS: Final = 120

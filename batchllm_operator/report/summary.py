@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from batchllm_operator.amounts import counted, token_speed
-from batchllm_operator.artifacts.counts import share
-from batchllm_operator.artifacts.run_report import AnswerSummary, Bill, RunReport
 from batchllm_operator.report.pages import duration, usd
+from batchllm_operator.stored_plan.counts import share
+from batchllm_operator.stored_plan.run_report import AnswerSummary, Bill, RunReport
 
 _MAX_TEXT_CHARS: Final = 70
 _NUM_VALUES: Final = 5

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from batchllm_operator.artifacts.manifest import PlanManifest
-from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.cost import matrix_seconds
 from batchllm_operator.engine import EngineJob
-from batchllm_operator.planner import matrix_seconds
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import PlanManifest
+from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 

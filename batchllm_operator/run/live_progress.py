@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
-from batchllm_operator.artifacts.shard_progress import MOST_INTERVAL_S, PROGRESS_FILE
 from batchllm_operator.errors import BatchLLMError
-from batchllm_operator.lake import Folder
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
-from batchllm_operator.spec.masking import Masker
+from batchllm_operator.secrets.masking import Masker
+from batchllm_operator.shards.progress import MOST_INTERVAL_S, PROGRESS_FILE
+from batchllm_operator.storage import Folder
 
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
 """Environment variable: seconds between two writes; 0 or `off` for no progress object, so that

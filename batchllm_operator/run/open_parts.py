@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from batchllm_operator.artifacts.counts import Counts
-from batchllm_operator.artifacts.spills import SpilledPart
 from batchllm_operator.engine import EngineOutput
+from batchllm_operator.shards.spills import SpilledPart
+from batchllm_operator.stored_plan.counts import Counts
 
 SPILL_ROWS: Final = 1_000
 SPILL_S: Final = 20.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from batchllm_operator.artifacts.manifest import ReplicaPlacement
-from batchllm_operator.artifacts.stored_profiles import StoredProfiles
 from batchllm_operator.engine import ChainedGroup, ChainJob
 from batchllm_operator.engine.replicas.chain_profile import chain_subject
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import ReplicaPlacement
+from batchllm_operator.stored_plan.profiles import StoredProfiles
 from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
 
 _log = logging.getLogger(__name__)

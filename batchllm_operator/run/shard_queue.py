@@ -14,7 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.artifacts.attempts import (
+from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
+from batchllm_operator.run.pace import Pace
+from batchllm_operator.run.shard_source import Claimed, RowsDone
+from batchllm_operator.shards.attempts import (
     Claim,
     attempt_numbers,
     claim_number,
@@ -22,18 +25,15 @@ from batchllm_operator.artifacts.attempts import (
     read_claim,
     read_progress,
 )
-from batchllm_operator.artifacts.parts import read_ledger
-from batchllm_operator.artifacts.shard_progress import (
+from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.progress import (
     LIVE_STATES,
     MOST_INTERVAL_S,
     ShardProgress,
 )
-from batchllm_operator.artifacts.shard_report import REPORT_FILE, ShardReport, read_report
-from batchllm_operator.artifacts.stored_plan import RUNS_FOLDER, StoredPlan
-from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
-from batchllm_operator.lake import ahead
-from batchllm_operator.run.pace import Pace
-from batchllm_operator.run.shards import Claimed, RowsDone
+from batchllm_operator.shards.report import REPORT_FILE, ShardReport, read_report
+from batchllm_operator.storage import ahead
+from batchllm_operator.stored_plan.stored_plan import RUNS_FOLDER, StoredPlan
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32

@@ -13,30 +13,30 @@ from typing import NamedTuple
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
-from batchllm_operator.artifacts.counts import Counts
-from batchllm_operator.artifacts.manifest import ReplicaPlacement
-from batchllm_operator.artifacts.parts import (
-    PartEntry,
-    part_schema,
-    read_ledger,
-    write_part,
-)
-from batchllm_operator.artifacts.shard_report import ShardReport, write_report
-from batchllm_operator.artifacts.spills import (
-    SpilledPart,
-    read_spills,
-    stored_errors,
-    write_spill,
-)
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Observe, ProgressWriter, live_progress
 from batchllm_operator.run.open_parts import OpenPart, OpenParts
+from batchllm_operator.run.shard_source import Claimed
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.run.shard_work import ShardWork
-from batchllm_operator.run.shards import Claimed
+from batchllm_operator.shards.parts import (
+    PartEntry,
+    part_schema,
+    read_ledger,
+    write_part,
+)
+from batchllm_operator.shards.report import ShardReport, write_report
+from batchllm_operator.shards.spills import (
+    SpilledPart,
+    read_spills,
+    stored_errors,
+    write_spill,
+)
+from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.manifest import ReplicaPlacement
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from typing import Final
 
 from batchllm_operator.amounts import token_speed
-from batchllm_operator.artifacts.attempts import Attempt
-from batchllm_operator.artifacts.counts import Counts
-from batchllm_operator.artifacts.parts import PartEntry
-from batchllm_operator.artifacts.shard_progress import ShardProgress, State
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.planner import saving_ratio
+from batchllm_operator.prefixes import saving_ratio
+from batchllm_operator.shards.attempts import Attempt
+from batchllm_operator.shards.parts import PartEntry
+from batchllm_operator.shards.progress import ShardProgress, State
+from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DEFAULT_INTERVAL_S: Final = 5.0
 _WINDOW_S: Final = 60.0

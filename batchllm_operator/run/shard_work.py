@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.shard_files import read_parts
+from batchllm_operator.stored_plan.shard_files import read_parts
 
 
 class ShardWork:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchllm_operator.artifacts.manifest import describe_file
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake import Folder
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.manifest import describe_file
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from typing import Final
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.artifacts.shard_report import ShardReport
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.errors import FencedError
 from batchllm_operator.progress import Progress
@@ -19,9 +17,11 @@ from batchllm_operator.run.engine_job import engine_job, pin_revision
 from batchllm_operator.run.label_mass import LabelMass
 from batchllm_operator.run.retries import Retries
 from batchllm_operator.run.shard_run import Holder, ShardRun
-from batchllm_operator.run.shards import Shards
+from batchllm_operator.run.shard_source import Shards
 from batchllm_operator.run.traces import traced
+from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 Start = Callable[[JobSpec, EngineJob], Engine]
 """Creates an engine."""

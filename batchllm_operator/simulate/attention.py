@@ -1,6 +1,6 @@
 """Predicts simulated runs with the attention kernels of a GPU, each slow and fast.
 
-The steps are those of the run; only the rates of attention differ (`planner/attention.toml`). A run
+The steps are those of the run; only the rates of attention differ (`cost/attention.toml`). A run
 whose decoding shares prefixes is predicted with prefix attention for all, and with FlashAttention 3
 for prefill; others with FlashAttention 3 for all.
 """
@@ -11,12 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from batchllm_operator.planner import (
-    AttentionKernels,
-    AttentionRates,
-    attention_kernels,
-    step_seconds,
-)
+from batchllm_operator.cost import AttentionKernels, AttentionRates, attention_kernels, step_seconds
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.summary import text_table

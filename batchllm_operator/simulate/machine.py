@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from batchllm_operator.planner import BLOCK_SIZE, GPU, EngineLimits, ModelShape, kv_capacity_tokens
+from batchllm_operator.cost import BLOCK_SIZE, GPU, EngineLimits, ModelShape, kv_capacity_tokens
 
 ARRIVALS_PER_S: Final = 100.0
 """Requests, for policies with arrivals by time."""

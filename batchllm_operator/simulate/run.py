@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchllm_operator.planner import StepWork, saving_ratio
+from batchllm_operator.cost import StepWork
+from batchllm_operator.prefixes import saving_ratio
 from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
 
 

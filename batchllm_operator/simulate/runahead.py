@@ -18,8 +18,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from batchllm_operator.planner import ModelShape, find_gpu
-from batchllm_operator.planner.runahead import (
+from batchllm_operator.cost import ModelShape, find_gpu
+from batchllm_operator.runahead.planning import (
     AllGather,
     Chain,
     Link,

@@ -21,8 +21,8 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import RequestStatus
 
+from batchllm_operator.cost import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.errors import EngineError, PlanError
-from batchllm_operator.planner import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.progress import Progress
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, Machine, Policy
 from batchllm_operator.simulate.run import Run, Timeline

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.planner import TokenTable, optimal_saving_ratio
+from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchllm_operator.artifacts.reuse_index import fingerprint_array, fingerprints_of
-from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
-from batchllm_operator.plan.keys import MAX_NAMED, null_keys, repeated_keys
+from batchllm_operator.plan.rows.keys import MAX_NAMED, null_keys, repeated_keys
+from batchllm_operator.shards.reuse_index import fingerprint_array, fingerprints_of
 from batchllm_operator.spark.reading import PLACE_BITS, Part, Reading
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
+from batchllm_operator.stored_plan.row_keys import encode_keys, shown_key
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

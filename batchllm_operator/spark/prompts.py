@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from batchllm_operator.plan.rows import Tokenized, checked, open_rows_file, tokenize
+from batchllm_operator.plan.rows.reading import Tokenized, checked, open_rows_file, tokenize
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.ranges import Place, Ranges, key_array, keys_of

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.planner import TokenTable
+from batchllm_operator.prefixes import TokenTable
 
 RANGE_BYTES: Final = 128 << 20
 """Of keys: a JVM of 1 GB sorts them without spilling."""

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined, open_table
 from batchllm_operator.lake.table import FilePart
-from batchllm_operator.plan.adapters import RowAdapters
+from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.loading import parse_spec_json

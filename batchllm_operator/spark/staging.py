@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.artifacts.counts import Frozen
-from batchllm_operator.artifacts.manifest import DataFile, describe_file
-from batchllm_operator.artifacts.stored_plan import job_folder
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake import Folder, remove_files
 from batchllm_operator.spark.tasks import Batches, payloads_in, said, said_by, tasks
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder, remove_files
+from batchllm_operator.stored_plan.counts import Frozen
+from batchllm_operator.stored_plan.manifest import DataFile, describe_file
+from batchllm_operator.stored_plan.stored_plan import job_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

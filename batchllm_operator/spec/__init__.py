@@ -8,8 +8,6 @@ from batchllm_operator.spec.execution import PlannerSpec as PlannerSpec
 from batchllm_operator.spec.loading import load_spec as load_spec
 from batchllm_operator.spec.loading import parse_spec as parse_spec
 from batchllm_operator.spec.loading import parse_spec_json as parse_spec_json
-from batchllm_operator.spec.masking import MaskedStream as MaskedStream
-from batchllm_operator.spec.masking import Masker as Masker
 from batchllm_operator.spec.model import ROUNDING_ENGINE_FIELDS as ROUNDING_ENGINE_FIELDS
 from batchllm_operator.spec.model import SPEC_VERSION as SPEC_VERSION
 from batchllm_operator.spec.model import JobSpec as JobSpec
@@ -20,7 +18,6 @@ from batchllm_operator.spec.response_format import JsonSchemaFormat as JsonSchem
 from batchllm_operator.spec.response_format import RegexFormat as RegexFormat
 from batchllm_operator.spec.response_format import ResponseFormat as ResponseFormat
 from batchllm_operator.spec.response_format import matcher as matcher
-from batchllm_operator.spec.secrets import holds_credentials as holds_credentials
 from batchllm_operator.spec.sections import TARGET_FILE_BYTES as TARGET_FILE_BYTES
 from batchllm_operator.spec.sections import EmbeddingSpec as EmbeddingSpec
 from batchllm_operator.spec.sections import FilterTerm as FilterTerm

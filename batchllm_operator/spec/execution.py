@@ -186,7 +186,7 @@ class PlannerSpec(Section):
     for no prediction. Built in: A100, H100, H200, MI300X."""
     gpu_table: Annotated[NonEmpty, AfterValidator(_check_file)] | None = None
     """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
-    built-in `planner/gpus.toml`: rates, achievable shares, prices."""
+    built-in `cost/gpus.toml`: rates, achievable shares, prices."""
     part_rows: int = Field(default=500, ge=1, le=MAX_COUNT)
     """Requests per output part, the unit that commit reads. Parts end where a group ends, unless
     the group alone is larger."""

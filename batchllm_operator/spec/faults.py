@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from batchllm_operator.secrets.finding import names_secret
 from batchllm_operator.spec.limits import shown
-from batchllm_operator.spec.secrets import names_secret
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -8,11 +8,11 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
+from batchllm_operator.secrets.finding import find_secrets
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
 from batchllm_operator.spec.response_format import ResponseFormat
-from batchllm_operator.spec.secrets import find_secrets
 from batchllm_operator.spec.sections import (
     EmbeddingSpec,
     InputSpec,

@@ -14,14 +14,14 @@ from typing import Any, Final, TypeVar
 from airflow.models.connection import Connection
 from airflow.providers.common.compat.sdk import AirflowException
 
-from batchllm_operator.artifacts.committed import COMMITTED_FILE
-from batchllm_operator.artifacts.job_status import read_status
-from batchllm_operator.artifacts.manifest import MANIFEST_FILE, PlanManifest
-from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
-from batchllm_operator.artifacts.status import JobStatus
-from batchllm_operator.artifacts.stored_plan import RUNS_FOLDER, StoredPlan
 from batchllm_operator.errors import BatchLLMError, PlanError, StorageError
-from batchllm_operator.lake import Folder
+from batchllm_operator.shards.committed import COMMITTED_FILE
+from batchllm_operator.shards.job_status import read_status
+from batchllm_operator.shards.status import JobStatus
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
+from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
+from batchllm_operator.stored_plan.stored_plan import RUNS_FOLDER, StoredPlan
 from batchllm_operator.web.files_without_links import LINKS, FilesWithoutLinks
 from batchllm_operator.web.kept import Kept
 from batchllm_operator.web.plan_uri import PlanURI

@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.spec import holds_credentials
+from batchllm_operator.secrets import holds_credentials
 
 _MAX_CHARS: Final = 4096
 _START: Final = re.compile(r"(?:s3a?://[^/\s]+|(?:file://)?)/", re.ASCII)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from batchllm_operator.spec import Masker
+from batchllm_operator.secrets import Masker
 
 
 class PageError(Exception):

@@ -14,10 +14,10 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.artifacts.run_report import RunReport
 from batchllm_operator.errors import PlanError
 from batchllm_operator.report.comparison import compare, render_comparison
 from batchllm_operator.report.page import render_report
+from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.web import views
 from batchllm_operator.web.access import CurrentUser, check_readable, may_read, readable_dag
 from batchllm_operator.web.headers import CSP, live_policy

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from batchllm_operator.artifacts.run_report import RunReport
-from batchllm_operator.artifacts.status import JobStatus, ShardStatus
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import mean, ratio, render, usd
-from batchllm_operator.spec import Masker
+from batchllm_operator.secrets import Masker
+from batchllm_operator.shards.status import JobStatus, ShardStatus
+from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.web.job_state import JobState
 from batchllm_operator.web.jobs import Job
 from batchllm_operator.web.links import Links

@@ -26,15 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from batchllm_operator.cost import GPU, ModelShape, StepWork, find_gpu, model_shape, step_seconds
 from batchllm_operator.engine.device_profile import DeviceProfile
-from batchllm_operator.planner import (
-    GPU,
-    ModelShape,
-    StepWork,
-    find_gpu,
-    model_shape,
-    step_seconds,
-)
 from batchllm_operator.progress import Progress
 from batchllm_operator.simulate.machine import POLICIES as SIMULATED
 from batchllm_operator.simulate.machine import Machine

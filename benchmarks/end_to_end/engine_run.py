@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu, matrix_seconds
 from batchllm_operator.engine import EngineJob, EngineOutput
 from batchllm_operator.engine.device_profile import DeviceProfile
-from batchllm_operator.planner import MODEL_SHAPES, TokenTable, find_gpu, matrix_seconds
+from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.simulate.workload import Shape
 from batchllm_operator.spec import JobSpec, SamplingSpec, parse_spec
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
@@ -257,7 +258,7 @@ class _EngineSession(_Session):
     """Through the engine that jobs use."""
 
     def __init__(self, task: Task) -> None:
-        from batchllm_operator.engine.vllm_engine import VLLMEngine  # says how vLLM is imported
+        from batchllm_operator.engine.vllm.engine import VLLMEngine  # says how vLLM is imported
 
         super().__init__(task)
         if task.policy == "stock_cascade":
@@ -312,7 +313,7 @@ class _LLMSession(_Session):
     """Through vLLM's class `LLM`, its engine in another process: nothing is known of its steps."""
 
     def __init__(self, task: Task) -> None:
-        from batchllm_operator.engine.vllm_engine import engine_args  # says how vLLM is imported
+        from batchllm_operator.engine.vllm.engine import engine_args  # says how vLLM is imported
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # which that has set to 0
         from vllm import LLM

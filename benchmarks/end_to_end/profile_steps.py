@@ -110,7 +110,7 @@ class StepProfiler:
 
 def profile_run(task: Task, workload: str, num_steps: int) -> dict[str, Any]:
     """Run a workload, and profile steps after a third of its prefill."""
-    from batchllm_operator.engine.vllm_engine import VLLMEngine
+    from batchllm_operator.engine.vllm.engine import VLLMEngine
 
     prompts = Prompts.of(task, workload)
     profiles = Profiles()

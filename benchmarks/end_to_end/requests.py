@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.engine import EngineRequest
-from batchllm_operator.planner import (
+from batchllm_operator.prefixes import (
     PrefixGroups,
     PrefixSearch,
     PromptStore,

@@ -11,13 +11,13 @@ from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from batchllm_operator.artifacts import shard_progress
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.engine.protocol import EngineOutput, EngineRequest
 from batchllm_operator.run import open_parts, shard_queue, shard_tally, worker
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
+from batchllm_operator.shards import progress as shard_progress
 from benchmarks.faults.job import SPILL_ROWS
 
 _WRITES: Final = frozenset({"os.rename", "os.link", "os.remove", "os.mkdir"})

@@ -35,9 +35,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+from batchllm_operator.cost import GPU, model_shape
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import GPU, model_shape
-from batchllm_operator.planner.runahead import (
+from batchllm_operator.runahead.planning import (
     Chain,
     GroupLoad,
     Link,

@@ -91,8 +91,8 @@ def stock(job: dict[str, Any]) -> dict[str, Any]:
 def ours(job: dict[str, Any]) -> dict[str, Any]:
     """All shards of a plan, with parts written; the answers are in the lake."""
     from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest
-    from batchllm_operator.engine.vllm_engine import VLLMEngine
-    from batchllm_operator.run.stage import run_worker
+    from batchllm_operator.engine.vllm.engine import VLLMEngine
+    from batchllm_operator.run.run_shards import run_worker
     from batchllm_operator.spec import JobSpec
 
     watch = Stopwatch()

@@ -9,8 +9,8 @@ from typing import Any, Final
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.commit.stage import commit_run
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import parse_spec
 from benchmarks.scoring.measured import DS, ENGINE, TEMPLATES, Shape, run_child
 

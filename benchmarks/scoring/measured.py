@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.demo.table import build_demo_table
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import parse_spec
 
 DS: Final = "2026-01-31"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Shape
 

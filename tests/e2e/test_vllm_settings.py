@@ -20,8 +20,8 @@ SAMPLING = (
 
 def show(demo: Demo, **changes: Any) -> dict[str, dict[str, Any]]:
     """What of a spec is passed on to vLLM."""
-    from batchllm_operator.engine.vllm_answers import sampling_params
-    from batchllm_operator.engine.vllm_arguments import engine_args
+    from batchllm_operator.engine.vllm.answers import sampling_params
+    from batchllm_operator.engine.vllm.arguments import engine_args
 
     spec = load_spec(demo.write_spec("settings", **changes))
     params = sampling_params(spec.sampling)
@@ -90,7 +90,7 @@ def test_a_fault_of_the_machine_is_not_the_specs(
     kind: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from batchllm_operator.engine import vllm_engine
+    from batchllm_operator.engine.vllm import engine as vllm_engine
 
     def fail(**_: object) -> None:
         raise kind("Torch not compiled with CUDA enabled")

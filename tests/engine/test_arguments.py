@@ -83,7 +83,7 @@ def test_reasoning_parsers_are_those_that_vllm_registers() -> None:
 @with_vllm
 def test_a_run_refuses_it_without_importing_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan may have been made where there is none."""
-    monkeypatch.setitem(sys.modules, "batchllm_operator.engine.vllm_engine", None)
+    monkeypatch.setitem(sys.modules, "batchllm_operator.engine.vllm.engine", None)
     for replicas in (1, 2):
         engine = {"backend": "vllm", "replicas": replicas, "extra_args": {"surprise": 1}}
         with pytest.raises(SpecError, match="surprise"):

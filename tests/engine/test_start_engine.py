@@ -27,7 +27,7 @@ def test_an_unknown_engine_argument_is_a_fault_of_the_spec() -> None:
 
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "batchllm_operator.engine.vllm_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "batchllm_operator.engine.vllm.engine", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingLibraryError, match=r"library vllm, .* extra `gpu` or `cpu`: pip "):
         start_engine(fake_spec("/lake", engine={"backend": "vllm"}), EngineJob(100))
@@ -40,7 +40,7 @@ def test_batch_invariance_is_asked_of_vllm_before_its_import(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     found: list[str] = []
     engine = SimpleNamespace(VLLMEngine=lambda *_: found.append(os.environ[INVARIANCE]))
-    monkeypatch.setitem(sys.modules, "batchllm_operator.engine.vllm_engine", engine)
+    monkeypatch.setitem(sys.modules, "batchllm_operator.engine.vllm.engine", engine)
     spec = fake_spec("/lake", engine={"backend": "vllm", "batch_invariant": asked})
     start_engine(spec, EngineJob(100))
     assert found == ["1" if asked else "0"]
@@ -57,7 +57,7 @@ def test_batch_invariance_is_asked_of_vllm_before_its_import(
 def test_batch_invariance_without_effect_is_refused(
     is_cuda: bool, known: bool, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = pytest.importorskip("batchllm_operator.engine.vllm_arguments")
+    arguments = pytest.importorskip("batchllm_operator.engine.vllm.arguments")
     platform = SimpleNamespace(is_cuda=lambda: is_cuda, is_cpu=lambda: False, device_name="tpu")
     monkeypatch.setattr(arguments, "current_platform", platform)
     variables = {INVARIANCE: None} if known else {}

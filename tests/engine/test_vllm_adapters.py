@@ -12,7 +12,7 @@ from support.fake_job import fake_spec
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 
-vllm_adapters = pytest.importorskip("batchllm_operator.engine.vllm_adapters")
+vllm_adapters = pytest.importorskip("batchllm_operator.engine.vllm.adapters")
 MODULES = {"model.layers.0.self_attn.q_proj": (8, 8)}
 
 

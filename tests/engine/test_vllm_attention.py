@@ -12,7 +12,7 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
-vllm_attention = pytest.importorskip("batchllm_operator.engine.vllm_attention")
+vllm_attention = pytest.importorskip("batchllm_operator.engine.vllm.attention")
 KNOWN: dict[str, object] = {"attention_backend": None}
 
 
@@ -119,7 +119,7 @@ def test_an_engine_that_runs_something_else_is_refused(
 
 
 def test_a_profile_is_of_one_attention_and_its_settings() -> None:
-    from batchllm_operator.engine.vllm_profiling import profile_subject
+    from batchllm_operator.engine.vllm.profiling import profile_subject
 
     graphs = {"additional_config": {"batchllm_attention": {"decode_graphs": True}}}
     given = [({}, "stock"), ({}, "batchllm"), (graphs, "batchllm")]
@@ -130,7 +130,7 @@ def test_a_profile_is_of_one_attention_and_its_settings() -> None:
 
 def test_a_profile_is_of_any_place_in_any_chain() -> None:
     """Each run's replicas meet in another folder; but steps with a chain's hooks are others."""
-    from batchllm_operator.engine.vllm_profiling import profile_subject
+    from batchllm_operator.engine.vllm.profiling import profile_subject
 
     places = [ChainSettings(rank, 2, f"file:///tmp/{rank}/store") for rank in (0, 1)]
     one, other = (

@@ -17,8 +17,8 @@ from batchllm_operator.engine import EngineJob, EngineRequest, check_format
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 
-vllm_answers = pytest.importorskip("batchllm_operator.engine.vllm_answers")
-vllm_formats = pytest.importorskip("batchllm_operator.engine.vllm_formats")
+vllm_answers = pytest.importorskip("batchllm_operator.engine.vllm.answers")
+vllm_formats = pytest.importorskip("batchllm_operator.engine.vllm.formats")
 XGRAMMAR = {"structured_outputs_config": {"backend": "xgrammar"}}
 
 
@@ -130,7 +130,7 @@ def test_a_plan_needs_no_model(tmp_path: Path) -> None:
 def test_an_engine_compiles_the_form_before_it_starts(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vllm_engine = pytest.importorskip("batchllm_operator.engine.vllm_engine")
+    vllm_engine = pytest.importorskip("batchllm_operator.engine.vllm.engine")
     monkeypatch.setattr(vllm_engine.VLLMEngine, "_start", Mock(side_effect=AssertionError))
     with pytest.raises(SpecError, match=r"properties\.code: .*can't compile it"):
         vllm_engine.VLLMEngine(spec_of(model, schema_of(code=HARD)), EngineJob(max_model_len=64))

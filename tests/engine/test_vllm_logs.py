@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchllm_operator.engine import vllm_logs
+from batchllm_operator.engine.vllm import logs as vllm_logs
 
 SEED = "The global random seed is set to %d. Since VLLM_ENABLE_V1_MULTIPROCESSING is set to False"
 

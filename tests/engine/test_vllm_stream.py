@@ -15,7 +15,7 @@ from support.fake_job import fake_spec
 from batchllm_operator.engine import EngineJob, EngineRequest
 from batchllm_operator.spec import JobSpec
 
-vllm_engine = pytest.importorskip("batchllm_operator.engine.vllm_engine")
+vllm_engine = pytest.importorskip("batchllm_operator.engine.vllm.engine")
 
 
 class DoubleLLM:

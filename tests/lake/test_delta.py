@@ -31,10 +31,11 @@ from batchllm_operator.errors import (
     StorageError,
     TableError,
 )
-from batchllm_operator.lake import Folder, LakeTable, Publication
+from batchllm_operator.lake import LakeTable, Publication
 from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta.table import DeltaTable
 from batchllm_operator.spec import FilterTerm
+from batchllm_operator.storage import Folder
 
 DS = "2026-01-31"
 INLINE_VECTOR = "^Bg9^0rr910000000000iXQKl0rr91000315c8Xg0@@Ma"  # of rows 3 and 7

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from batchllm_operator.errors import SpecError, TableError
-from batchllm_operator.lake import Folder, ParquetTable, open_table
+from batchllm_operator.lake import ParquetTable, open_table
+from batchllm_operator.storage import Folder
 
 
 def test_a_plain_folder_is_parquet(lake_uri: str) -> None:

@@ -21,7 +21,6 @@ from batchllm_operator.errors import (
     TableError,
 )
 from batchllm_operator.lake import (
-    Folder,
     LakeTable,
     ParquetTable,
     Publication,
@@ -29,6 +28,7 @@ from batchllm_operator.lake import (
     published_schema,
 )
 from batchllm_operator.spec import FilterTerm
+from batchllm_operator.storage import Folder
 
 DS = "2026-01-31"
 

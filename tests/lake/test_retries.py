@@ -11,12 +11,12 @@ import pytest
 from support.pauses import MANY, Clock, check_pauses
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake import Folder
-from batchllm_operator.lake import folder as folder_module
 from batchllm_operator.lake.delta import log as delta_log
 from batchllm_operator.lake.delta import table as delta
 from batchllm_operator.lake.iceberg import publish as iceberg_publish
 from batchllm_operator.lake.publishing import pauses_s
+from batchllm_operator.storage import Folder
+from batchllm_operator.storage import folder as folder_module
 
 
 def test_conditional_writes_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
-from batchllm_operator.lake import Folder
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
+from batchllm_operator.storage import Folder
 
 
 def seen(folder: Folder, name: str) -> str | None:

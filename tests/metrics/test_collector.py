@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.shard_progress import shard_progress
 
-from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.metrics import ShardCollector
+from batchllm_operator.shards.progress import ShardProgress
 
 
 class Shard:

@@ -17,7 +17,7 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator.metrics import ADDRESS_VARIABLE
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 CLI = "batchllm_operator"

@@ -15,7 +15,7 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from tokenizers import Tokenizer
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec
 
 MODULES = {"model.layers.0.self_attn.q_proj": (8, 8)}

@@ -13,7 +13,7 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.model import ModelFiles, with_models_sampling
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec, SamplingSpec, parse_spec_json
 
 OWN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.1}
@@ -162,7 +162,7 @@ def test_reused_outputs_need_greedy_sampling_whatever_the_model_says(tmp_path: P
 
 def test_the_files_ends_of_answers_hold_for_every_sampling() -> None:
     """vLLM's engine adds them to each request's parameters, which must be able to take them."""
-    answers = pytest.importorskip("batchllm_operator.engine.vllm_answers")
+    answers = pytest.importorskip("batchllm_operator.engine.vllm.answers")
     params = answers.sampling_params(SamplingSpec(stop_token_ids=(5,)))
     params.update_from_generation_config({"eos_token_id": [7, 8]}, 7)
     assert sorted(params.stop_token_ids) == [5, 8]

@@ -18,8 +18,8 @@ from support.pauses import MANY, Clock, check_pauses
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
-from batchllm_operator.operators import BatchLLMGenerateOperator, waiting
-from batchllm_operator.operators.pods import calls
+from batchllm_operator.operators import BatchLLMGenerateOperator
+from batchllm_operator.operators.pods import calls, waiting
 from batchllm_operator.operators.pods.calls import ClusterCalls, StoppedError
 
 

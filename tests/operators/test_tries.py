@@ -18,9 +18,9 @@ from urllib3.exceptions import ReadTimeoutError
 from batchllm_operator.operators import BatchLLMGenerateOperator
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.owner import Attempt
+from batchllm_operator.operators.pods.triggers import PodWatchTrigger
 from batchllm_operator.operators.pods.watch import PodName, WatchLimits
 from batchllm_operator.operators.tries import LIVE_STATES, UNKNOWN, task_state
-from batchllm_operator.operators.triggers import PodWatchTrigger
 
 STATES: list[str | None] = [*(str(each) for each in TaskInstanceState), None]
 OTHERS: list[str | None] = ["awaiting_input", "deferred", "up_for_reschedule"]
@@ -121,7 +121,7 @@ def test_a_killed_task_waits_for_neither_airflow_nor_a_new_connection(
     given, answers = context(), threading.Event()
     monkeypatch.setattr(given["ti"], "get_task_states", lambda **_: answers.wait(60))
     monkeypatch.setattr(task, "_connect", lambda: pytest.fail("Airflow was asked"))
-    monkeypatch.setattr("batchllm_operator.operators.pod_task._STATE_S", 0.05)
+    monkeypatch.setattr("batchllm_operator.operators.pods.pod_task._STATE_S", 0.05)
     vars(task)["client"] = client = object()
     task.on_kill()
     with pytest.raises(ReleasedError):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.run_reports import PLAN_URI, make_full_report, make_report, make_timeline
 
-from batchllm_operator.artifacts.run_report import AnswerSummary, Bill
 from batchllm_operator.report.comparison import (
     Comparison,
     Measure,
@@ -15,6 +14,7 @@ from batchllm_operator.report.comparison import (
     format_comparison,
     render_comparison,
 )
+from batchllm_operator.stored_plan.run_report import AnswerSummary, Bill
 
 
 def measures(comparison: Comparison) -> dict[str, Measure]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from support.run_reports import make_report
 
-from batchllm_operator.artifacts import row_errors
-from batchllm_operator.artifacts.run_report import RunReport
 from batchllm_operator.commit import report as run_report
 from batchllm_operator.commit import timelines
-from batchllm_operator.planner import sharing
+from batchllm_operator.prefixes import sharing
+from batchllm_operator.shards import row_errors
+from batchllm_operator.stored_plan.run_report import RunReport
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")

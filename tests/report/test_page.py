@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
-from batchllm_operator.artifacts.run_report import (
+from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
+from batchllm_operator.report import page
+from batchllm_operator.report.drawing import Table, draw
+from batchllm_operator.report.page import render_report
+from batchllm_operator.stored_plan.run_report import (
     AnswerSummary,
     Bill,
     ErrorKind,
     RunReport,
     TokenKinds,
 )
-from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
-from batchllm_operator.report import page
-from batchllm_operator.report.drawing import Table, draw
-from batchllm_operator.report.page import render_report
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
 SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
-from batchllm_operator.artifacts.run_report import Bill, RunReport, SampleRow
 from batchllm_operator.errors import ExitCode, PlanError
 from batchllm_operator.report import format_summary, share
 from batchllm_operator.report.page import render_report
+from batchllm_operator.stored_plan.run_report import Bill, RunReport, SampleRow
 
 BINS = [name for name, value in make_timeline() if isinstance(value, tuple)]
 

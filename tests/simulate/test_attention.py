@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from batchllm_operator.planner import MODEL_SHAPES, StepWork, find_gpu
+from batchllm_operator.cost import MODEL_SHAPES, StepWork, find_gpu
 from batchllm_operator.simulate.attention import format_attention, predict_attention
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.simulate.run import Run, Timeline

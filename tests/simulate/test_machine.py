@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu, kv_capacity_tokens
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import MODEL_SHAPES, EngineLimits, find_gpu, kv_capacity_tokens
 from batchllm_operator.simulate.machine import POLICIES, Machine
 
 MISTRAL, H100 = MODEL_SHAPES["Mistral-7B"], find_gpu("H100")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.benchmark_modules import load
 
-from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.vllm_scheduling import simulate
 

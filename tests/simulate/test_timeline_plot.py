@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.timeline_plot import _bins, _means, plot_timelines

@@ -11,19 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.errors import EngineError, PlanError
-from batchllm_operator.planner import (
+from batchllm_operator.cost import (
     MODEL_SHAPES,
     EngineLimits,
     Prediction,
     StepWork,
-    TokenTable,
     find_gpu,
     predict,
     prompt_work,
     step_seconds,
 )
-from batchllm_operator.planner.prefixes.lcp_tree import rank_prompts
+from batchllm_operator.errors import EngineError, PlanError
+from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.prefixes.search.lcp_tree import rank_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine, Policy
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.summary import format_runs

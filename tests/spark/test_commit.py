@@ -12,16 +12,17 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.lake_tables import LAKES
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import ConflictError, IncompleteRunError, PlanError, TableError
 from batchllm_operator.lake import open_table
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
-from batchllm_operator.spark import commit, ranges, reading
-from batchllm_operator.spark.commit import commit_on_spark
-from batchllm_operator.spark.stage import plan_on_spark
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.spark import commit_run as commit
+from batchllm_operator.spark import ranges, reading
+from batchllm_operator.spark.commit_run import commit_on_spark
+from batchllm_operator.spark.plan_job import plan_on_spark
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

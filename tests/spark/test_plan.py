@@ -16,7 +16,7 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.spark_jobs import planned_rows, rows_of_shards
 
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import (
     EmptyPartitionError,
     FailedRowsError,
@@ -26,15 +26,15 @@ from batchllm_operator.errors import (
     StorageError,
     TableError,
 )
-from batchllm_operator.lake import Folder
 from batchllm_operator.plan.given import find_given
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.prompts.control_tokens import ControlTokens
-from batchllm_operator.run.stage import run_shard
-from batchllm_operator.spark import prompts, ranges, reading, requirements, session, stage
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.spark import plan_job as stage
+from batchllm_operator.spark import prompts, ranges, reading, requirements, session
 from batchllm_operator.spark.keys import RowNumbers
-from batchllm_operator.spark.stage import plan_on_spark
+from batchllm_operator.spark.plan_job import plan_on_spark
 from batchllm_operator.spark.staging import OPEN_FILE, Staging
 from batchllm_operator.spark.tasks import (
     Batches,
@@ -46,6 +46,7 @@ from batchllm_operator.spark.tasks import (
     tasks,
 )
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchllm_operator.planner import TokenTable
+from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.spark.ranges import (
     Place,
     Ranges,

@@ -7,12 +7,12 @@ from typing import Any
 
 from support.fake_job import DS, job_fields
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.lake import open_table
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
 from batchllm_operator.spec import JobSpec, parse_spec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 def asking(folder: Path | str, **changes: Any) -> JobSpec:

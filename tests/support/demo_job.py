@@ -17,7 +17,7 @@ import yaml
 from support.fork_server import ForkServer
 from tokenizers import Tokenizer
 
-from batchllm_operator.planner import prefix_sharing_groups
+from batchllm_operator.prefixes import prefix_sharing_groups
 
 DS = "2026-01-31"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -10,7 +10,7 @@ from importlib import import_module
 # Read by torch when it is imported. More threads than cores only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-for _name in ("batchllm_operator.run.stage", "batchllm_operator.engine.vllm_engine"):
+for _name in ("batchllm_operator.run.run_shards", "batchllm_operator.engine.vllm.engine"):
     import_module(_name)
 # What vLLM imports when it starts: it starts without these as well.
 for _name in (

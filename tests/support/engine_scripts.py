@@ -17,7 +17,7 @@ from batchllm_operator.spec import SamplingSpec, load_spec
 
 def two_jobs(path: str) -> dict[str, Any]:
     """What each job of one engine gives, and what happens to a job that comes too early."""
-    from batchllm_operator.engine.vllm_engine import VLLMEngine
+    from batchllm_operator.engine.vllm.engine import VLLMEngine
 
     prompt = [5 + idx % 40 for idx in range(96)]
     requests = [EngineRequest(idx, [*prompt, 50 + idx], 0, 96, 4) for idx in range(4)]
@@ -45,7 +45,7 @@ def two_jobs(path: str) -> dict[str, Any]:
 def poisoned(path: str) -> dict[str, Any]:
     """Outputs of an engine whose steps fail whenever a batch holds the poisoned request."""
     from batchllm_operator.engine.isolation import IsolatingEngine
-    from batchllm_operator.engine.vllm_engine import VLLMEngine
+    from batchllm_operator.engine.vllm.engine import VLLMEngine
 
     spec, started = load_spec(path), []
 

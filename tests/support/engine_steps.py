@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.vllm_config import make_scheduler
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake import Folder, LakeTable, Publication, open_table, published_schema
+from batchllm_operator.lake import LakeTable, Publication, open_table, published_schema
+from batchllm_operator.storage import Folder
 
 DS = "2026-01-31"
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"

@@ -16,7 +16,7 @@ from support.task_runs import Mode, TaskInstance, TaskRun
 
 from batchllm_operator.inspect.verify import verify_shard
 from batchllm_operator.operators import BatchLLMGenerateOperator
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 
 MODES: tuple[Mode, ...] = ("sync", "deferred")
 in_worker = pytest.mark.parametrize("shards", ["sync"], indirect=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from batchllm_operator.artifacts.run_report import (
+from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
+from batchllm_operator.stored_plan.run_report import (
     Bill,
     ErrorKind,
     RunReport,
@@ -14,7 +15,6 @@ from batchllm_operator.artifacts.run_report import (
     Timeline,
     TokenKinds,
 )
-from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
 
 PLAN_URI = "/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef"
 

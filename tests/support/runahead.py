@@ -6,7 +6,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from batchllm_operator.planner.runahead import Chain, Link, ReplicaCost
+from batchllm_operator.runahead.planning import Chain, Link, ReplicaCost
 
 COST: Final = ReplicaCost(4, 2e-6, 6e-6, 1e-9, 4096.0)
 """A small model: 4 layers, with nothing but matrices and causal attention."""

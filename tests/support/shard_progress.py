@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from batchllm_operator.artifacts.shard_progress import ShardProgress
+from batchllm_operator.shards.progress import ShardProgress
 
 
 def shard_progress(**changes: Any) -> ShardProgress:

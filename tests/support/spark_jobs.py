@@ -22,9 +22,9 @@ from typing import Any, Final
 from support.benchmark_modules import load
 from support.fake_job import DS, job_fields
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import ERROR_MARK
-from batchllm_operator.spark.stage import PHASES
+from batchllm_operator.spark.plan_job import PHASES
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DRIVER: Final = Path(__file__).with_name("spark_driver.py")
 _PATIENCE_S: Final = 240.0

@@ -9,12 +9,13 @@ from typing import Any
 
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine, fake_text
-from batchllm_operator.lake import Folder, open_table
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.lake import open_table
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NUM_ROWS = 30
 NUM_PARTS = 6

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from support.benchmark_modules import ROOT, load
 from support.demo_job import wait_until
 
+from batchllm_operator.cost import MODEL_SHAPES, StepWork, find_gpu, step_seconds
 from batchllm_operator.engine.device_profile import DeviceProfile
-from batchllm_operator.planner import MODEL_SHAPES, StepWork, TokenTable, find_gpu, step_seconds
+from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 
 agreement = load("end_to_end.agreement")

@@ -169,9 +169,9 @@ sys.addaudithook(watch)
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from support.fake_job import DS, document_rows, fake_spec, write_table
-from batchllm_operator.commit.stage import commit_run
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
 
 lake = Path({lake!r})
 write_table(lake / "documents", document_rows(2, 2))

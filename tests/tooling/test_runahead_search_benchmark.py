@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.benchmark_modules import load
 
-from batchllm_operator.planner.runahead import Chain, Goal, Split
-from batchllm_operator.planner.runahead import search as search_module
+from batchllm_operator.runahead.planning import Chain, Goal, Split
+from batchllm_operator.runahead.planning import search as search_module
 
 benchmark = load("runahead_search")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benchmark_modules import load
 
-from batchllm_operator.planner import PrefixGroups, imbalance
+from batchllm_operator.prefixes import PrefixGroups, imbalance
 
 deal_out = load("dealt_groups").deal_out
 benchmark = load("shards")

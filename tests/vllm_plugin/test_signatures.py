@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.engine.arguments import vllm_arguments
-from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.vllm_scheduling import make_scheduler
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request

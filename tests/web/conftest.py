@@ -139,7 +139,7 @@ def nobody(client: Any) -> Browser:
 @pytest.fixture
 def plan(tmp_path: Any) -> Any:
     """A plan of two shards, of which nothing has run."""
-    from batchllm_operator.plan.stage import plan_job
+    from batchllm_operator.plan.plan_job import plan_job
 
     write_table(tmp_path / "documents", document_rows())
     return plan_job(fake_spec(tmp_path), DS)
@@ -148,8 +148,8 @@ def plan(tmp_path: Any) -> Any:
 @pytest.fixture
 def committed(plan: Any, no_pictures: None) -> Any:
     """The same plan, after its commit. Its pages have frames for pictures."""
-    from batchllm_operator.commit.stage import commit_run
-    from batchllm_operator.run.stage import run_shard
+    from batchllm_operator.commit.commit_run import commit_run
+    from batchllm_operator.run.run_shards import run_shard
 
     for shard_idx in range(2):
         run_shard(plan.folder.uri, shard_idx)

@@ -33,7 +33,7 @@ def outcome(saving: float = 0.5, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_lake(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list opens no folder."""
-    from batchllm_operator.lake import Folder
+    from batchllm_operator.storage import Folder
 
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the lake was read")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.airflow_records import Records
 
-from batchllm_operator.lake import Folder
+from batchllm_operator.storage import Folder
 from batchllm_operator.web.kept import Kept
 from batchllm_operator.web.plan_uri import PlanURI
 

@@ -14,14 +14,14 @@ import pytest
 from support.airflow_records import Records
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
-from batchllm_operator.artifacts.shard_progress import ShardProgress
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.failed_rows import find_failed_rows
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
 from batchllm_operator.errors import FailedRowsError
 from batchllm_operator.plan.estimate import Target
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.planner import MODEL_SHAPES, EngineLimits, find_gpu
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.shards.progress import ShardProgress
 
 Browser = Any  # the class in conftest.py
 

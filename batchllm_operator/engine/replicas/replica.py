@@ -32,12 +32,12 @@ from batchllm_operator.engine.replicas.messages import (
     job_from_json,
 )
 from batchllm_operator.errors import BatchLLMError, EngineError, MissingLibraryError, RunaheadError
+from batchllm_operator.secrets.masking import MaskedStream, Masker
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.spec.masking import MaskedStream, Masker
 from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
 if TYPE_CHECKING:
-    from batchllm_operator.engine.vllm_engine import VLLMEngine
+    from batchllm_operator.engine.vllm.engine import VLLMEngine
 
 _MEASURED: Final = ((1, 0), (2, 0), (4, 0), (2, 2), (4, 4))
 """Prefill steps to measure: tokens, and cached tokens before them, in quarters of the largest."""
@@ -127,7 +127,7 @@ class _Replica:
         if start["cores"]:
             os.sched_setaffinity(0, start["cores"])
         try:
-            from batchllm_operator.engine.vllm_engine import VLLMEngine  # seconds, on those cores
+            from batchllm_operator.engine.vllm.engine import VLLMEngine  # seconds, on those cores
         except ModuleNotFoundError as error:
             raise MissingLibraryError.of(error, "vLLM") from error
         except ImportError as error:

@@ -19,7 +19,6 @@ from pyarrow import types
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.data_files import fit, row_groups, write_files
 from batchllm_operator.lake.delta.version import TableVersion
-from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.schema import (
     check_cases,
@@ -30,6 +29,7 @@ from batchllm_operator.lake.schema import (
     plain_type,
 )
 from batchllm_operator.lake.stored_columns import StoredColumns
+from batchllm_operator.storage.folder import Folder
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction

@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError, TableError
 from batchllm_operator.lake.delta.version import TableVersion
-from batchllm_operator.lake.folder import Folder, fsync
-from batchllm_operator.spec import Masker
+from batchllm_operator.secrets import Masker
+from batchllm_operator.storage.folder import Folder, fsync
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction

@@ -13,8 +13,8 @@ import pyarrow as pa
 from batchllm_operator.errors import ConflictError
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.delta.data import OutputFiles
-from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.table import StagedRows
+from batchllm_operator.storage.folder import Folder
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction

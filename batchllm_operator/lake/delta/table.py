@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import BatchLLMError, CommitUnknownError, StorageError, TableError
-from batchllm_operator.lake.conditional_writes import check_conditional_writes
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.delta.data import (
     FORBIDDEN_IN_NAMES,
@@ -29,7 +28,6 @@ from batchllm_operator.lake.delta.data import (
 from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta.staging import DeltaStaging, StagedOutputs
 from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
-from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order, in_orders
 from batchllm_operator.lake.publishing import (
@@ -45,6 +43,8 @@ from batchllm_operator.lake.scanning import check_columns, reading, row_conditio
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
+from batchllm_operator.storage.conditional_writes import check_conditional_writes
+from batchllm_operator.storage.folder import Folder
 
 _VERSION_PREFIX: Final = "delta:"
 _ATTEMPTS: Final = 20  # while others commit to other partitions

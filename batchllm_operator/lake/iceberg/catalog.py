@@ -31,7 +31,8 @@ from pyiceberg.utils.config import Config
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
 from batchllm_operator.lake.schema import check_typed
-from batchllm_operator.spec import Masker, TableAddress
+from batchllm_operator.secrets import Masker
+from batchllm_operator.spec import TableAddress
 
 _FAULTS_OF_THE_TABLE = (
     FileNotFoundError,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet.hive_names import (
     HIVE_NULL,
     has_suffix,
@@ -18,6 +17,7 @@ from batchllm_operator.lake.parquet.hive_names import (
 )
 from batchllm_operator.lake.parquet_footer import is_parquet
 from batchllm_operator.lake.partition_order import in_order, in_orders
+from batchllm_operator.storage.folder import Folder
 
 
 @dataclass(frozen=True, slots=True)

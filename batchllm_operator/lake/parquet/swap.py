@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
-from batchllm_operator.lake.conditional_writes import CONDITION_FAILS, http_status
-from batchllm_operator.lake.folder import Folder
+from batchllm_operator.storage.conditional_writes import CONDITION_FAILS, http_status
+from batchllm_operator.storage.folder import Folder
 
 _PART_BYTES: Final = 64 << 20  # of a single request, or of a part of a larger upload
 _MOST_PARTS: Final = 10_000

@@ -18,10 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
-from batchllm_operator.lake.conditional_writes import check_conditional_writes
 from batchllm_operator.lake.data_files import files_of
-from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.many_files import ahead
 from batchllm_operator.lake.parquet.hive_names import (
     HIVE_NULL,
     folder_name,
@@ -43,6 +40,9 @@ from batchllm_operator.lake.schema import check_fit, merge_schemas
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import FilterTerm
+from batchllm_operator.storage.conditional_writes import check_conditional_writes
+from batchllm_operator.storage.folder import Folder
+from batchllm_operator.storage.many_files import ahead
 
 DATA_FILE: Final = "data.parquet"
 _LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)

@@ -21,7 +21,7 @@ from support.fake_job import DS, JobFolder
 from support.fork_server import ForkedProcess, ForkServer
 from support.standalone import bundle
 
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""A run with a real engine that is asked to stop. Other signals, with doubles: tests/pipeline."""
+"""A run with a real engine that is asked to stop. Other signals, with doubles: tests/run."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from support.demo_job import DS, Demo, live_processes, wait_until
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
+from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 GPUS = """
 [core]  # of a CPU, about

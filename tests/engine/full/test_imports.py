@@ -11,12 +11,12 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 
 PLAN_AND_RUN = """
 import json, sys
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
 from batchllm_operator.spec import parse_spec
 plan = plan_job(parse_spec(json.loads(sys.argv[1]), source="test"), sys.argv[2])
 assert run_shard(plan.folder.uri, 0).num_rows > 0
-import batchllm_operator.engine.vllm_engine, batchllm_operator.engine.vllm_profiling
+import batchllm_operator.engine.vllm.engine, batchllm_operator.engine.vllm.profiling
 print(json.dumps([name for name in sys.modules if name.startswith("batchllm_operator.")]))
 """
 
@@ -29,7 +29,7 @@ def test_one_engine_imports_nothing_of_replicas(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     modules: list[str] = json.loads(done.stdout.splitlines()[-1])
-    assert "batchllm_operator.engine.vllm_engine" in modules
+    assert "batchllm_operator.engine.vllm.engine" in modules
     apart = ("runahead", "replica", "chain")
     found = {name for name in modules if any(word in name for word in apart)}
     assert found <= {"batchllm_operator.engine.replicas", "batchllm_operator.vllm_plugin.runahead"}

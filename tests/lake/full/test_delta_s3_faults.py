@@ -14,8 +14,8 @@ import pytest
 from lake.test_delta import DS, by, outputs, values
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
-from batchllm_operator.lake import Folder
 from batchllm_operator.lake.delta.table import DeltaTable
+from batchllm_operator.storage import Folder
 
 
 class LossyProxy(ThreadingHTTPServer):

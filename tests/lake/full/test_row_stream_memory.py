@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from lake.test_row_stream import DS, MIB, repeated
 
-from batchllm_operator.lake import Folder, ParquetTable
+from batchllm_operator.lake import ParquetTable
+from batchllm_operator.storage import Folder
 
 # Prints by how many bytes the peak of resident memory grows while a table is scanned.
 SCAN = """

@@ -13,10 +13,10 @@ from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.inspect.verify import verify_shard
-from batchllm_operator.operators import waiting
 from batchllm_operator.operators.command import CommandRunner
-from batchllm_operator.operators.pod_task import BatchLLMPodTask
+from batchllm_operator.operators.pods import waiting
 from batchllm_operator.operators.pods.owner import LABEL
+from batchllm_operator.operators.pods.pod_task import BatchLLMPodTask
 
 FREE = "shard 3 of plan p: free to take"
 PLAN = "/lake/_batchllm/job/2026-01-31/plan-1"

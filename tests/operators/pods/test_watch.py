@@ -21,8 +21,8 @@ from support.pauses import Clock
 from batchllm_operator.operators.pods import watch as watch_module
 from batchllm_operator.operators.pods.end import EndKind
 from batchllm_operator.operators.pods.state import PodState, Stage
+from batchllm_operator.operators.pods.triggers import Cluster
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
-from batchllm_operator.operators.triggers import Cluster
 
 
 def watch_with(

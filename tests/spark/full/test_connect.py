@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, job_fields
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import ERROR_MARK, ExitCode
 from batchllm_operator.lake import open_table
-from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 def batchllm(command: str, *args: str) -> subprocess.CompletedProcess[str]:

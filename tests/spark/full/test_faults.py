@@ -25,8 +25,8 @@ from support.fake_job import DS, document_rows
 from support.spark_jobs import Driver, Jobs, only_error, planned_rows, wait_for
 
 from batchllm_operator import __version__
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import ERROR_MARK, ExitCode
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NUM_ROWS = 300
 NUM_FILES = 3_000

@@ -16,10 +16,10 @@ from operators.kubernetes.test_kills import check_no_pod_left
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
-from batchllm_operator.artifacts.attempts import claim_attempt
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.operators.pods.attempt import LABEL, OwnerPods
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.shards.attempts import claim_attempt
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 @in_triggerer

@@ -11,10 +11,10 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.kubernetes.cluster import python_image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer
 
-from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.operators import child
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.plan_job import plan_job
 
 
 @in_triggerer

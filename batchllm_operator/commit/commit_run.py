@@ -1,0 +1,180 @@
+"""The commit stage: checks every row, then replaces the partition in one step."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from batchllm_operator.amounts import counted
+from batchllm_operator.commit.partition import FinishedShard, stored_shards, write_partition
+from batchllm_operator.commit.refusals import RefusalNote, noting_refusal
+from batchllm_operator.commit.report import describe_run, load_report, store_page, store_report
+from batchllm_operator.commit.row_errors import find_errors
+from batchllm_operator.errors import ConflictError, IncompleteRunError, TableError
+from batchllm_operator.lake import LakeTable, Publication, open_table
+from batchllm_operator.lake.table import StagedRows
+from batchllm_operator.shards.committed import find_committed, mark_committed
+from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.reuse_index import ReusedOutputs, write_index
+from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
+from batchllm_operator.stored_plan.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    job_folder,
+)
+
+WritePartition = Callable[
+    [StoredPlan, Sequence[FinishedShard | ReusedOutputs], Path, LakeTable], Path | StagedRows
+]
+_log = logging.getLogger(__name__)
+
+
+def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = None) -> RunReport:
+    """Publish the outputs of a finished plan, all rows or nothing.
+
+    Committing a published plan again changes nothing.
+
+    Args:
+        plan: its address, or the plan that `plan_job` returned.
+        write: writes the partition's rows, for `LakeTable.publish`; by default `write_partition`.
+
+    Raises:
+        PlanError: the plan is absent, corrupted or of another version, its parts don't have one
+            output for each row, or a later plan has superseded it.
+        IncompleteRunError: parts are missing; the message names the shards to run.
+        FailedRowsError: more rows failed than the spec allows.
+        TableError: the output partition holds rows of another job or program, or the table lacks
+            a column of the outputs, or has it with another type.
+        ConflictError: another client has published the partition meanwhile; plan again to replace
+            its rows.
+        CommitUnknownError: the outputs may have been published; commit again to find out.
+    """
+    plan = StoredPlan.open(plan)
+    with noting_refusal(plan) as note:
+        return _commit(plan, write or write_partition, note)
+
+
+def _commit(plan: StoredPlan, write: WritePartition, note: RefusalNote) -> RunReport:
+    manifest = plan.manifest
+    spec = manifest.spec
+    table = open_table(spec.output.uri, spec.input.partition_column, spec.output.target_file_bytes)
+    if find_committed(plan) is not None and plan.folder.exists(REPORT_FILE):
+        _log.info("partition %s already holds the outputs of this plan", manifest.ds)
+        return load_report(plan.folder.uri)
+    plan.mark_committing()
+    shards = _finished_shards(plan)
+    seen = check_publisher(table, spec, manifest.ds)
+    note.errors = errors = find_errors(plan, shards)
+    if seen == plan.publication:
+        _log.info("partition %s already holds the outputs of this plan", manifest.ds)
+        return _write_report(plan, table, shards, errors)
+    plan.check_current()
+    _check_failed_fraction(plan, errors)
+    with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
+        sources: list[FinishedShard | ReusedOutputs] = [*shards, ReusedOutputs(plan)]
+        data = write(plan, sources, Path(spool), table)
+        plan.mark_committing()  # again, as writing may have taken long
+        plan.mark_older_plans(seen)
+        _publish(plan, table, data, seen)
+    return _write_report(plan, table, shards, errors)
+
+
+def published_plan_uri(spec: JobSpec, ds: str) -> str:
+    """URI of the plan whose outputs partition `ds` of the output table holds.
+
+    Raises:
+        SpecError: `ds` can't name a partition.
+        TableError: nothing is published there, or another job's outputs are.
+    """
+    check_partition(ds)
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    found = check_publisher(table, spec, ds)
+    if found is None:
+        raise TableError(f"table {table.uri}: partition {ds!r} has not been published")
+    return job_folder(spec, ds).child(f"plan-{found.plan_id}").uri
+
+
+def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
+    shards = stored_shards(plan)
+    unfinished = [
+        f"shard {shard_idx} ({len(found.entries)} of {counted(shard.num_parts, 'part')})"
+        for shard_idx, (shard, found) in enumerate(zip(plan.manifest.shards, shards, strict=True))
+        if {entry.part_idx for entry in found.entries} != set(range(shard.num_parts))
+    ]
+    if unfinished:
+        raise IncompleteRunError(
+            f"plan {plan.folder.uri}: unfinished: {', '.join(unfinished)}; run"
+            " `batchllm run --plan ... --shard I` for these, then commit again"
+        )
+    return shards
+
+
+def _publish(
+    plan: StoredPlan, table: LakeTable, data: Path | StagedRows, seen: Publication | None
+) -> None:
+    """Publish, replacing `seen` or what an older plan has published since.
+
+    The older plan passed its own check before it was marked; it can't publish again, because it
+    expects another publication in the partition.
+
+    Raises:
+        ConflictError: another client has published, or is about to.
+    """
+    spec, ds = plan.manifest.spec, plan.manifest.ds
+    add_columns = spec.output.add_columns
+    while True:
+        if (by := plan.superseded_by()) is not None:
+            raise ConflictError(
+                f"output {table.uri}: partition {ds!r} is published meanwhile by {by}, a later"
+                f" plan than {plan.folder.uri}, which wasn't published"
+            )
+        try:
+            table.publish(plan.publication, data, replaces=seen, add_columns=add_columns)
+            return
+        except ConflictError:
+            found = check_publisher(table, spec, ds)
+            if found is None or found == seen or found.plan_id not in plan.older_plans():
+                # A retry would find the winner's outputs, and replace what may be newer.
+                StoredPlan.mark_superseded_at(plan.folder, by="another plan, published meanwhile")
+                raise
+            _log.info("plan %s was published meanwhile; it is older, and replaced", found.plan_id)
+            seen = found
+
+
+def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
+    spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
+    if are_too_many(spec, errors.num_rows, num_rows):
+        raise too_many_failed(
+            spec,
+            num_rows,
+            plan,
+            errors,
+            verdict="nothing was published",
+            cure="To publish all the same, raise max_failed_fraction in the spec, plan again and"
+            " commit: finished parts are kept",
+        )
+
+
+def _write_report(
+    plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
+) -> RunReport:
+    """Write the report, and only then the note that the plan is committed."""
+    report = describe_run(plan, table, shards, errors)
+    store_report(plan.folder, report)
+    mark_committed(
+        plan,
+        [
+            ShardReport.of_parts(
+                plan.manifest.plan_id, shard_idx, shard.entries, len(shard.entries)
+            )
+            for shard_idx, shard in enumerate(shards)
+        ],
+        write_index(plan, [*shards, ReusedOutputs(plan)]),
+    )
+    store_page(plan.folder, report)
+    return report

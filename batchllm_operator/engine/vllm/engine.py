@@ -1,0 +1,293 @@
+"""vLLM behind the engine protocol, inside this process.
+
+There is no separate engine core process, so the engine always ends with this process. With tensor
+parallelism, vLLM's workers watch this process and end with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from batchllm_operator.engine.protocol import (
+    EngineDiedError,
+    EngineJob,
+    EngineOutput,
+    EngineRequest,
+)
+from batchllm_operator.engine.vllm.logs import (
+    configure_logs,
+    drop_broken_preloads,
+    one_line,
+    without_futile_binding,
+    without_llvmlite,
+)
+from batchllm_operator.errors import EngineError, ModelError, SpecError
+from batchllm_operator.spec import JobSpec, SamplingSpec
+from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+
+# vLLM reads these when it is imported. The first keeps the engine in this process, the others keep
+# a batch job from phoning home. A user's own setting wins.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+for _name, _value in {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Pinning threads makes an engine many times slower when cores are shared.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}.items():
+    os.environ.setdefault(_name, _value)
+configure_logs()
+
+from vllm import EngineArgs, LLMEngine  # noqa: E402
+from vllm.inputs import TokensPrompt  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+
+from batchllm_operator.engine.vllm import pooling  # noqa: E402
+from batchllm_operator.engine.vllm.adapters import load_adapters  # noqa: E402
+from batchllm_operator.engine.vllm.answers import GeneratedAnswers  # noqa: E402
+from batchllm_operator.engine.vllm.arguments import engine_args  # noqa: E402
+from batchllm_operator.engine.vllm.attention import (  # noqa: E402
+    check_model,
+    start_attention,
+)
+from batchllm_operator.engine.vllm.formats import check_engine, check_planned  # noqa: E402
+from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings  # noqa: E402
+from batchllm_operator.engine.vllm.reasoning import ReasoningSplitter, choose_parser  # noqa: E402
+from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
+from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
+
+if TYPE_CHECKING:
+    from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
+
+_log = logging.getLogger(__name__)
+
+
+class VLLMEngine:
+    """vLLM's engine, fed in plan order with prefix caching on, under our scheduler.
+
+    Args:
+        job: its work.
+        chain: its place among replicas that compute prefixes together; None for none.
+
+    Raises:
+        SpecError: vLLM refuses a setting or an adapter, or `engine.attention` doesn't support the
+            model.
+        ModelError: an adapter is missing, or is for another model.
+        EngineError: vLLM can't start.
+    """
+
+    def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
+        self._spec, self._args = spec, engine_args(spec, job.max_model_len)
+        # To refuse before the start what can't be.
+        _answers(spec, job)
+        check_planned(spec)  # the plan may have been made where vLLM isn't installed
+        if chain is not None:
+            self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
+        with attention_chosen(spec.engine.attention):
+            self._start(spec, self._args, job)
+        self._answers = _answers(spec, job, self._splitter)
+        config = self._engine.vllm_config
+        if isinstance(self._answers, GeneratedAnswers):
+            check_engine(self._answers.params, self._engine)
+        self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
+        self._in_flight: dict[str, EngineRequest] = {}
+        self._first_samples: dict[str, Any] = {}
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        # `extra_args` may name another scheduler.
+        self._scheduler = scheduler if isinstance(scheduler, BatchLLMScheduler) else None
+        self._begin(job)
+
+    def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
+        """Begin another job with the same model and an empty prefix cache.
+
+        Args:
+            job: the next one; its prompts and outputs must fit into the first one's
+                `max_model_len`.
+            sampling: how its tokens are chosen.
+
+        Raises:
+            SpecError: vLLM refuses the sampling parameters.
+            EngineError: a step failed while the device was being measured.
+            RuntimeError: the engine isn't idle.
+        """
+        if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
+            raise RuntimeError("the engine still has requests")
+        spec = self._spec.model_copy(update={"sampling": sampling})
+        self._answers = _answers(spec, job, self._splitter)
+        self._begin(job)
+
+    def _begin(self, job: EngineJob) -> None:
+        if self._scheduler is not None:
+            profile = find_profile(self._spec, job, self._args, self._engine, self._scheduler)
+            config = self._engine.vllm_config.additional_config
+            wanted = SchedulerSettings.from_additional_config(config)
+            self._trace_folder = job.trace_folder
+            if job.num_requests is not None:
+                job = replace(job, num_requests=job.num_requests * self._answers.num_samples)
+            self._settings = scheduler_settings(job, profile, wanted)
+            self._begin_schedule(self._settings)
+
+    def _begin_schedule(self, settings: SchedulerSettings) -> None:
+        """Restart the scheduler with a trace of its own."""
+        assert self._scheduler is not None
+        folder = self._trace_folder
+        if folder is not None and settings.trace_path is None:
+            path = folder / f"engine-{len(list(folder.glob('*.parquet'))):03d}.parquet"
+            settings = replace(settings, trace_path=str(path))
+        self._scheduler.begin(settings)
+
+    def _start(self, spec: JobSpec, args: Mapping[str, Any], job: EngineJob) -> None:
+        try:
+            config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
+            drop_broken_preloads(os.environ)
+            SchedulerSettings.from_additional_config(config.additional_config)
+        except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+            raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
+        # vLLM doesn't check all values. If the user chose none, the machine is at fault.
+        except (LookupError, AttributeError, AssertionError) as error:
+            if not spec.engine.extra_args:
+                raise EngineError(f"vLLM can't start: {one_line(error)}") from error
+            raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
+        check_model(spec, config)
+        pooling.choose_scheduler(spec, config)
+        choose_parser(spec.model.reasoning_parser, config)
+        if spec.model.trust_remote_code:
+            _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
+        try:
+            with without_llvmlite(), without_futile_binding():
+                self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        except SpecError:  # from our attention
+            raise
+        # Memory, driver, weights: vLLM has no common error.
+        except Exception as error:
+            raise EngineError(f"vLLM can't start: {one_line(error)}") from error
+        try:
+            if spec.is_pooled:
+                pooling.check_pooling(spec, job, self._engine)
+            _log.info("%s", start_attention(spec, self._engine))
+            self._adapters = load_adapters(spec.model, self._engine)
+            reasons = spec.model.reasoning_parser is not None
+            self._splitter = ReasoningSplitter(spec, self._engine) if reasons else None
+        except (ModelError, SpecError):
+            self._engine.engine_core.shutdown()
+            raise
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        num_finished, exhausted = 0, False
+        while not exhausted or self._in_flight:
+            # Of vLLM's requests: each answer to one of ours is one.
+            num_held = self._engine.get_num_unfinished_requests()
+            num_wanted = num_to_feed(num_held, num_finished, self._most_in_flight)
+            for _ in range(0 if exhausted else -(-num_wanted // self._answers.num_samples)):
+                request = next(requests, None)
+                if request is None:
+                    exhausted = True
+                    break
+                refusal = self.add(request)
+                if refusal is not None:
+                    yield refusal
+            num_held = self._engine.get_num_unfinished_requests()
+            outputs = self.step() if self._in_flight else []
+            num_finished = num_held - self._engine.get_num_unfinished_requests()
+            yield from outputs
+
+    @property
+    def device_name(self) -> str:
+        """vLLM's name of its device."""
+        return str(current_platform.get_device_name())
+
+    @property
+    def max_in_flight(self) -> int:
+        """Most requests that it holds at a time."""
+        return -(-self._most_in_flight // self._answers.num_samples)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Added requests without an output."""
+        return len(self._in_flight)
+
+    def add(self, request: EngineRequest) -> EngineOutput | None:
+        """Add a request; returns its output, with the reason, if vLLM refuses it."""
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        params = self._answers.params_of(request, hint=self._scheduler is not None)
+        try:
+            name = self._engine.add_request(
+                str(request.request_idx),
+                prompt,
+                params,
+                lora_request=self._adapters[request.adapter] if request.adapter else None,
+            )
+        # vLLM checks a request before it takes it, with errors of several families. The fault is
+        # the request's, so the engine goes on.
+        except Exception as error:  # noqa: BLE001
+            return EngineOutput.failed(request, one_line(error))
+        self._in_flight[str(request.request_idx)] = request
+        if self._answers.num_samples > 1:
+            states = self._engine.output_processor.request_states
+            self._first_samples[str(request.request_idx)] = states[f"0_{name}"]
+        return None
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step of vLLM; returns the finished outputs.
+
+        Raises:
+            EngineDiedError: the step failed.
+        """
+        try:
+            finished = [output for output in self._engine.step() if output.finished]
+        # A failed step leaves vLLM's state unknown.
+        except Exception as error:
+            _log.debug("an engine step failed", exc_info=error)
+            # The frames hold the dead engine and its memory, which the next one will need.
+            traceback.clear_frames(error.__traceback__)
+            raise EngineDiedError(one_line(error), list(self._in_flight.values())) from error
+        return [self._take(output) for output in finished]
+
+    def _take(self, output: Any) -> EngineOutput:
+        # Of several samples, vLLM says what the last one found, which the first has computed.
+        first = self._first_samples.pop(output.request_id, output)
+        request = self._in_flight.pop(output.request_id)
+        return self._answers.convert(request, output, first.num_cached_tokens or 0)
+
+    @contextmanager
+    def unpaced(self) -> Iterator[Any]:
+        """vLLM's engine for prompts other than the job's, without pacing; it must be idle."""
+        if self._scheduler is None:
+            yield self._engine
+            return
+        self._scheduler.begin(SchedulerSettings(pace=False))
+        yield self._engine
+        self._begin_schedule(self._settings)
+
+    @property
+    def llm_engine(self) -> Any:
+        """vLLM's `LLMEngine` in this process, for measurements."""
+        return self._engine
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        self._engine = self._scheduler = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _answers(
+    spec: JobSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
+) -> GeneratedAnswers | pooling.PooledAnswers:
+    """Raises SpecError if vLLM refuses the sampling parameters."""
+    if spec.is_pooled:
+        return pooling.PooledAnswers(spec)
+    try:
+        return GeneratedAnswers(spec.sampling, job, splitter, spec.response_format)
+    except ValueError as error:
+        raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error

@@ -1,0 +1,1 @@
+"""Operators that plan on Spark."""

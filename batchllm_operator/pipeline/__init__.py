@@ -1,1 +1,0 @@
-"""Names of earlier releases; each module says what to use."""

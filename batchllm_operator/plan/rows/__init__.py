@@ -1,0 +1,1 @@
+"""The table's rows, checked and made into prompts."""

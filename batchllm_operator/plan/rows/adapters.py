@@ -1,0 +1,119 @@
+"""The adapter of each row, which is a part of its prompt's first token while a plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.errors import PlanError, SpecError
+from batchllm_operator.model import check_adapter_tokenizers, find_adapters, warn_of_other_models
+from batchllm_operator.prefixes import PromptClasses, TokenTable
+from batchllm_operator.prompts import RenderedPrompts, Tokenizer
+from batchllm_operator.spec import JobSpec, ModelSpec
+from batchllm_operator.spec.limits import shown
+
+UNKNOWN_ADAPTER: Final = "unknown_adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdapters:
+    """A job's adapters, as classes of prompts: 0 is the model itself, then in order of their names.
+
+    Attributes:
+        versions: of the adapters, in that order.
+    """
+
+    model: ModelSpec
+    classes: PromptClasses
+    versions: tuple[str, ...]
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, spec: JobSpec, tokenizer: Tokenizer) -> RowAdapters | None:
+        """Those of a spec; None if it has none.
+
+        Raises:
+            SpecError: there are too many for this vocabulary.
+            ModelError: see `find_adapters` and `check_adapter_tokenizers`.
+        """
+        if not spec.model.adapters:
+            return None
+        adapters = find_adapters(spec.model)
+        warn_of_other_models(spec.model, adapters)
+        if tokenizer.files is not None:
+            chat = spec.prompt.chat_template
+            check_adapter_tokenizers(adapters, tokenizer.files, chat=chat)
+        try:
+            classes = PromptClasses(tokenizer.vocabulary_bound, 1 + len(adapters))
+        except PlanError as error:
+            raise SpecError(f"model.adapters: {error}") from error
+        versions = tuple(adapter.version for adapter in adapters)
+        return cls(spec.model, classes, versions, tokenizer)
+
+    def encode(
+        self, rendered: RenderedPrompts, rows: pa.RecordBatch
+    ) -> tuple[RenderedPrompts, TokenTable]:
+        """See the function `encode`."""
+        numbers = self._numbers(rows)
+        rendered = self._without_unknown(rendered, rows, numbers)
+        tokens = self.tokenizer.encode(rendered.present())
+        return rendered, self.classes.mark(tokens, numbers[rendered.idxs])
+
+    def take_out(self, tokens: TokenTable) -> tuple[TokenTable, pa.Array]:
+        """The reverse of `mark`; with the name of each prompt's adapter, null for none."""
+        found, classes = self.classes.unmark(tokens)
+        return found, pa.array([None, *self.model.adapters], pa.string()).take(pa.array(classes))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the beginning of a prompt."""
+        return self.tokenizer.decode([each % self.classes.bound for each in token_ids])
+
+    def _numbers(self, rows: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """The class of each row's prompt, -1 for an unknown adapter: int64 [num_rows]."""
+        names = ["", *self.model.adapters]
+        if self.model.adapter is not None:
+            return np.full(rows.num_rows, names.index(self.model.adapter), dtype=np.int64)
+        given = rows.column(str(self.model.adapter_column)).cast(pa.large_string()).fill_null("")
+        found = pc.index_in(given, value_set=pa.array(names, pa.large_string()))
+        numbers: npt.NDArray[np.int64] = found.fill_null(-1).cast(pa.int64()).to_numpy()
+        return numbers
+
+    def _without_unknown(
+        self, rendered: RenderedPrompts, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]
+    ) -> RenderedPrompts:
+        """The texts, with row errors for adapters that aren't there."""
+        is_unknown = numbers < 0
+        if not is_unknown.any():
+            return rendered
+        names = rows.column(str(self.model.adapter_column)).cast(pa.large_binary())
+        errors = dict(rendered.errors)
+        for row in np.flatnonzero(is_unknown).tolist():
+            name = shown(names[row].as_py().decode(errors="replace"))
+            errors[row] = f"{UNKNOWN_ADAPTER}: model.adapters has no '{name}'"
+        texts = pc.if_else(pa.array(is_unknown), pa.scalar(None, pa.large_string()), rendered.texts)
+        return RenderedPrompts(texts, dict(sorted(errors.items())))
+
+
+def encode(
+    rendered: RenderedPrompts,
+    rows: pa.RecordBatch,
+    tokenizer: Tokenizer,
+    adapters: RowAdapters | None,
+) -> tuple[RenderedPrompts, TokenTable]:
+    """Token ids of all texts, with the rows' adapters.
+
+    Args:
+        rendered: of `rows`.
+
+    Returns:
+        `rendered`, with row errors for unknown adapters, and the prompts of the remaining texts.
+    """
+    if adapters is not None:
+        return adapters.encode(rendered, rows)
+    return rendered, tokenizer.encode(rendered.present())

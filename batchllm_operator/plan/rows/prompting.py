@@ -1,0 +1,224 @@
+"""From rows to prompts: rendered, tokenized and, where the spec says so, cut to what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from string import Formatter
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.plan.rows.adapters import RowAdapters, encode
+from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.prompts import (
+    PROMPT_TOO_LONG,
+    RenderedPrompts,
+    Tokenizer,
+    renderer_of,
+    text_column,
+)
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.prompt import Cut
+
+_PATIENT_ROUNDS: Final = 4
+"""Cuts by just what is too much; later ones are larger, so that no prompt takes many."""
+
+_Texts = dict[str, list[str | None]]
+Spans = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of a batch of rows."""
+
+    rendered: RenderedPrompts
+    """Has a text for each prompt, in the same order; for the other rows, an error."""
+    tokens: TokenTable
+    num_control: int
+    """Rows whose values spell a control token of the model."""
+    num_truncated: int = 0
+    """Rows of which a value was cut."""
+
+
+class Prompter:
+    """Makes prompts of rows, as a spec says.
+
+    With `prompt.truncate`, a prompt that leaves the answer too little room is cut: a value of n
+    tokens to its share of those that are left, of which the text is then tokenized with the rest of
+    the prompt, and cut again if that doesn't fit. Vectors of a text whose end (or start) is cut are
+    those of sentence-transformers, which cuts token ids.
+    """
+
+    def __init__(self, spec: JobSpec, tokenizer: Tokenizer, adapters: RowAdapters | None) -> None:
+        self._cuts = spec.prompt.truncate
+        self._tokenizer, self._adapters = tokenizer, adapters
+        self._renderer = renderer_of(spec.prompt, tokenizer.control_tokens)
+        adapter = filter(None, [spec.model.adapter_column])
+        self._columns = list(dict.fromkeys((*spec.prompt.columns, *adapter)))
+        self._most = tokenizer.max_prompt_len
+        if self._cuts and not spec.is_pooled:
+            room = min(spec.sampling.max_tokens, tokenizer.max_model_len // 2)
+            self._most = min(self._most, tokenizer.max_model_len - room)
+        self._id_cut = _id_cut(spec) if adapters is None else None
+
+    def prompts(self, rows: pa.RecordBatch) -> Prompts:
+        """The prompts of rows, which have all columns of the spec's prompt.
+
+        Raises:
+            ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
+        """
+        if not self._cuts:
+            return self._made(rows)
+        rows, is_cut = self._without_excess(rows)
+        found = self._made(rows)
+        is_long = found.tokens.lengths > self._most
+        if is_long.any() and self._id_cut is not None:
+            found = replace(found, tokens=self._with_cut_ids(found.tokens, self._id_cut))
+        elif is_long.any():
+            found = self._shortened(rows, found, np.flatnonzero(is_long))
+        idxs = found.rendered.idxs
+        is_cut[idxs[is_long]] = True
+        fits = found.tokens.lengths <= self._tokenizer.max_prompt_len
+        return replace(found, num_truncated=int(np.count_nonzero(is_cut[idxs] & fits)))
+
+    def _made(self, rows: pa.RecordBatch) -> Prompts:
+        rendered = self._renderer.render(rows)
+        num_control = len(rendered.control_rows)
+        rendered = self._without_huge(self._tokenizer.apply_chat_template(rendered), rows)
+        rendered, tokens = encode(rendered, rows, self._tokenizer, self._adapters)
+        return Prompts(rendered, tokens, num_control)
+
+    def _without_huge(self, rendered: RenderedPrompts, rows: pa.RecordBatch) -> RenderedPrompts:
+        """With errors for texts that are too long whatever their tokens are."""
+        most, num_bytes = self._tokenizer.max_prompt_bytes, pc.binary_length(rendered.texts)
+        allowed: pa.Array | pa.Scalar = pa.scalar(most, pa.int64())
+        for name in self._cuts:
+            cut = pc.binary_length(text_column(rows.column(name)).texts)
+            allowed = pc.add(allowed, pc.fill_null(cut, 0))
+        is_huge = pc.greater(num_bytes, allowed).fill_null(False)
+        if not pc.any(is_huge).as_py():
+            return rendered
+        errors = dict(rendered.errors)
+        for row in np.flatnonzero(is_huge.to_numpy(zero_copy_only=False)).tolist():
+            errors[row] = (
+                f"{PROMPT_TOO_LONG}: {num_bytes[row]} bytes of text; more than {most} aren't"
+                f" tokenized where the model allows {self._tokenizer.max_prompt_len} tokens"
+            )
+        texts = pc.if_else(is_huge, pa.scalar(None, pa.large_string()), rendered.texts)
+        return RenderedPrompts(texts, dict(sorted(errors.items())))
+
+    def _without_excess(self, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_]]:
+        """Without the text of cut values that can't fit, which isn't worth tokenizing."""
+        is_cut = np.zeros(rows.num_rows, dtype=np.bool_)
+        most = self._tokenizer.max_prompt_bytes  # as many characters have at least as many bytes
+        for name, cut in self._cuts.items():
+            texts = text_column(rows.column(name)).texts
+            is_long = pc.greater(pc.utf8_length(texts), most).fill_null(False)
+            chosen = np.flatnonzero(is_long.to_numpy(zero_copy_only=False))
+            if len(chosen):
+                values: list[str | None] = texts.to_pylist()
+                for row in chosen.tolist():
+                    text = values[row]
+                    assert text is not None
+                    head, tail = _kept(most, cut)
+                    values[row] = text[:head] + text[len(text) - tail :]
+                rows = _with_texts(rows, {name: values})
+                is_cut[chosen] = True
+        return rows, is_cut
+
+    def _with_cut_ids(self, tokens: TokenTable, cut: Cut) -> TokenTable:
+        """Longer prompts without their last or first ids, but with the special ones around them."""
+        nothing, some = self._tokenizer.encode(["", "a"]).to_lists()
+        same = [a == b for a, b in zip(nothing, some, strict=False)]
+        before = same.index(False) if False in same else len(same)
+        after = len(nothing) - before
+
+        def shortened(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+            if len(ids) <= self._most:
+                return ids
+            if cut == "end":
+                return np.concatenate([ids[: self._most - after], ids[len(ids) - after :]])
+            return np.concatenate([ids[:before], ids[len(ids) - self._most + before :]])
+
+        return TokenTable.from_lists(shortened(tokens.prompt(idx)) for idx in range(len(tokens)))
+
+    def _shortened(
+        self, rows: pa.RecordBatch, found: Prompts, long: npt.NDArray[np.int64]
+    ) -> Prompts:
+        """With shorter prompts for those at `long`, as far as they can be cut."""
+        row_idxs, rows = found.rendered.idxs[long], rows.select(self._columns)
+        sources: _Texts = {
+            name: text_column(rows.column(name)).texts.take(pa.array(row_idxs)).to_pylist()
+            for name in self._cuts
+        }
+        spans = {name: self._tokenizer.spans(texts) for name, texts in sources.items()}
+        sizes = np.array([[len(each) for each in spans[name]] for name in self._cuts])
+        over = found.tokens.lengths[long] - self._most
+        new_ids: dict[int, npt.NDArray[np.int32]] = {}
+        left = np.flatnonzero(sizes.sum(axis=0))
+        number = 0
+        while len(left):
+            total = sizes[:, left].sum(axis=0)
+            excess = over[left] << max(0, number - _PATIENT_ROUNDS)
+            sizes[:, left] = sizes[:, left] * np.maximum(total - excess, 0) // total
+            texts: _Texts = {
+                name: [
+                    _cut(sources[name][idx], spans[name][idx], int(sizes[column, idx]), cut)
+                    for idx in left.tolist()
+                ]
+                for column, (name, cut) in enumerate(self._cuts.items())
+            }
+            again = self._made(_with_texts(rows.take(pa.array(row_idxs[left])), texts))
+            made = left[again.rendered.idxs]
+            over[made] = again.tokens.lengths - self._most
+            is_last = (over[made] <= 0) | (sizes[:, made].sum(axis=0) == 0)
+            for place in np.flatnonzero(is_last).tolist():
+                ids = again.tokens.prompt(place)
+                if len(ids) <= self._tokenizer.max_prompt_len:
+                    new_ids[int(long[made[place]])] = ids
+            left = made[~is_last]
+            number += 1
+        tokens = found.tokens
+        prompts = (new_ids.get(idx, tokens.prompt(idx)) for idx in range(len(tokens)))
+        return replace(found, tokens=TokenTable.from_lists(prompts))
+
+
+def _id_cut(spec: JobSpec) -> Cut | None:
+    """How token ids are cut: of vectors, where all that is cut lies at the text's end or start."""
+    prompt = spec.prompt
+    if not spec.is_pooled or prompt.chat_template or len(prompt.truncate) != 1:
+        return None
+    ((column, cut),) = prompt.truncate.items()
+    places = list(Formatter().parse(prompt.template or ""))
+    if sum(name == column for _, name, *_ in places) > 1:
+        return None
+    if cut == "end" and places[-1][1] == column:
+        return cut
+    is_first = places[0][0] == "" and places[0][1] == column and not prompt.system
+    return cut if cut == "start" and is_first else None
+
+
+def _kept(num: int, cut: Cut) -> tuple[int, int]:
+    """How many of `num` characters or tokens are kept at the start and at the end."""
+    return {"end": (num, 0), "start": (0, num), "middle": (num - num // 2, num // 2)}[cut]
+
+
+def _cut(text: str | None, spans: Spans, num: int, cut: Cut) -> str | None:
+    """The text of `num` of its tokens, of which the places are `spans`."""
+    if text is None or num >= len(spans):
+        return text
+    head, tail = _kept(num, cut)
+    end = int(spans[head - 1][1]) if head else 0
+    begin = int(spans[len(spans) - tail][0]) if tail else len(text)
+    return text[:end] + text[max(begin, end) :]
+
+
+def _with_texts(rows: pa.RecordBatch, texts: Mapping[str, Sequence[str | None]]) -> pa.RecordBatch:
+    """Rows with other texts in some columns."""
+    columns = {name: rows.column(name) for name in rows.schema.names}
+    columns |= {name: pa.array(values, pa.large_string()) for name, values in texts.items()}
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))

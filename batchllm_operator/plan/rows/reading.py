@@ -1,0 +1,259 @@
+"""Reads a table's rows into token ids: the streaming part of the plan stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchllm_operator.amounts import counted
+from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined
+from batchllm_operator.plan.earlier_outputs import Reuse
+from batchllm_operator.plan.neighbours import OneBehind, one_ahead
+from batchllm_operator.plan.rows.adapters import RowAdapters
+from batchllm_operator.plan.rows.broken_text import check_text, describe_key
+from batchllm_operator.plan.rows.doubled_start import warn_of_doubled_start
+from batchllm_operator.plan.rows.input_checks import describe_rows
+from batchllm_operator.plan.rows.prompting import Prompter, Prompts
+from batchllm_operator.prefixes import PrefixSearch, PromptStore, TokenTable
+from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+
+_BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
+_FIRST_ROWS: Final = 64
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows read so far: their prompts, and some numbers of each."""
+
+    prompts: PromptStore
+    """Prompts of rows that don't reuse an output."""
+    search: PrefixSearch
+    """Has the same prompts."""
+    reuse: Reuse | None = None
+    """Has the prompts of all rows, and takes out those that reuse an output; None without reuse."""
+    num_rows: int = 0
+    prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Row indexes of the prompts, batch by batch."""
+    estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Their estimated output tokens, if a column holds them."""
+    num_control: int = 0
+    """Rows whose values spell a control token of the model."""
+    num_truncated: int = 0
+    """Rows of which a value was cut."""
+
+    @property
+    def num_reused(self) -> int:
+        """Rows that reuse the output of an earlier commit."""
+        return 0 if self.reuse is None else self.reuse.num_rows
+
+    @property
+    def num_rejected(self) -> int:
+        """Rows that can't be prompted."""
+        return self.num_rows - self.num_reused - len(self.prompts)
+
+    def row_idxs(self) -> npt.NDArray[np.int64]:
+        """The row of each prompt: int64 [num_prompts]."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self.prompted])
+
+    def output_tokens(self) -> npt.NDArray[np.int64] | None:
+        """Estimates for each prompt, if a column holds them: int64 [num_prompts]."""
+        return np.concatenate(self.estimates) if self.estimates else None
+
+
+def read_rows(
+    spec: JobSpec,
+    table: LakeTable,
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    rows: Rows,
+    path: Path,
+    adapters: RowAdapters | None = None,
+    stored: StoredColumns | None = None,
+) -> None:
+    """Read a table into the empty `rows`; write keys, carried columns and faults to a new file.
+
+    Raises:
+        TableError, StorageError: see `LakeTable.scan`; or a key or carried column isn't UTF-8.
+        ModelError: the chat template refuses a prompt.
+        OSError: the disk is full.
+    """
+    where = describe_rows(spec, table, snapshot)
+    with (
+        open_rows_file(path, spec, snapshot.schema) as writer,
+        Progress("read and tokenize", snapshot.num_rows) as progress,
+        one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as scanned,
+        OneBehind() as keeper,
+    ):
+        batches = checked(spec, joined(scanned), where, stored=stored)
+        for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
+            if rows.num_rows == 0:
+                warn_of_doubled_start(spec, found.tokens, tokenizer)
+            rows.num_rows += found.num_rows
+            rows.num_control += found.num_control
+            rows.num_truncated += found.num_truncated
+            keeper.run(_keep, rows, found, writer)
+            progress.advance(found.num_rows, counted(rows.prompts.num_tokens, "token"))
+        progress.complete()  # a filter may skip rows
+    if rows.reuse is not None:
+        rows.reuse.finish(rows.num_rows)
+
+
+def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
+    """A new file of keys, carried columns and faults of rows; `schema` is the input's."""
+    kept = [schema.field(name) for name in spec.kept_columns]
+    columns = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
+    return pq.ParquetWriter(path, columns, compression="zstd")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Prompts of some rows, a piece of a batch."""
+
+    num_rows: int
+    tokens: TokenTable
+    row_idxs: npt.NDArray[np.int64]
+    """int64 [num_prompts], ascending."""
+    estimates: npt.NDArray[np.int64] | None
+    """int64 [num_prompts], if a column holds them."""
+    errors: dict[int, str]
+    """Faults by row of the piece, too long prompts included."""
+    num_control: int
+    num_truncated: int
+    """As in `Prompts`, of which this is a part."""
+    kept: pa.Table | None = None
+    """With the last piece of a batch: the batch's columns for `open_rows_file`."""
+
+
+def checked(
+    spec: JobSpec,
+    batches: Iterable[pa.RecordBatch],
+    where: str,
+    first_row: int = 0,
+    stored: StoredColumns | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """The same batches, unless one has a value that can't be published.
+
+    Args:
+        where: names the rows in errors.
+        first_row: number of the first row in errors.
+        stored: the columns in the output table.
+
+    Raises:
+        TableError: a key or carried column isn't UTF-8, or doesn't fit the output table.
+    """
+    for batch in batches:
+        check_text(spec, batch, first_row, where)
+        if stored is not None:
+            kept = batch.select(list(spec.kept_columns))
+            stored.check(kept, first_row, partial(describe_key, spec))
+        yield batch
+        first_row += batch.num_rows
+
+
+def tokenize(
+    spec: JobSpec,
+    batches: Iterable[pa.RecordBatch],
+    tokenizer: Tokenizer,
+    adapters: RowAdapters | None,
+    reuse: Reuse | None = None,
+) -> Iterator[Tokenized]:
+    """Render and tokenize rows, counted from 0; yields pieces in their order.
+
+    Args:
+        reuse: takes out the prompts of rows that reuse an output.
+
+    Raises:
+        ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
+    """
+    prompter = Prompter(spec, tokenizer, adapters)
+    num_rows, num_at_once = 0, _FIRST_ROWS
+    for batch in batches:
+        if batch.num_rows == 0:
+            continue
+        errors: dict[int, str] = {}
+        start = 0
+        while start < batch.num_rows:
+            piece = batch.slice(start, num_at_once)
+            prompts = prompter.prompts(piece)
+            num_at_once = _num_at_once(prompts.rendered)
+            found = _choose(spec, piece, prompts, tokenizer, num_rows, reuse)
+            errors |= {start + row: error for row, error in found.errors.items()}
+            num_rows += piece.num_rows
+            start += piece.num_rows
+            if start == batch.num_rows:
+                found = replace(found, kept=_kept(spec, batch, errors))
+            yield found
+
+
+def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, str]) -> pa.Table:
+    faults = pa.array(map(errors.get, range(batch.num_rows)), pa.string())
+    kept = [batch.schema.field(name) for name in spec.kept_columns]
+    schema = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
+    columns = [*map(batch.column, spec.kept_columns), faults]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _num_at_once(rendered: RenderedPrompts) -> int:
+    """Rows to render next, assuming they are as long as these."""
+    num_bytes = int(pc.sum(pc.binary_length(rendered.texts)).as_py() or 0)
+    return max(1, len(rendered.texts) * _BYTES_AT_ONCE // max(1, num_bytes))
+
+
+def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
+    """Estimated output tokens of the batch's rows, if a column holds them."""
+    most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)
+    for name in spec.planner.estimate_columns:
+        values = batch.column(name).to_pylist()
+        return [most if v is None else max(least, min(v, most)) for v in values]
+    return None
+
+
+def _choose(
+    spec: JobSpec,
+    piece: pa.RecordBatch,
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    first_row: int,
+    reuse: Reuse | None,
+) -> Tokenized:
+    """The prompts of the next rows, except those that reuse an output, which `reuse` keeps."""
+    estimates = _estimates(spec, piece)
+    tokens, idxs = prompts.tokens, prompts.rendered.idxs
+    errors = dict(prompts.rendered.errors)
+    lengths = tokens.lengths
+    fits = (lengths > 0) & (lengths <= tokenizer.max_prompt_len)
+    if not fits.all():
+        for number in np.flatnonzero(~fits).tolist():
+            fault = length_fault(int(lengths[number]), tokenizer)
+            assert fault is not None, number
+            errors[int(idxs[number])] = fault
+        idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))
+    if reuse is not None:
+        is_new = ~reuse.take(tokens, first_row + idxs)
+        if not is_new.all():
+            idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
+    expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
+    counts = (prompts.num_control, prompts.num_truncated)
+    return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors, *counts)
+
+
+def _keep(rows: Rows, found: Tokenized, writer: pq.ParquetWriter) -> None:
+    rows.prompts.append(found.tokens)
+    rows.search.add(found.tokens)
+    rows.prompted.append(found.row_idxs)
+    if found.estimates is not None:
+        rows.estimates.append(found.estimates)
+    if found.kept is not None:
+        writer.write_table(found.kept)

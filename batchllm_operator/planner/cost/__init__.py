@@ -1,1 +1,0 @@
-"""Cost of a plan on a GPU, by a roofline model."""

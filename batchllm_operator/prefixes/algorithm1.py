@@ -1,0 +1,248 @@
+"""Reduces a tree's prefixes to one level: the paper's Algorithm 1, and its savings.
+
+Single-level groups keep the scheduler and the attention kernel simple; Algorithm 1 picks
+the level for each part of the tree, so that little of the multi-level reuse is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.search.prefix_tree import ROOT, PrefixTree
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixGroups:
+    """Prompts by shared prefix: all members of a group begin with the same tokens.
+
+    Group `g` has the prompts `member_idxs[offsets[g]:offsets[g + 1]]`; each begins with
+    the group's `num_prefix_tokens[g]` tokens and continues with its distinct part, which
+    may be empty. A group of one shares nothing: its prefix has 0 tokens.
+
+    Attributes:
+        member_idxs: [num_prompts] int64, prompt indexes, group after group.
+        offsets: [num_groups + 1] int64, from 0 to num_prompts, rising: no group is empty.
+        num_prefix_tokens: [num_groups] int64; at least 1 in a group of two or more.
+
+    Raises:
+        PlanError: the arrays contradict each other or the rules above.
+    """
+
+    member_idxs: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    num_prefix_tokens: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for array in (self.member_idxs, self.offsets, self.num_prefix_tokens):
+            if array.ndim != 1 or array.dtype != np.int64:
+                raise PlanError("arrays of prefix groups must be 1-d int64")
+        if len(self.offsets) != len(self.num_prefix_tokens) + 1:
+            raise PlanError(
+                f"{len(self.num_prefix_tokens)} prefix groups need one more offset than that, "
+                f"not {len(self.offsets)}"
+            )
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.member_idxs):
+            raise PlanError("offsets of prefix groups don't cover the members")
+        if np.any(self.sizes < 1):
+            raise PlanError(f"prefix group {int(np.argmax(self.sizes < 1))} has no members")
+        wrong = (self.num_prefix_tokens > 0) != (self.sizes > 1)
+        if np.any(wrong) or np.any(self.num_prefix_tokens < 0):
+            group_idx = int(np.argmax(wrong | (self.num_prefix_tokens < 0)))
+            raise PlanError(
+                f"prefix group {group_idx} has {self.sizes[group_idx]} members and a prefix of "
+                f"{self.num_prefix_tokens[group_idx]} tokens"
+            )
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self.num_prefix_tokens)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.member_idxs)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Members of each group, its share degree: [num_groups]."""
+        return np.diff(self.offsets)
+
+    def members(self, group_idx: int) -> NDArray[np.int64]:
+        """Prompt indexes of one group, as a view.
+
+        Raises:
+            IndexError: `group_idx` is not in [0, num_groups).
+        """
+        if not 0 <= group_idx < len(self):
+            raise IndexError(f"group {group_idx} of {len(self)} prefix groups")
+        return self.member_idxs[self.offsets[group_idx] : self.offsets[group_idx + 1]]
+
+    def take(self, group_idxs: NDArray[np.integer[Any]] | Sequence[int]) -> PrefixGroups:
+        """The groups at `group_idxs`, in that order: to reorder them, or to cut a shard.
+
+        Raises:
+            PlanError: an index is not in [0, num_groups).
+        """
+        wanted = np.asarray(group_idxs, dtype=np.int64)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
+            raise PlanError(f"group indexes must lie in [0, {len(self)})")
+        offsets = np.zeros(len(wanted) + 1, dtype=np.int64)
+        np.cumsum(self.sizes[wanted], out=offsets[1:])
+        shift = np.repeat(self.offsets[wanted] - offsets[:-1], np.diff(offsets))
+        members = self.member_idxs[np.arange(offsets[-1]) + shift]
+        return PrefixGroups(members, offsets, self.num_prefix_tokens[wanted])
+
+
+def maximize_reuse(tree: PrefixTree) -> PrefixGroups:
+    """Algorithm 1 (paper, Sec. 4.2): enlarges the first-level prefixes of the whole tree.
+
+    Bottom-up, a node's first-level prefix is forked off to the node's parent, with the
+    node's own tokens in front, if the prefix saves more tokens than computing the node's
+    tokens once more costs. A node left with a single prefix merges with it, as in any
+    compact tree; a node left with none is gone. The prefixes that arrive at the root are
+    the groups, and prompts that arrive alone are groups of one.
+
+    There is no recursion; the time is at most linear in the number of tokens.
+
+    Returns:
+        Groups in lexicographic order of their first members, which doesn't depend on the
+        order of the prompts; members of a group are in lexicographic order too.
+    """
+    return contained_groups(tree, _fork_prefixes(tree.parent, tree.depth, tree.num_leaves))
+
+
+def contained_groups(tree: PrefixTree, container: NDArray[np.int64]) -> PrefixGroups:
+    """Groups in lexicographic order from the first-level prefixes.
+
+    Args:
+        container: [num_nodes] int64, the first-level prefix that contains each node, `ROOT`
+            for a first-level prefix, -1 for a node that is gone. Leaves aren't gone.
+    """
+    group_of_rank, prefix = _collect_groups(
+        container, tree.depth, tree.leaf_begin, tree.leaf_end, tree.num_prompts
+    )
+    offsets = np.zeros(len(prefix) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(group_of_rank, minlength=len(prefix)), out=offsets[1:])
+    ranks = np.argsort(group_of_rank, kind="stable")
+    return PrefixGroups(tree.prompt_idxs[ranks], offsets, prefix)
+
+
+def group_prefill_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tokens to prefill per group: its prefix once, and every distinct part.
+
+    Args:
+        groups: groups over prompts [0, num_prompts).
+        lengths: [num_prompts] int64, tokens per prompt.
+
+    Returns:
+        [num_groups] int64, the denominator of Eq. 4.
+
+    Raises:
+        PlanError: `lengths` lacks a member, or a member is shorter than its prefix.
+    """
+    if groups.num_prompts == 0:
+        return np.zeros(0, dtype=np.int64)
+    if groups.member_idxs.min() < 0 or groups.member_idxs.max() >= len(lengths):
+        raise PlanError(f"prefix groups refer to prompts outside [0, {len(lengths)})")
+    distinct = lengths[groups.member_idxs] - np.repeat(groups.num_prefix_tokens, groups.sizes)
+    if distinct.min() < 0:
+        prompt_idx = groups.member_idxs[np.argmax(distinct < 0)]
+        raise PlanError(f"prompt {prompt_idx} is shorter than the prefix of its group")
+    prefill: NDArray[np.int64] = np.add.reduceat(distinct, groups.offsets[:-1])
+    prefill += groups.num_prefix_tokens
+    return prefill
+
+
+def num_processed_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> int:
+    """Prefill tokens that a single-level plan processes: the numerator in Eq. 2.
+
+    Raises:
+        PlanError: as `group_prefill_tokens`.
+    """
+    return int(group_prefill_tokens(groups, lengths).sum())
+
+
+def saving_ratio(num_processed_tokens: int, num_logical_tokens: int) -> float:
+    """Eq. 2 as a fraction: 1 - processed / logical prefill tokens, 0 for no tokens.
+
+    It is below 0 if more tokens were processed than requested, as when an engine recomputes.
+    """
+    if num_logical_tokens == 0:
+        return 0.0
+    return 1.0 - num_processed_tokens / num_logical_tokens
+
+
+@compiled
+def _fork_prefixes(
+    parent: NDArray[np.int64], depth: NDArray[np.int64], num_leaves: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The final container of each node; -1 if the node is gone.
+
+    A node that is forked off or merged keeps its end and only changes its container, so
+    its tokens are always `depth[node] - depth[container[node]]`. A container precedes
+    its contents in preorder. Each node is in one container's linked list at a time.
+    """
+    leaves = num_leaves.copy()
+    container = np.full(len(parent), _NONE, dtype=np.int64)
+    first = np.full(len(parent), _NONE, dtype=np.int64)
+    following = np.full(len(parent), _NONE, dtype=np.int64)
+    for node in range(len(parent) - 1, ROOT, -1):  # reverse preorder: children first
+        above = parent[node]
+        num_node_tokens = depth[node] - depth[above]
+        item = first[node]
+        kept, num_kept = _NONE, 0
+        while item != _NONE:
+            next_item = following[item]
+            gain = (leaves[item] - 1) * (depth[item] - depth[node])
+            if gain > num_node_tokens:
+                leaves[node] -= leaves[item]
+                container[item], following[item], first[above] = above, first[above], item
+            else:
+                container[item] = node
+                kept, num_kept = item, num_kept + 1
+            item = next_item
+        if num_kept == 1:
+            container[kept], following[kept], first[above] = above, first[above], kept
+        elif num_kept > 1 or first[node] == _NONE:  # still an inner node, or a leaf
+            container[node], following[node], first[above] = above, first[above], node
+    return container
+
+
+@compiled
+def _collect_groups(
+    container: NDArray[np.int64],
+    depth: NDArray[np.int64],
+    leaf_begin: NDArray[np.int64],
+    leaf_end: NDArray[np.int64],
+    num_prompts: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The group of each rank, and the prefix tokens of each group.
+
+    Groups are numbered by their first rank: leaves ascend by rank in preorder.
+    """
+    outermost = np.empty(len(container), dtype=np.int64)
+    group_of_node = np.full(len(container), _NONE, dtype=np.int64)
+    group_of_rank = np.empty(num_prompts, dtype=np.int64)
+    prefix = np.empty(num_prompts, dtype=np.int64)
+    num_groups = 0
+    for node in range(1, len(container)):
+        if container[node] == _NONE:
+            continue
+        outermost[node] = node if container[node] == ROOT else outermost[container[node]]
+        if leaf_end[node] - leaf_begin[node] > 1:
+            continue
+        top = outermost[node]
+        if group_of_node[top] == _NONE:
+            group_of_node[top] = num_groups
+            prefix[num_groups] = 0 if top == node else depth[top]
+            num_groups += 1
+        group_of_rank[leaf_begin[node]] = group_of_node[top]
+    return group_of_rank, prefix[:num_groups].copy()

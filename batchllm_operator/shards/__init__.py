@@ -1,0 +1,1 @@
+"""What attempts at shards leave in the lake, and what is read from it: parts, progress, status."""

@@ -1,0 +1,225 @@
+"""Attempts at a shard: each has a folder of its own, and a later one fences the earlier (ADR 19).
+
+A process that its cluster believes dead may run beside its successor, and can't be stopped from
+outside. So before its work counts, an attempt checks whether a higher number has been claimed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchllm_operator.errors import FencedError, PlanError
+from batchllm_operator.shards.progress import (
+    LIVE_STATES,
+    MOST_INTERVAL_S,
+    PROGRESS_FILE,
+    ShardProgress,
+)
+from batchllm_operator.storage import Folder
+
+CLAIM_FILE: Final = "claim.json"
+_LOOK_AGAIN_INTERVALS: Final = 3.0
+_NAME: Final = re.compile(r"attempt-([0-9]{5,})")
+
+
+class Claim(BaseModel):
+    """Describes the attempt that claimed a number."""
+
+    model_config = ConfigDict(frozen=True)
+
+    claim_version: Literal[1] = 1
+    token: str
+    """Random; by it an attempt recognises its own claim if the answer was lost."""
+    host: str
+    """A pod's name, or a machine's."""
+    process_id: int
+    processes: str | None = None
+    """Identifies the boot and the process namespace that `process_id` is of; None if unknown."""
+    claimed_at: str
+    """UTC, ISO 8601."""
+    owner: str | None = None
+    """Common to all tries of one task; None for a run by hand or of an older release."""
+    worker: int | None = None
+    """The worker that runs the shard; None for a run of this shard alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    shard_folder: Folder
+    number: int
+    """From 1; 0 stands for parts of older releases, in the shard's folder itself."""
+
+    @property
+    def folder(self) -> Folder:
+        return self.shard_folder.child(attempt_name(self.number))
+
+    def check_current(self) -> None:
+        """Raise `FencedError` if a later attempt has begun."""
+        latest = max(_claimed(self.shard_folder, above=self.number), default=None)
+        if latest is None:
+            return
+        who = _who(read_claim(self.shard_folder, latest))
+        raise FencedError(
+            f"{self.shard_folder.uri}: attempt {latest} ({who}) has taken over from"
+            f" attempt {self.number}, which stops; the parts that it has finished are kept"
+        )
+
+
+def attempt_name(number: int) -> str:
+    return f"attempt-{number:05d}"
+
+
+def check_free(shard_folder: Folder, owner: str) -> None:
+    """Raise `FencedError` if the latest attempt is live and another owner's.
+
+    Otherwise two owners' tries would fence each other in turn.
+    """
+    latest = max(_claimed(shard_folder, above=0), default=None)
+    if latest is None:
+        return
+    claim = read_claim(shard_folder, latest)
+    if claim is not None and (claim.owner == owner or has_ended(claim)):
+        return
+    if _is_live(shard_folder, latest):
+        raise FencedError(
+            f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is working for another run, so"
+            " this one doesn't start"
+        )
+
+
+def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
+    """Begin an attempt with a unique number, higher than any before.
+
+    Raises:
+        StorageError: the claim can't be written.
+    """
+    number = 0
+    while True:
+        number = max([number, *attempt_numbers(shard_folder)]) + 1
+        if (attempt := claim_number(shard_folder, number, owner)) is not None:
+            return attempt
+
+
+def claim_number(
+    shard_folder: Folder, number: int, owner: str | None = None, worker: int | None = None
+) -> Attempt | None:
+    """Begin the attempt with this number; None if another process has claimed it.
+
+    Raises:
+        StorageError: the claim can't be written.
+    """
+    claim = Claim(
+        token=secrets.token_hex(16),
+        host=socket.gethostname(),
+        process_id=os.getpid(),
+        processes=_processes(),
+        claimed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        owner=owner,
+        worker=worker,
+    )
+    data = claim.model_dump_json(indent=1).encode()
+    is_ours = shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", data)
+    return Attempt(shard_folder, number) if is_ours else None
+
+
+def attempt_numbers(shard_folder: Folder) -> list[int]:
+    """Numbers of all attempts that have a folder, ascending."""
+    found = map(_NAME.fullmatch, shard_folder.subfolder_names())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def read_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
+    """An attempt's progress; None if it has written none.
+
+    Raises:
+        PlanError: it can't be read.
+    """
+    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
+    try:
+        data = shard_folder.read_bytes(path)
+    except FileNotFoundError:
+        return None
+    return ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
+
+
+def has_ended(claim: Claim) -> bool:
+    """Whether the attempt's process is known to have ended: it ran here, and isn't there any more.
+
+    False says nothing: it may run elsewhere, or another process may have its number.
+    """
+    if claim.processes is None or claim.processes != _processes():
+        return False
+    try:
+        os.kill(claim.process_id, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        return False
+    return False
+
+
+def _processes() -> str | None:
+    """See `Claim.processes`; hosts with one name may be several, so names don't identify them."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return None
+
+
+def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
+    return [
+        number
+        for number in attempt_numbers(shard_folder)
+        if number > above and shard_folder.exists(f"{attempt_name(number)}/{CLAIM_FILE}")
+    ]
+
+
+def read_claim(shard_folder: Folder, number: int) -> Claim | None:
+    """The claim of an attempt; None if there is none, or it can't be read."""
+    try:
+        data = shard_folder.read_bytes(f"{attempt_name(number)}/{CLAIM_FILE}")
+        return Claim.model_validate_json(data)
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def _who(claim: Claim | None) -> str:
+    if claim is None:
+        return "its claim can't be read"
+    return f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
+
+
+def _is_live(shard_folder: Folder, number: int) -> bool:
+    """Whether an attempt's progress is recent, or is updated while this waits.
+
+    Clocks differ, so progress that looks old, or is from the future, is read again after a pause.
+    """
+    seen = _live_progress(shard_folder, number)
+    if seen is None:
+        return False
+    age_s = (datetime.now(UTC) - seen.updated_at).total_seconds()
+    if abs(age_s) <= seen.silent_after_s:
+        return True
+    time.sleep(_LOOK_AGAIN_INTERVALS * min(seen.interval_s, MOST_INTERVAL_S))
+    again = _live_progress(shard_folder, number)
+    return again is not None and again.updated_at != seen.updated_at
+
+
+def _live_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
+    """An attempt's progress; None if it has ended, or its progress is missing or unreadable."""
+    try:
+        progress = read_progress(shard_folder, number)
+    except PlanError:
+        return None
+    return progress if progress and progress.state in LIVE_STATES else None

@@ -1,0 +1,130 @@
+"""Sorts outputs on disk, from plan order into input order.
+
+They are spread over files of neighbouring rows, and each file is sorted in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.storage import ahead
+
+BUCKET_ROWS: Final = 1 << 16
+_MAX_BUCKETS: Final = 256
+_SLICE_ROWS: Final = 1 << 14
+_SLICE_BYTES: Final = 32 << 20
+
+
+def _large(field: pa.Field) -> pa.Field:
+    """The texts of a bucket may exceed the 2 GiB that `string` can address."""
+    return field.with_type(pa.large_string()) if pa.types.is_string(field.type) else field
+
+
+ROW_FIELD: Final = pa.field("row_idx", pa.int64())
+_KEYS: Final = ("request_idx", "row_idxs")
+
+
+def output_fields(parts: pa.Schema) -> list[pa.Field]:
+    """Fields of a part that each of its rows gets."""
+    return [_large(field) for field in parts if field.name not in _KEYS]
+
+
+class Outputs(Protocol):
+    """Finished outputs of a plan's rows."""
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Read these columns of parts in batches of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Files of outputs, each of `num_rows_each` neighbouring rows."""
+
+    paths: Sequence[Path]
+    num_rows_each: int
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        """Yield each bucket's outputs, sorted by `row_idx`: that column, then `output_fields`."""
+        return ahead(self.paths, _read_bucket, num_threads=1)
+
+
+def spread(sources: Sequence[Outputs], parts: pa.Schema, num_rows: int, folder: Path) -> Buckets:
+    """Spread outputs, repeated for each row that they stand for, over files in `folder`.
+
+    Memory is a few parts, whatever the number of rows. Above 16 million rows buckets grow, so that
+    there are at most 256 files. `parts` is the schema of the sources' parts.
+
+    Raises:
+        PlanError: an output is for a row beyond `num_rows`.
+    """
+    bucket_rows = max(BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
+    paths = [folder / f"bucket-{idx}" for idx in range(-(-num_rows // bucket_rows))]
+    schema = pa.schema([ROW_FIELD, *output_fields(parts)])
+    with ExitStack() as stack:
+        writers = [stack.enter_context(pa.ipc.new_stream(path, schema)) for path in paths]
+        for part in _merged(sources, schema.names[1:]):
+            for outputs in one_per_row(part, schema):
+                of_bucket = outputs["row_idx"].to_numpy() // bucket_rows
+                bucket_idxs, starts = np.unique(of_bucket, return_index=True)
+                ends = [*starts[1:], len(of_bucket)]
+                for idx, start, end in zip(bucket_idxs, starts, ends, strict=True):
+                    if not 0 <= idx < len(writers):
+                        raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
+                    writers[idx].write_table(outputs.slice(start, end - start))
+    return Buckets(paths, bucket_rows)
+
+
+def _read_bucket(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
+        outputs = reader.read_all().combine_chunks()
+        return outputs.take(pc.sort_indices(outputs["row_idx"]))
+
+
+def _merged(sources: Sequence[Outputs], names: Sequence[str]) -> Iterator[pa.Table]:
+    """The parts of all sources; small ones are merged, as each costs as much as a large one."""
+    kept: list[pa.Table] = []
+    num_rows = num_bytes = 0
+    for source in sources:
+        for part in source.parts(["row_idxs", *names]):
+            kept.append(part)
+            num_rows += part.num_rows
+            num_bytes += part.get_total_buffer_size()
+            if num_rows >= _SLICE_ROWS or num_bytes >= _SLICE_BYTES:
+                yield pa.concat_tables(kept)
+                kept, num_rows, num_bytes = [], 0, 0
+    if kept:
+        yield pa.concat_tables(kept)
+
+
+def one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
+    """The outputs of a part's requests, repeated for each row that a request stands for.
+
+    Yields slices, as one request may stand for millions of rows; within a slice, rows ascend. For
+    a duplicate row all prompt tokens count as cached.
+    """
+    row_idxs = part["row_idxs"].combine_chunks()
+    request = pc.list_parent_indices(row_idxs).to_numpy()
+    rows = pc.list_flatten(row_idxs).to_numpy()
+    is_repeat = np.zeros(len(request), dtype=bool)
+    is_repeat[1:] = request[1:] == request[:-1]
+    columns = part.select(schema.names[1:]).cast(schema.remove(0)).combine_chunks()
+    for start in range(0, len(request), _SLICE_ROWS):
+        some = rows[start : start + _SLICE_ROWS]
+        order = np.argsort(some, kind="stable")
+        chosen = start + order
+        table = columns.take(pa.array(request[chosen]))
+        table = table.add_column(0, "row_idx", pa.array(some[order]))
+        cached = pc.if_else(
+            pa.array(is_repeat[chosen]), table["num_prompt_tokens"], table["num_cached_tokens"]
+        )
+        position = table.schema.get_field_index("num_cached_tokens")
+        yield table.set_column(position, "num_cached_tokens", cached).cast(schema)

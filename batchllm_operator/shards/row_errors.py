@@ -1,0 +1,179 @@
+"""Failed rows: their number by kind, the first ones, and whether they are too many."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.amounts import counted
+from batchllm_operator.errors import FailedRowsError
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.counts import share
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.row_keys import key_texts
+from batchllm_operator.stored_plan.run_report import ErrorKind
+
+NUM_EXAMPLES: Final = 3
+_NUM_KINDS: Final = 20
+_NUM_NAMED_KINDS: Final = 5
+_MAX_CHARS: Final = 300
+_SPARE: Final = 1_000
+"""Rows beyond those kept, so that keeping the first is seldom done."""
+
+
+class PlanRows(Protocol):
+    """The rows of a plan: a `StoredPlan`, or files that aren't published yet."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The columns that identify a row."""
+
+    def row_batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """These columns of all rows, in input order."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Rows in files of a plan that isn't complete; see `PlanRows`."""
+
+    folder: Folder
+    files: Sequence[str]
+    key: tuple[str, ...]
+
+    def row_batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for name in self.files:
+            with self.folder.open_file(name) as file:
+                yield from pq.ParquetFile(file).iter_batches(columns=list(columns))
+
+
+@dataclass(slots=True)
+class RowErrors:
+    """Failed rows by kind, the part of their errors before the colon."""
+
+    num_examples: int = NUM_EXAMPLES
+    """Rows of each kind that are kept."""
+    counts: Counter[str] = field(default_factory=Counter)
+    _first: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    """By kind, row_idx and error of the first rows in input order, and of some more."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.counts.total()
+
+    def add(self, error: str, row_idxs: Iterable[int]) -> None:
+        kind = error.partition(":")[0]
+        row_idxs = list(row_idxs)
+        self.counts[kind] += len(row_idxs)
+        clipped = clip(error)
+        first = self._first.setdefault(kind, [])
+        first += [(row_idx, clipped) for row_idx in row_idxs]
+        if len(first) > 2 * self.num_examples + _SPARE:
+            self._first[kind] = self._kept(kind)
+
+    def add_rejected(self, rows: PlanRows) -> None:
+        """Add the rows that planning has rejected."""
+        start = 0
+        for batch in rows.row_batches([ERROR_COLUMN]):
+            column = batch.column(0)
+            if column.null_count < len(column):
+                failed = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+                for offset, error in zip(failed, column.drop_null().to_pylist(), strict=True):
+                    self.add(error, [start + int(offset)])
+            start += batch.num_rows
+
+    def _kept(self, kind: str) -> list[tuple[int, str]]:
+        return heapq.nsmallest(self.num_examples, self._first[kind])
+
+    def kinds(self, rows: PlanRows) -> tuple[ErrorKind, ...]:
+        """The most frequent kinds, in descending order, with the keys of their first rows."""
+        chosen = sorted(self.counts, key=lambda kind: (-self.counts[kind], kind))[:_NUM_KINDS]
+        first = {kind: self._kept(kind) for kind in chosen}
+        wanted = sorted({row_idx for each in first.values() for row_idx, _ in each})
+        keys = _read_keys(rows, wanted)
+        return tuple(
+            ErrorKind(
+                kind=kind,
+                num_rows=self.counts[kind],
+                example_keys=tuple(keys[row_idx] for row_idx, _ in first[kind]),
+                example_error=first[kind][0][1],
+            )
+            for kind in chosen
+        )
+
+    def first_rows(self, rows: PlanRows) -> list[tuple[dict[str, str], str]]:
+        """Key and error of the first `num_examples` rows of all kinds, in input order."""
+        found = (row for kind in self._first for row in self._kept(kind))
+        first = heapq.nsmallest(self.num_examples, found)
+        keys = _read_keys(rows, [row_idx for row_idx, _ in first])
+        return [(keys[row_idx], error) for row_idx, error in first]
+
+
+def clip(error: str) -> str:
+    return error if len(error) <= _MAX_CHARS else error[: _MAX_CHARS - 1] + "…"
+
+
+def are_too_many(spec: JobSpec, num_failed: int, num_rows: int) -> bool:
+    """Whether so many failed rows of a plan are more than `max_failed_fraction` allows."""
+    return num_failed > spec.max_failed_fraction * num_rows
+
+
+def too_many_failed(
+    spec: JobSpec,
+    num_rows: int,
+    rows: PlanRows,
+    errors: RowErrors,
+    *,
+    verdict: str,
+    cure: str,
+    num_others: int = 0,
+) -> FailedRowsError:
+    """The error for more failed rows than `max_failed_fraction` allows.
+
+    Args:
+        spec: the job's.
+        num_rows: all rows of the plan.
+        rows: where the keys of examples are read.
+        errors: failed rows.
+        verdict: what follows.
+        cure: what to do to go on with so many.
+        num_others: failed rows that `errors` lacks.
+    """
+    num_failed, kinds = errors.num_rows + num_others, errors.kinds(rows)
+    counts = [f"{kind.num_rows:,} {kind.kind}" for kind in kinds[:_NUM_NAMED_KINDS]]
+    counts += [f"{num_others:,} in other shards"] if num_others else []
+    counts += ["..."] if len(kinds) > _NUM_NAMED_KINDS else []
+    example = ""
+    if kinds:
+        key = ", ".join(f"{name} {value}" for name, value in kinds[0].example_keys[0].items())
+        example = f" First {kinds[0].kind}: {key}: {kinds[0].example_error!r}."
+    return FailedRowsError(
+        f"{num_failed:,} of {counted(num_rows, 'row')} failed, {share(num_failed, num_rows)}"
+        f" ({', '.join(counts)}), more than max_failed_fraction {spec.max_failed_fraction} allows;"
+        f" {verdict}.{example} {cure}. Or mend the rows, and plan again"
+    )
+
+
+def _read_keys(rows: PlanRows, row_idxs: Sequence[int]) -> dict[int, dict[str, str]]:
+    """Keys of a few rows, as text. `row_idxs` are ascending."""
+    if not row_idxs:
+        return {}
+    names = rows.key
+    found: dict[int, dict[str, str]] = {}
+    start = 0
+    for batch in rows.row_batches(names):
+        end = start + batch.num_rows
+        for row_idx in row_idxs[bisect_left(row_idxs, start) : bisect_left(row_idxs, end)]:
+            found[row_idx] = key_texts(batch, row_idx - start, names)
+        start = end
+        if len(found) == len(row_idxs):
+            break
+    return found

@@ -1,0 +1,180 @@
+"""Spilled outputs: finished outputs whose parts are still open, so that a stop loses none.
+
+A spill is a file of the outputs that an attempt has finished since its last one, of all open parts
+together. Like a part it counts by an entry beside it, which isn't written once a later attempt has
+begun, and is never replaced. Only a later attempt reads spills: it writes the parts whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.engine import EngineOutput
+from batchllm_operator.shards.attempts import Attempt
+from batchllm_operator.shards.parts import (
+    PART_SCHEMA,
+    PartEntry,
+    StoredOutputs,
+    errors_in,
+    parse_entry,
+    table_of,
+    whole_files,
+    write_entry,
+    write_outputs,
+)
+from batchllm_operator.storage import Folder, read_files
+from batchllm_operator.stored_plan.counts import Count, Counts
+
+_log = logging.getLogger(__name__)
+_ENTRY_PATH: Final = re.compile(r"attempt-[0-9]{5,}/spill-[0-9]{5,}\.json")
+_PART_FIELD: Final = pa.field("part_idx", pa.int64(), nullable=False)
+_PART_NAMES: Final = [n for n in PART_SCHEMA.names if n not in ("row_idxs", "generated_text")]
+
+
+class SpillEntry(StoredOutputs):
+    """The entry of a spill; `engine_s` counts until the spill."""
+
+    spill_version: Literal[1] = 1
+    shard_idx: Count
+    spill_idx: Count
+    parts: dict[Count, Count]
+    """part_idx -> number of its requests in the file."""
+
+    @property
+    def stem(self) -> str:
+        return f"spill-{self.spill_idx:05d}"
+
+
+@dataclass(slots=True)
+class SpilledPart:
+    """The outputs of an open part that earlier attempts have spilled, by request_idx."""
+
+    outputs: dict[int, EngineOutput] = field(default_factory=dict)
+    row_idxs: dict[int, list[int]] = field(default_factory=dict)
+    engine_s: float = 0.0
+    """Its share of the spills' seconds."""
+
+    def errors(self) -> Iterator[tuple[str, list[int]]]:
+        """The error and the rows of each request that has failed."""
+        for request_idx, output in self.outputs.items():
+            if output.error is not None:
+                yield output.error, self.row_idxs[request_idx]
+
+    @property
+    def counts(self) -> Counts:
+        return Counts.of((each, len(self.row_idxs[idx])) for idx, each in self.outputs.items())
+
+
+def write_spill(
+    attempt: Attempt,
+    plan_id: str,
+    shard_idx: int,
+    spill_idx: int,
+    outputs: Mapping[int, Sequence[EngineOutput]],
+    row_idxs: Mapping[int, Sequence[int]],
+    engine_s: float,
+    schema: pa.Schema,
+) -> SpillEntry:
+    """Write a spill's file, then its entry, each in one step.
+
+    Args:
+        attempt: the attempt that has finished the outputs.
+        plan_id, shard_idx: what it works on.
+        spill_idx: a number that the attempt hasn't used.
+        outputs: by part_idx, at least one.
+        row_idxs: the rows of each request_idx.
+        engine_s: see `Counts`.
+        schema: the job's `part_schema`.
+
+    Raises:
+        FencedError: a later attempt has begun; no entry is written, but the file may be.
+    """
+    flat = [each for part in outputs.values() for each in part]
+    rows = [list(row_idxs[each.request_idx]) for each in flat]
+    part_idxs = [part_idx for part_idx, part in outputs.items() for _ in part]
+    columns: dict[str, list[Any]] = {"row_idxs": rows, _PART_FIELD.name: part_idxs}
+    table = table_of(flat, columns, schema.append(_PART_FIELD))
+    file, sha256 = write_outputs(attempt, f"spill-{spill_idx:05d}", table)
+    entry = SpillEntry(
+        plan_id=plan_id,
+        attempt=attempt.number,
+        shard_idx=shard_idx,
+        spill_idx=spill_idx,
+        parts={part_idx: len(part) for part_idx, part in outputs.items()},
+        file=file,
+        sha256=sha256,
+        **dict(Counts.of(zip(flat, map(len, rows), strict=True), engine_s)),
+    )
+    write_entry(attempt, entry)
+    return entry
+
+
+def read_spills(
+    folder: Folder, plan_id: str, shard_idx: int, written: Container[int], schema: pa.Schema
+) -> dict[int, SpilledPart]:
+    """The spilled outputs of a shard, of all attempts together, by part_idx.
+
+    Of a request that was spilled twice, the output of the latest attempt counts. Spills that can't
+    be read, belong elsewhere, or whose file is absent or altered don't count, with a warning.
+
+    Args:
+        folder: the shard's run folder.
+        plan_id, shard_idx: the shard.
+        written: parts in the ledger, whose outputs are left out.
+        schema: the job's `part_schema`.
+    """
+    contents = read_files(folder, filter(_ENTRY_PATH.fullmatch, folder.find()))
+    entries = []
+    for path, data in contents.items():
+        entry = parse_entry(SpillEntry, folder, path, data, plan_id)
+        if entry is not None and entry.shard_idx != shard_idx:
+            _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
+        elif entry is not None and any(part_idx not in written for part_idx in entry.parts):
+            entries.append(entry)
+    found: dict[int, SpilledPart] = {}
+    in_order = sorted(whole_files(folder, entries), key=lambda each: (each.attempt, each.spill_idx))
+    for entry in in_order:
+        for part_idx, num_requests in entry.parts.items():
+            if part_idx not in written:
+                part = found.setdefault(part_idx, SpilledPart())
+                part.engine_s += entry.engine_s * num_requests / max(entry.num_requests, 1)
+        for part_idx, row_idxs, output in _rows(folder, entry, schema):
+            if part_idx in found:
+                found[part_idx].outputs[output.request_idx] = output
+                found[part_idx].row_idxs[output.request_idx] = row_idxs
+    return found
+
+
+def stored_errors(
+    folder: Folder, entries: Iterable[PartEntry], spilled: Iterable[SpilledPart]
+) -> Iterator[tuple[str, list[int]]]:
+    """The error and the rows of each request that has failed, in parts and beside them."""
+    for entry in entries:
+        if entry.num_failed_rows:
+            data = pa.BufferReader(folder.read_bytes(entry.path))
+            yield from errors_in(pq.read_table(data, columns=["error", "row_idxs"]))
+    for part in spilled:
+        yield from part.errors()
+
+
+def _rows(
+    folder: Folder, entry: SpillEntry, schema: pa.Schema
+) -> Iterator[tuple[int, list[int], EngineOutput]]:
+    """The part, the rows and the output of each request in a spill."""
+    table = pq.read_table(pa.BufferReader(folder.read_bytes(entry.path)))
+    raw_names = [name for name in schema.names if name not in PART_SCHEMA.names]
+    for row in table.to_pylist():
+        yield row[_PART_FIELD.name], row["row_idxs"], _output(row, raw_names)
+
+
+def _output(row: Mapping[str, Any], raw_names: Sequence[str]) -> EngineOutput:
+    raw = {name: row[name] for name in raw_names if row.get(name) is not None}
+    fields = {name: row[name] for name in _PART_NAMES}
+    return EngineOutput(text=row["generated_text"], raw=raw, **fields)

@@ -1,0 +1,278 @@
+"""The status of a job's run, shard by shard, from progress objects and reports."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from typing import Literal
+
+from batchllm_operator.prefixes import saving_ratio
+from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.refusal import Refusal
+from batchllm_operator.stored_plan.run_report import Bill
+
+ShardState = Literal["waiting", "starting", "running", "silent", "stopped", "failed", "finished"]
+"""`waiting`: no attempt has begun. `silent`: an attempt has stopped updating its progress, because
+it was killed, or its release writes none. The others are those of `ShardProgress`."""
+
+
+WorkerState = Literal["starting", "running", "silent", "stopped", "failed", "idle"]
+"""`idle`: its last shard is finished; it waits or has ended. Otherwise that of its live shards, or
+of its last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """One shard, by its report or else by its latest attempt.
+
+    Rows, parts and tokens count finished work of all attempts. Without progress they are 0 until
+    the shard is finished, because the ledger isn't read for this.
+    """
+
+    shard_idx: int
+    state: ShardState
+    num_rows: int
+    num_parts: int
+    num_rows_done: int = 0
+    num_rows_failed: int = 0
+    num_parts_done: int = 0
+    num_logical_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    computed_tokens_per_s: float = 0.0
+    """Prompt tokens computed per second, without cached ones; 0 unless the shard is live."""
+    output_tokens_per_s: float = 0.0
+    """0 unless the shard is live."""
+    eta_s: float | None = None
+    """Counted from `JobStatus.read_at`; None if unknown, or unless the shard is live."""
+    predicted_gpu_s: float | None = None
+    """Its share of the plan's estimate; None without one."""
+    age_s: float | None = None
+    """Seconds since the latest attempt's last sign; None if there is none."""
+    num_attempts: int = 0
+    gpu_s: float = 0.0
+    """GPU seconds that its attempts with progress have held."""
+    host: str = ""
+    """Host of the latest attempt."""
+    worker: int | None = None
+    """Number of the worker that made the latest attempt; None for `run --shard`."""
+    error: str | None = None
+    """The latest attempt's error, if it failed."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("starting", "running")
+
+    @property
+    def saving_ratio(self) -> float | None:
+        """Eq. 2 so far, over the rows that got a text; None before there is one."""
+        return _saving_ratio([self])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker, by the attempts that it made.
+
+    Workers are told apart by number and host. The number alone may be that of several processes:
+    tries of one task, or runs of the plan with other numbers of workers.
+    """
+
+    worker: int
+    host: str
+    num_workers: int | None
+    """Number of workers that it was last started as one of."""
+    state: WorkerState
+    live_shards: tuple[int, ...]
+    """Numbers of the shards that it runs, ascending. It feeds one before the last has ended."""
+    num_finished: int
+    """Shards that it has finished."""
+    num_rows_done: int
+    """Finished rows of the shards whose latest attempt it made, with those of earlier attempts."""
+    computed_tokens_per_s: float
+    """As of a shard; 0 unless it is live."""
+    output_tokens_per_s: float
+    """0 unless it is live."""
+    age_s: float
+    """Seconds since its last sign."""
+    gpu_s: float
+    """GPU seconds of all its attempts."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("starting", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """All shards of a plan, at one moment.
+
+    Rows that can't be prompted, or that reuse an earlier output, aren't counted, unless a name says
+    so.
+    """
+
+    plan_uri: str
+    plan_id: str
+    job: str
+    ds: str
+    is_committed: bool
+    """Whether the output table holds the plan's rows."""
+    read_at: datetime
+    shards: tuple[ShardStatus, ...]
+    """All shards, in order."""
+    notes: tuple[str, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
+    """By number, and among equal numbers the latest sign first; none with `run --shard`."""
+    num_rows_rejected: int = 0
+    """Rows that can't be prompted: failed rows, too, for commit and its limit."""
+    planned_saving_ratio: float | None = None
+    """What the plan says `saving_ratio` will be; None if there is nothing to generate."""
+    bill: Bill | None = None
+    """GPU time so far, None without a GPU, and the plan's prediction if it has one."""
+    refusal: Refusal | None = None
+    """Why the last commit published nothing; None if it hasn't refused, or after a commit."""
+
+    @property
+    def num_live_workers(self) -> int:
+        return sum(worker.is_live for worker in self.workers)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def num_rows_done(self) -> int:
+        return sum(shard.num_rows_done for shard in self.shards)
+
+    @property
+    def num_rows_failed(self) -> int:
+        return sum(shard.num_rows_failed for shard in self.shards)
+
+    @property
+    def num_parts(self) -> int:
+        return sum(shard.num_parts for shard in self.shards)
+
+    @property
+    def num_parts_done(self) -> int:
+        return sum(shard.num_parts_done for shard in self.shards)
+
+    @property
+    def computed_tokens_per_s(self) -> float:
+        return sum(shard.computed_tokens_per_s for shard in self.shards)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(shard.output_tokens_per_s for shard in self.shards)
+
+    @property
+    def gpu_s(self) -> float:
+        """GPU seconds that all attempts with progress have held."""
+        return sum(shard.gpu_s for shard in self.shards)
+
+    @property
+    def saving_ratio(self) -> float | None:
+        """Eq. 2 so far, over the rows that got a text; None before there is one."""
+        return _saving_ratio(self.shards)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(shard.state == "finished" for shard in self.shards)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_finished == len(self.shards)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last row of all shards, 0 if all are finished.
+
+        The longest of the live shards' times, and at least the time for all remaining rows at the
+        live shards' combined speed. This assumes that as many shards run until the end, as with
+        workers or a pool in Airflow, and leaves out future engine starts. None if no live shard has
+        an estimate.
+        """
+        if self.is_finished:
+            return 0.0
+        # The rest as of the last sign takes its time from then on, not from now.
+        live = [
+            (shard.num_rows - shard.num_rows_done, shard.eta_s, shard.age_s or 0.0)
+            for shard in self.shards
+            if shard.is_live and shard.eta_s is not None
+        ]
+        if not live:
+            return None
+        speeds = [
+            num_left / (eta_s + age_s) if eta_s + age_s else 0.0 for num_left, eta_s, age_s in live
+        ]
+        rows_per_s = sum(speeds)
+        since = sum(speed * age_s for speed, (_, _, age_s) in zip(speeds, live, strict=True))
+        latest_s = max(eta_s for _, eta_s, _ in live)
+        num_left = self.num_rows - self.num_rows_done - since
+        return max(latest_s, num_left / rows_per_s) if rows_per_s > 0 else None
+
+
+def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
+    """The shard's status at `now` by its latest attempt alone."""
+    is_live, age_s = latest.is_live(now), latest.age_s(now)
+    state: ShardState = latest.state
+    same = {field.name for field in fields(ShardStatus)} & ShardProgress.model_fields.keys()
+    found = ShardStatus(**{name: getattr(latest, name) for name in same})
+    found = replace(found, age_s=age_s, num_attempts=1, gpu_s=latest.gpu_s)
+    if not is_live:
+        state = "silent" if found.is_live else state
+        found = replace(found, computed_tokens_per_s=0.0, output_tokens_per_s=0.0)
+        return replace(found, state=state, eta_s=None)
+    return replace(found, eta_s=None if latest.eta_s is None else max(0.0, latest.eta_s - age_s))
+
+
+def worker_statuses(
+    shards: Iterable[ShardStatus], attempts: Iterable[ShardProgress], now: datetime
+) -> tuple[WorkerStatus, ...]:
+    """The workers of a plan's runs at `now`; `attempts` are those at all of its `shards`."""
+    made: defaultdict[tuple[int, str], list[ShardProgress]] = defaultdict(list)
+    for each in attempts:
+        if each.worker is not None:
+            made[each.worker, each.host].append(each)
+    latest: defaultdict[tuple[int | None, str], list[ShardStatus]] = defaultdict(list)
+    for shard in shards:
+        latest[shard.worker, shard.host].append(shard)
+    workers = [_worker_status(each, latest[key], now) for key, each in made.items()]
+    return tuple(sorted(workers, key=lambda worker: (worker.worker, worker.age_s, worker.host)))
+
+
+def _worker_status(
+    made: list[ShardProgress], shards: list[ShardStatus], now: datetime
+) -> WorkerStatus:
+    last = max(made, key=lambda each: each.updated_at)
+    assert last.worker is not None
+    live = [each for each in made if each.is_live(now)]
+    state: WorkerState
+    if live:
+        state = "running" if any(each.state == "running" for each in live) else "starting"
+    else:
+        ended = shard_status(last, now).state
+        state = ended if ended in ("silent", "stopped", "failed") else "idle"
+    return WorkerStatus(
+        worker=last.worker,
+        host=last.host,
+        num_workers=last.num_workers,
+        state=state,
+        live_shards=tuple(sorted(each.shard_idx for each in live)),
+        num_finished=sum(shard.state == "finished" for shard in shards),
+        num_rows_done=sum(shard.num_rows_done for shard in shards),
+        computed_tokens_per_s=sum(each.computed_tokens_per_s for each in live),
+        output_tokens_per_s=sum(each.output_tokens_per_s for each in live),
+        age_s=last.age_s(now),
+        gpu_s=sum(each.gpu_s for each in made),
+    )
+
+
+def _saving_ratio(shards: Iterable[ShardStatus]) -> float | None:
+    shards = list(shards)
+    num_logical = sum(shard.num_logical_tokens for shard in shards)
+    if not num_logical:
+        return None
+    num_computed = sum(shard.num_prompt_tokens - shard.num_cached_tokens for shard in shards)
+    return saving_ratio(num_computed, num_logical)

@@ -1,0 +1,216 @@
+"""The commit stage on Spark: outputs go back to the order of the rows, and become data files.
+
+driver  ledgers of shards -> parts                           (`commit.stage`)
+tasks   parts -> a row for each of a request's rows -> shuffled by range of rows, sorted
+tasks   each range: checked, joined with its keys -> data files beside the table's
+driver  one atomic commit that refers to them                (`commit.stage`)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.commit.partition import FinishedShard, Joining, write_partition
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import LakeTable, gather, write_files
+from batchllm_operator.lake.table import StagedRows, Staging
+from batchllm_operator.progress import Progress
+from batchllm_operator.shards.buckets import (
+    BUCKET_ROWS,
+    ROW_FIELD,
+    one_per_row,
+    output_fields,
+)
+from batchllm_operator.shards.parts import PartEntry, part_schema
+from batchllm_operator.shards.reuse_index import ReusedOutputs
+from batchllm_operator.spark.live import counted
+from batchllm_operator.spark.session import spark_session
+from batchllm_operator.spark.staging import scratch_folder
+from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.run_report import RunReport
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_TASK_ROWS: Final = 1 << 16
+_BYTES_PER_TOKEN: Final = 5
+MOST_ROWS_OF_ONE_FILE: Final = 20_000_000
+"""Of a partition of plain Parquet."""
+
+
+def commit_on_spark(plan_uri: str) -> RunReport:
+    """Publish the outputs of a finished plan on Spark; see `commit.stage.commit_run`.
+
+    A table whose partitions are one file each (plain Parquet) is committed by the driver alone.
+    Spark starts only when there are data files to write.
+
+    Raises:
+        TableError: as `commit_run`; or such a partition is too large for that.
+        BatchLLMError: as `commit_run`; or see `spark_session` and `said_by`.
+    """
+    return commit_run(plan_uri, _write)
+
+
+def _write(
+    plan: StoredPlan,
+    sources: Sequence[FinishedShard | ReusedOutputs],
+    spool: Path,
+    table: LakeTable,
+) -> Path | StagedRows:
+    """Write the partition's data files; see `write_partition`."""
+    spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
+    joining = Joining.of(plan, table, sources)
+    add_columns = spec.output.add_columns
+    staging = table.staging(plan.manifest.ds, joining.schema, add_columns=add_columns)
+    if staging is None:
+        if num_rows > MOST_ROWS_OF_ONE_FILE:
+            raise TableError(
+                f"output {table.uri}: a partition of plain Parquet is one file, and {num_rows:,}"
+                " rows are too many for one; give the job an Iceberg or Delta table, or"
+                " commit with --on local"
+            )
+        return write_partition(plan, sources, spool, table)
+    rows_each = _rows_each(plan, sources)
+    num_ranges = -(-num_rows // rows_each)
+    if num_ranges == 0:
+        return staging.rows([])
+    payloads = list(_payloads(sources))
+    num_tasks = len(payloads) + num_ranges
+    with (
+        spark_session(spec) as spark,
+        Progress("commit on Spark", num_tasks, unit="tasks") as progress,
+        counted(spark, progress, num_tasks, "join outputs with rows"),
+    ):
+        found = _joined(spark, plan, payloads, joining, staging, rows_each, num_ranges)
+    return staging.rows([file for _, files in sorted(found) for file in files])
+
+
+def _rows_each(plan: StoredPlan, sources: Sequence[FinishedShard | ReusedOutputs]) -> int:
+    """Rows of a range: about a data file of the target size, whole buckets."""
+    entries = [e for each in sources if isinstance(each, FinishedShard) for e in each.entries]
+    num_rows = max(1, plan.manifest.counts.num_rows)
+    stored = sum(plan.manifest.files[rows.file].size_bytes for rows in plan.manifest.row_files)
+    num_bytes = stored + sum(entry.num_output_tokens for entry in entries) * _BYTES_PER_TOKEN
+    wanted = plan.manifest.spec.output.target_file_bytes * num_rows // max(1, num_bytes)
+    return max(1, min(wanted, num_rows) // BUCKET_ROWS) * BUCKET_ROWS
+
+
+def _payloads(sources: Sequence[FinishedShard | ReusedOutputs]) -> Iterator[bytes]:
+    """What tasks are given: some parts of a shard, or the outputs that the plan has reused."""
+    for source in sources:
+        if isinstance(source, ReusedOutputs):
+            yield json.dumps({"reused": source.plan.folder.uri}).encode()
+            continue
+        kept: list[PartEntry] = []
+        for entry in source.entries:
+            kept.append(entry)
+            if sum(each.num_rows for each in kept) >= _TASK_ROWS:
+                yield _payload(source.folder, kept)
+                kept = []
+        if kept:
+            yield _payload(source.folder, kept)
+
+
+def _payload(folder: Folder, entries: Sequence[PartEntry]) -> bytes:
+    listed = [entry.model_dump(mode="json") for entry in entries]
+    return json.dumps({"folder": folder.uri, "entries": listed}).encode()
+
+
+def _source(payload: bytes) -> FinishedShard | ReusedOutputs:
+    given = json.loads(payload)
+    if "reused" in given:
+        return ReusedOutputs(StoredPlan.open(given["reused"]))
+    entries = [PartEntry.model_validate(entry) for entry in given["entries"]]
+    return FinishedShard(Folder.open(given["folder"]), entries)
+
+
+def _joined(
+    spark: SparkSession,
+    plan: StoredPlan,
+    payloads: Sequence[bytes],
+    joining: Joining,
+    staging: Staging,
+    rows_each: int,
+    num_ranges: int,
+) -> list[tuple[int, list[str]]]:
+    """Write the data files of each range; returns its number and their entries.
+
+    Raises:
+        PlanError: outputs and rows aren't one to one.
+    """
+    from pyspark.sql.functions import col
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    fields = pa.schema([ROW_FIELD, *output_fields(part_schema(plan.manifest.spec))])
+    sent = pa.schema([pa.field("range", pa.int32()), *map(_plain, fields)])
+    plan_uri, num_rows = plan.folder.uri, plan.manifest.counts.num_rows
+    most, bucket_rows = plan.manifest.spec.output.target_file_bytes, BUCKET_ROWS
+
+    def outputs(batches: Batches) -> Iterator[Any]:
+        for payload in payloads_in(batches):
+            for part in _source(payload).parts(["row_idxs", *fields.names[1:]]):
+                for rows in one_per_row(part, fields):
+                    numbers = pc.cast(pc.divide(rows["row_idx"], rows_each), pa.int32())
+                    if (last := pc.max(numbers).as_py()) is not None and last >= num_ranges:
+                        raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
+                    table = rows.add_column(0, "range", numbers)
+                    yield from table.cast(sent).combine_chunks().to_batches()
+
+    def write(batches: Batches) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        number = context.partitionId()
+        first, end = number * rows_each, min((number + 1) * rows_each, num_rows)
+        buckets = _buckets(batches, fields, first, end, bucket_rows)
+        tables = joining.tables(StoredPlan.open(plan_uri), first, end, bucket_rows, buckets)
+        with scratch_folder() as scratch:
+            write_files(gather(tables, most), scratch / "data", joining.schema, most)
+            files = staging.put(scratch / "data", number)
+        yield said([json.dumps([number, files]).encode()])
+
+    frame = mapped(tasks(spark, payloads), outputs, from_arrow_schema(sent))
+    dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
+    return [(number, files) for number, files in map(json.loads, said_by(dealt, write))]
+
+
+def _buckets(
+    batches: Batches, fields: pa.Schema, first: int, end: int, num_rows_each: int
+) -> Iterator[pa.Table]:
+    """Sorted outputs of a range, cut into buckets; empty ones, too."""
+    kept: list[pa.RecordBatch] = []
+    bound = first + num_rows_each
+    for batch in batches:
+        rest = batch.drop_columns(["range"]) if batch.num_rows else batch
+        while rest.num_rows:
+            places = rest.column("row_idx").to_numpy()
+            num = int(places.searchsorted(bound))
+            kept.append(rest.slice(0, num))
+            rest = rest.slice(num)
+            if rest.num_rows:
+                yield _table(kept, fields)
+                kept, bound = [], bound + num_rows_each
+    while bound < end + num_rows_each:
+        yield _table(kept, fields)
+        kept, bound = [], bound + num_rows_each
+
+
+def _table(batches: Sequence[pa.RecordBatch], fields: pa.Schema) -> pa.Table:
+    if not batches:
+        return fields.empty_table()
+    return pa.Table.from_batches(batches).cast(fields).combine_chunks()
+
+
+def _plain(field: pa.Field) -> pa.Field:
+    """Spark's texts are `string`s."""
+    return field.with_type(pa.string()) if pa.types.is_large_string(field.type) else field

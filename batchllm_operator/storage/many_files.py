@@ -1,0 +1,118 @@
+"""Operations on many files of a folder, a few at a time to hide the storage's latency."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.storage.folder import Folder
+
+_NUM_THREADS: Final = 8
+"""Each thread holds at most the read-ahead of one file: 16 MiB."""
+_MOST_AT_ONCE: Final = 16
+"""Files per task: a task costs as much as reading a small file from local disk."""
+
+Item = TypeVar("Item")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """The storage's metadata of a file."""
+
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970, by the storage's clock."""
+
+
+def list_files(folder: Folder) -> dict[str, StoredFile]:
+    """All files below a folder, by name relative to it, sorted.
+
+    Raises:
+        SpecError: the storage doesn't say when a file was written.
+    """
+    found = {}
+    for name, details in folder.find().items():
+        when = details["mtime"] if folder.is_local else _last_modified(folder, name, details)
+        found[name] = StoredFile(int(details["size"]), float(when))
+    return found
+
+
+def _last_modified(folder: Folder, name: str, details: Mapping[str, Any]) -> float:
+    """Seconds since 1970. A creation time won't do: a file may have been replaced since."""
+    when = details.get("LastModified")
+    if not isinstance(when, datetime):
+        raise SpecError(
+            f"{folder.uri}/{name}: this storage doesn't say when a file was written (there is no"
+            " LastModified), so gc can't tell what is old; remove old plans by hand, or keep them"
+            " on local disk or S3 (output.staging_uri)"
+        )
+    return when.timestamp()
+
+
+def read_files(folder: Folder, names: Iterable[str]) -> dict[str, bytes]:
+    """Contents of those of `names` that exist, all in memory: for small files."""
+    return _each(names, folder.read_bytes)
+
+
+def hash_files(folder: Folder, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 (hex) of those of `names` that exist."""
+    return _each(names, folder.sha256)
+
+
+def remove_files(folder: Folder, names: Iterable[str]) -> None:
+    """Remove those of `names` that exist; on local disk, also folders that are empty then."""
+    names = list(names)
+    _each(names, folder.remove)
+    if folder.is_local:
+        parents = {name.rpartition("/")[0] for name in names} - {""}
+        above = {"/".join(p.split("/")[:n]) for p in parents for n in range(1, p.count("/") + 2)}
+        for path in [*sorted(above, key=len, reverse=True), ""]:
+            with suppress(OSError):  # it isn't empty, or is gone
+                Path(folder.full_path(path)).rmdir()
+
+
+def ahead(
+    items: Iterable[Item], work: Callable[[Item], T], *, num_threads: int = _NUM_THREADS
+) -> Iterator[T]:
+    """`map(work, items)` on threads, a few items ahead of the caller.
+
+    Errors of `work` are raised in the items' order; a caller that stops early
+    waits for running calls.
+    """
+    with ThreadPoolExecutor(num_threads, "batchllm-ahead") as pool:
+        under_way: deque[Future[T]] = deque()
+        try:
+            for item in items:
+                under_way.append(pool.submit(work, item))
+                if len(under_way) > num_threads:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for each in under_way:
+                each.cancel()
+
+
+def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
+    """The result for each name whose file exists. The first error ends the others."""
+    names = list(names)
+    num_at_once = max(1, min(_MOST_AT_ONCE, len(names) // (4 * _NUM_THREADS)))
+    chunks = [names[at : at + num_at_once] for at in range(0, len(names), num_at_once)]
+
+    def done(chunk: Sequence[str]) -> dict[str, T]:
+        found = {}
+        for name in chunk:
+            with suppress(FileNotFoundError):
+                found[name] = work(name)
+        return found
+
+    with ThreadPoolExecutor(_NUM_THREADS, "batchllm-files") as pool:
+        return {name: result for found in pool.map(done, chunks) for name, result in found.items()}

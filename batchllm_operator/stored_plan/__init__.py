@@ -1,0 +1,1 @@
+"""A plan in the lake: its manifest, its data files, and the notes beside them."""

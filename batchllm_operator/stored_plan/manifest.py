@@ -1,0 +1,388 @@
+"""The persisted plan: a manifest that names, checks and explains the plan's data files.
+
+Nothing here touches storage: bytes and local files in, bytes and local files out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import pyarrow as pa
+from pydantic import Field, ValidationError, model_validator
+
+from batchllm_operator.cost.gpu import GPU
+from batchllm_operator.cost.model_shape import ModelShape
+from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes.algorithm1 import saving_ratio
+from batchllm_operator.prefixes.sharing import PlanSharing
+from batchllm_operator.spec import SPEC_VERSION, JobSpec
+from batchllm_operator.spec.faults import describe
+from batchllm_operator.stored_plan.counts import Count, Frozen
+from batchllm_operator.stored_plan.pooling import PlannedPooling
+from batchllm_operator.stored_plan.shard_files import shard_file
+
+PLAN_VERSION: Final = 1
+PLAN_KIND: Final = "batchllm-plan"
+MANIFEST_FILE: Final = "manifest.json"
+ROWS_FILE: Final = "rows.parquet"
+GROUPS_FILE: Final = "groups.parquet"
+FINGERPRINTS_FILE: Final = "fingerprints.parquet"
+"""The prompt's fingerprint for each row of the partition, if outputs are reused."""
+REUSED_FILE: Final = "reused.parquet"
+"""Outputs that the plan takes from an earlier commit, with the schema of parts."""
+ERROR_COLUMN: Final = "error"
+"""Column of rows.parquet: why a row can't be prompted; null where it can."""
+ERRORS_SCHEMA: Final = pa.schema([pa.field(ERROR_COLUMN, pa.string())])
+"""Columns of rows.parquet beside those that the job keeps."""
+GROUPS_SCHEMA: Final = pa.schema(
+    [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
+)
+"""One row per group, in plan order: hashes by which a later plan recognises its prefix, or null."""
+
+
+class DataFile(Frozen):
+    """Size and checksum of a file of the plan."""
+
+    size_bytes: Count
+    sha256: str
+
+
+class SpreadGroup(Frozen):
+    """A group whose requests are spread over all replicas of a run."""
+
+    group_id: Count
+    split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...] = ()
+    """Tokens in each replica's chunk of the prefix (KV-Runahead); in a group of one request, of its
+    prompt without the last token. Empty: each replica computes the whole prefix."""
+
+
+class ReplicaPlacement(Frozen):
+    """How the replicas of a run share a shard (ADR 26); predictions are in seconds."""
+
+    num_replicas: int = Field(ge=2)
+    spread: tuple[SpreadGroup, ...] = ()
+    """In the order of their start, those with a split first. All other groups are whole."""
+    whole_first: tuple[Count, ...] = ()
+    """The whole groups that take longest, in the order of their start."""
+    makespan_s: float
+    without_chains_s: float
+    """Makespan of the best placement without chains."""
+    measure: bool = False
+    """Whether to measure the link between replicas, because it is unknown and chains may pay."""
+
+    @model_validator(mode="after")
+    def _check_splits(self) -> ReplicaPlacement:
+        if any(len(group.split) not in (0, self.num_replicas) for group in self.spread):
+            raise ValueError("a split isn't for these replicas")
+        if len(set(self.first_groups)) < len(self.first_groups):
+            raise ValueError("a group is placed twice")
+        return self
+
+    @property
+    def first_groups(self) -> list[int]:
+        """Groups to start with, in order."""
+        return [*(group.group_id for group in self.spread), *self.whole_first]
+
+    @property
+    def num_chained(self) -> int:
+        """Groups whose prefix is computed by a chain."""
+        return sum(bool(group.split) for group in self.spread)
+
+
+class ShardInfo(Frozen):
+    """One shard: the work of one GPU task."""
+
+    file: str
+    num_groups: Count
+    num_requests: Count
+    num_rows: Count
+    num_parts: Count
+    """Row groups of the shard file; each becomes one output part."""
+    num_prefill_tokens: Count
+    predicted_gpu_s: float | None = None
+    """Its share of the estimate, to which all shards add up. None without an estimate."""
+    replicas: ReplicaPlacement | None = None
+    """How the replicas of a run share it; None for one replica, or if a placement gains nothing."""
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether replicas compute prefixes of it together, or are to measure whether that pays."""
+        return self.replicas is not None and bool(
+            self.replicas.num_chained or self.replicas.measure
+        )
+
+
+class PlanCounts(Frozen):
+    """The plan's counts of rows, requests and tokens."""
+
+    num_rows: Count
+    num_rejected_rows: Count
+    """Rows that can't be prompted; their errors are in rows.parquet."""
+    num_duplicate_rows: Count
+    """Rows whose prompt another row's request stands for."""
+    num_requests: Count
+    num_groups: Count
+    num_shared_groups: Count
+    """Groups of two requests or more."""
+    num_logical_tokens: Count
+    """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
+    num_planned_tokens: Count
+    """Prefill tokens of the shards' engines, if each keeps in its cache what it will need again
+    (Eq. 2, N_processed); in whole KV blocks. In plans of releases that dealt out groups, those of
+    groups that compute their one prefix once, by exact tokens."""
+    num_optimal_tokens: Count
+    """The same with one shard; by exact tokens in plans of those releases."""
+    num_algorithm_1_saved_tokens: Count
+    """Tokens that the paper's Algorithm 1 saves in one shard."""
+    num_exact_saved_tokens: Count
+    """Tokens that the best single-level choice saves; the plan takes the better of the two."""
+    num_reused_rows: Count = 0
+    """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
+    num_control_rows: Count = 0
+    """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
+    num_truncated_rows: Count = 0
+    """Rows of which a value was cut; see `prompt.truncate`."""
+
+    @property
+    def planned_saving_ratio(self) -> float:
+        """Eq. 2 of the shards, 0 to 1."""
+        return saving_ratio(self.num_planned_tokens, self.num_logical_tokens)
+
+    @property
+    def optimal_saving_ratio(self) -> float:
+        """Eq. 2 of one engine with unbounded memory, 0 to 1."""
+        return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
+
+
+class CostEstimate(Frozen):
+    """The job's predicted cost on the spec's `target_gpu`; formulas in `planner.cost.roofline`."""
+
+    gpu: GPU
+    model: ModelShape
+    num_saved_tokens: int
+    """Prefill tokens that sharing and duplicates save: logical - planned."""
+    num_output_tokens: int
+    """Estimated, of all requests."""
+    prefill_s: float
+    decode_s: float
+    attention_bytes: float
+    """Bytes of KV that decoding reads."""
+    num_steps: float
+    gpu_s: float
+    cost_usd: float
+    unshared_gpu_s: float
+    """`gpu_s` if each row's prompt were computed alone."""
+    unshared_cost_usd: float
+    assumptions: tuple[str, ...]
+
+    @property
+    def saved_gpu_s(self) -> float:
+        return self.unshared_gpu_s - self.gpu_s
+
+    @property
+    def saved_cost_usd(self) -> float:
+        return self.unshared_cost_usd - self.cost_usd
+
+
+class LengthBucket(Frozen):
+    """Counts of outputs for prompts in a range of lengths."""
+
+    min_prompt_tokens: Count
+    """A power of two; the bucket ends before the next."""
+    num_rows: Count
+    num_output_tokens: Count
+
+
+class LearnedOutputs(Frozen):
+    """Output lengths of an earlier partition."""
+
+    ds: str
+    plan_id: str
+    buckets: tuple[LengthBucket, ...]
+    """Those with rows, ascending."""
+    num_known_prefixes: Count = 0
+    """Number of that partition's group prefixes by which groups can be recognised."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(bucket.num_rows for bucket in self.buckets)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
+
+
+class RowFile(Frozen):
+    """A file with one row per input row: key, carried columns, error."""
+
+    file: str
+    num_rows: Count
+
+
+class SnapshotFile(Frozen):
+    """One input file as it was when the plan read it."""
+
+    name: str
+    size_bytes: Count
+    version: str
+
+
+class PlanManifest(Frozen):
+    """Everything about a plan but its data. Equal inputs give equal bytes."""
+
+    kind: Literal["batchllm-plan"] = PLAN_KIND
+    plan_version: Literal[1] = PLAN_VERSION
+    plan_id: str = Field(pattern=r"^[0-9a-f]{16}$")
+    spec_version: int
+    spec: JobSpec
+    spec_identity: str
+    ds: str = Field(min_length=1)
+    input_uri: str
+    input_version: str | None = None
+    """State of the table that was read, such as `delta:<version>`; None in plans of releases
+    that read only Parquet."""
+    input_files: tuple[SnapshotFile, ...]
+    tokenizer_fingerprint: str
+    model_version: str
+    """The hub's commit (`commit:...`) or a digest of the model's folder."""
+    adapter_versions: tuple[str, ...] = ()
+    """Those of `model.adapters`, in the order of their names: as `model_version`."""
+    label_token_ids: tuple[Count, ...] = ()
+    """First tokens of the labels, in the order of the spec's, if its task is to classify."""
+    pooling: PlannedPooling | None = None
+    """For the tasks `embed` and `pool`; stored for them only."""
+    max_model_len: Count
+    counts: PlanCounts
+    planned_saving_ratio: float
+    optimal_saving_ratio: float
+    learned: LearnedOutputs | None = None
+    """The earlier outputs for the estimate, if the spec asks for it and there are any."""
+    estimate: CostEstimate | None = None
+    """None if no GPU is named, or the model's shape is unknown."""
+    sharing: PlanSharing | None = None
+    """None in plans of older releases."""
+    imbalance: float = 1.0
+    """Predicted work of the largest shard / that of the average shard."""
+    files: Mapping[str, DataFile]
+    row_parts: tuple[Count, ...] = ()
+    """Rows of each file of rows, in plans with several; stored for them only."""
+    shards: tuple[ShardInfo, ...]
+
+    @model_validator(mode="after")
+    def _check_files(self) -> PlanManifest:
+        """Check that the manifest names the expected files: paths are never taken from it."""
+        shards = [shard_file(idx) for idx in range(len(self.shards))]
+        expected = [*(rows.file for rows in self.row_files), *shards]
+        if self.spec.reuse_outputs:
+            expected += [FINGERPRINTS_FILE, REUSED_FILE]
+        if [shard.file for shard in self.shards] != shards:
+            raise ValueError("shards have other files than theirs")
+        if sum(rows.num_rows for rows in self.row_files) != self.counts.num_rows:
+            raise ValueError("files of rows don't have all rows")
+        if not self.files.keys() >= set(expected):
+            raise ValueError("files of the plan aren't named")
+        return self
+
+    @property
+    def row_files(self) -> tuple[RowFile, ...]:
+        """The files of rows, in the order of the rows."""
+        if not self.row_parts:
+            return (RowFile(file=ROWS_FILE, num_rows=self.counts.num_rows),)
+        return tuple(
+            RowFile(file=rows_file(idx), num_rows=num) for idx, num in enumerate(self.row_parts)
+        )
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.spec.name}/{self.ds}/{self.plan_id}"
+
+    def is_spare(self, shard_idx: int) -> bool:
+        """Whether it is a shard of the spec that the plan has too few requests for.
+
+        A spec that leaves the number to the plan has one shard at least.
+        """
+        return len(self.shards) <= shard_idx < (self.spec.planner.num_shards or 1)
+
+    def to_bytes(self) -> bytes:
+        """The stored form: JSON with a digest of itself."""
+        unused = {name for name in ("pooling", "row_parts") if not getattr(self, name)}
+        body = self.model_dump(mode="json", exclude=unused)
+        return _dump({**body, "manifest_sha256": _digest(body)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> PlanManifest:
+        """Read a stored manifest; `source` names it in errors.
+
+        Raises:
+            PlanError: it isn't a plan, is of another version, is corrupted, or is refused by this
+                release.
+        """
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"plan {source}: the manifest is corrupted: not JSON") from error
+        if not isinstance(body, dict) or body.get("kind") != PLAN_KIND:
+            raise PlanError(f"plan {source}: this isn't a plan made by `batchllm plan`")
+        for field, ours in (("plan_version", PLAN_VERSION), ("spec_version", SPEC_VERSION)):
+            if body.get(field) != ours:
+                raise PlanError(
+                    f"plan {source}: has {field} {body.get(field)!r}; this release reads {ours};"
+                    " make the plan again with this release"
+                )
+        try:
+            is_whole = body.pop("manifest_sha256", None) == _digest(body)
+        except (ValueError, RecursionError):  # a lone surrogate, which UTF-8 can't encode
+            is_whole = False
+        if not is_whole:
+            raise PlanError(f"plan {source}: the manifest is corrupted: its checksum doesn't hold")
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            # It is intact, so a release with other rules has written it.
+            raise PlanError(
+                f"plan {source}: this release refuses it ({describe(error, cls)}); make the plan"
+                " again, with a spec that this release takes"
+            ) from error
+
+
+def rows_file(idx: int) -> str:
+    """One of several files of rows; see `PlanManifest.row_files`."""
+    return f"rows-{idx:05d}.parquet"
+
+
+def compute_plan_id(
+    spec: JobSpec,
+    ds: str,
+    model_version: str,
+    files: Mapping[str, DataFile],
+    learned: LearnedOutputs | None = None,
+    adapter_versions: Sequence[str] = (),
+) -> str:
+    """16 hex digits that identify the spec, the model and the data."""
+    content = {name: file.sha256 for name, file in files.items()}
+    identity: dict[str, Any] = {"spec": spec.identity, "ds": ds, "model": model_version}
+    identity["files"] = content
+    if learned is not None:
+        identity["learned"] = learned.model_dump(mode="json")
+    if adapter_versions:
+        identity["adapters"] = adapter_versions
+    return _digest(identity)[:16]
+
+
+def describe_file(path: Path) -> DataFile:
+    """Size and checksum of a local file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return DataFile(size_bytes=path.stat().st_size, sha256=digest)
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dump(body)).hexdigest()
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    return (json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()

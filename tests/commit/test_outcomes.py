@@ -1,0 +1,173 @@
+"""What became of each row: the columns `status` and `error`, and tables from before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from support.answers_job import asking, run_and_commit
+from support.fake_job import DS, document_rows, expected_prompt
+from support.lake_tables import LAKES, Lake, open_lake
+
+from batchllm_operator.answers import Answers
+from batchllm_operator.engine import EngineOutput, EngineRequest
+from batchllm_operator.engine.fake import FakeEngine, fake_text
+from batchllm_operator.errors import TableError
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.shards import outputs
+from batchllm_operator.spec import JobSpec
+
+EARLIER = "2026-01-30"
+OLD_COLUMNS = {
+    **dict.fromkeys(["row_key", "generated_text", "finish_reason"], pa.string()),
+    **dict.fromkeys(["num_prompt_tokens", "num_cached_tokens", "num_output_tokens"], pa.int32()),
+    **dict.fromkeys(["error", "model", "run_id", "query"], pa.string()),
+}
+"""As releases before `status` have created them, but for the partition column."""
+ERROR = pa.struct([("kind", pa.string()), ("message", pa.string())])
+ROWS: list[dict[str, Any]] = [
+    *document_rows(1, 1),
+    {"row_key": "rejected", "document": None, "query": "q"},
+    {"row_key": "failed", "document": "#", "query": "q"},
+    {"row_key": "invalid", "document": "no number", "query": "q"},
+    {"row_key": "ok", "document": "ends", "query": "q"},
+]
+FOUND = {
+    "d0-q0": ("cut_off", None),
+    "rejected": ("rejected", {"kind": "null_value", "message": "column 'document' is null"}),
+    "failed": ("failed", {"kind": "engine_error", "message": "error token in the prompt"}),
+    "invalid": ("invalid_output", {"kind": "invalid_output", "message": "not this: but that"}),
+    "ok": ("ok", None),
+}
+LEFT_OUT = {"sampling": {"max_tokens": 8, "ignore_eos": True}}
+CHOICE = {"response_format": {"type": "choice", "choices": ["no", "yes"]}}
+CLASSIFY = {"task": "classify", "labels": ["no", "yes"]}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake engine ends an answer if the prompt says so; another one can't be used."""
+    answer = FakeEngine._answer
+    invalid = fake_text(list(expected_prompt(ROWS[3]).encode()))
+
+    def as_asked(self: FakeEngine, request: EngineRequest, *args: Any) -> EngineOutput:
+        output = answer(self, request, *args)
+        ends = b"ends" in bytes(request.prompt_token_ids)
+        return replace(output, finish_reason="stop") if ends else output
+
+    def fault(self: Answers, text: str, raw: Mapping[str, Any]) -> str | None:
+        return "invalid_output: not this: but that" if text == invalid else None
+
+    monkeypatch.setattr(FakeEngine, "_answer", as_asked)
+    monkeypatch.setattr(Answers, "fault", fault)
+
+
+@pytest.fixture(params=LAKES)
+def lakes(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Lake, Lake]:
+    """Input, of two days, and output."""
+    make = LAKES[request.param]
+    source, target = (make(str(tmp_path), tmp_path, monkeypatch, name) for name in ("docs", "out"))
+    for ds in (EARLIER, DS):
+        rows = pa.Table.from_pylist(ROWS)
+        source.append(ds, rows.append_column("Status", pa.array(["mine"] * len(ROWS))))
+    return source, target
+
+
+def spec_of(
+    lakes: tuple[Lake, Lake], output: Mapping[str, Any] | None = None, **changes: Any
+) -> JobSpec:
+    source, target = lakes
+    place = {"uri": target.address, "staging_uri": target.staging, "carry": ["query"]}
+    extra_args = {"byte_tokens": True, "error_token_id": ord("#")}
+    fields: dict[str, Any] = {
+        "input": {"uri": source.address, "key": "row_key"},
+        "output": {**place, **(output or {})},
+        "engine": {"backend": "fake", "extra_args": extra_args},
+        "max_failed_fraction": 1.0,
+    }
+    return asking("unused", **{**fields, **changes})
+
+
+def read(lake: Lake, ds: str = DS) -> dict[str, dict[str, Any]]:
+    """The partition's rows, by key."""
+    table = open_lake(lake)
+    snapshot = table.snapshot(ds)
+    batches = table.scan(snapshot, snapshot.schema.names)
+    return {row["row_key"]: row for batch in batches for row in batch.to_pylist()}
+
+
+def columns_of(lake: Lake) -> dict[str, pa.DataType]:
+    schema = open_lake(lake).snapshot(DS).schema
+    return {field.name: field.type for field in schema if field.name != "ds"}
+
+
+def run_as_before(monkeypatch: pytest.MonkeyPatch, spec: JobSpec, ds: str) -> None:
+    """As a release before `status` would."""
+    with monkeypatch.context() as patch:
+        patch.setattr(outputs, "_has_status", lambda *args: False)
+        run_and_commit(spec, ds)
+
+
+def test_a_new_table_tells_what_became_of_each_row(lakes: tuple[Lake, Lake], engine: None) -> None:
+    spec = spec_of(lakes)
+    run_and_commit(spec)
+    assert {key: (row["status"], row["error"]) for key, row in read(lakes[1]).items()} == FOUND
+    columns = columns_of(lakes[1])
+    assert (columns["status"], columns["error"]) == (pa.string(), ERROR)
+    names = list(columns)
+    assert names[names.index("error") - 1] == "status"
+    run_and_commit(spec, EARLIER)
+    assert columns_of(lakes[1]) == columns
+    assert open_lake(lakes[1]).partitions() == [EARLIER, DS]
+
+
+@pytest.mark.parametrize("days", [(EARLIER, DS), (DS, DS)], ids=["another day", "the same day"])
+def test_a_table_from_before_keeps_its_columns(
+    lakes: tuple[Lake, Lake], engine: None, monkeypatch: pytest.MonkeyPatch, days: tuple[str, str]
+) -> None:
+    run_as_before(monkeypatch, spec_of(lakes), days[0])
+    changed = spec_of(lakes, prompt={"template": "{document}|{query}"})
+    run_and_commit(changed, days[1])
+    assert columns_of(lakes[1]) == OLD_COLUMNS
+    errors = {key: row["error"] for key, row in read(lakes[1]).items()}
+    texts = {
+        key: error and f"{error['kind']}: {error['message']}" for key, (_, error) in FOUND.items()
+    }
+    assert errors == {**texts, "invalid": None}  # its prompt is another one
+
+
+def test_a_table_with_the_struct_alone_gains_a_status_if_it_may(
+    lakes: tuple[Lake, Lake], engine: None
+) -> None:
+    if not lakes[1].has_versions:
+        pytest.skip("plain Parquet has no tables of other programs")
+    lakes[1].create(pa.schema({**OLD_COLUMNS, "error": ERROR}))
+    spec = spec_of(lakes)
+    with pytest.raises(TableError, match=r"has no column 'status'; set output\.add_columns"):
+        plan_job(spec, DS)
+    run_and_commit(spec_of(lakes, output={"add_columns": True}))
+    assert {key: (row["status"], row["error"]) for key, row in read(lakes[1]).items()} == FOUND
+
+
+def test_a_column_of_that_name_is_carried_as_before(lakes: tuple[Lake, Lake], engine: None) -> None:
+    run_and_commit(spec_of(lakes, output={"carry": ["query", "Status"]}))
+    assert columns_of(lakes[1]) == {**OLD_COLUMNS, "Status": pa.string()}
+    assert {row["Status"] for row in read(lakes[1]).values()} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    "ask", [LEFT_OUT, CLASSIFY, CHOICE], ids=["ignore_eos", "classify", "choice"]
+)
+def test_where_each_answer_is_whole_none_is_cut_off(
+    lakes: tuple[Lake, Lake], engine: None, ask: dict[str, Any]
+) -> None:
+    run_and_commit(spec_of(lakes, **ask))
+    found = read(lakes[1])
+    assert (found["d0-q0"]["finish_reason"], found["d0-q0"]["status"]) == ("length", "ok")
+    assert found["rejected"]["status"] == "rejected"

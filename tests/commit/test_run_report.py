@@ -1,0 +1,298 @@
+"""What a commit says of its run: gathered from parts, attempts, traces and the plan."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.run_reports import make_timeline
+
+from batchllm_operator.commit import report as run_report
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.commit.report import load_report, store_page
+from batchllm_operator.engine import Engine, EngineJob
+from batchllm_operator.errors import EngineError, PlanError, StorageError
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.report.page import render_report
+from batchllm_operator.report.summary import format_summary
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.shards import row_errors
+from batchllm_operator.shards.attempts import attempt_name
+from batchllm_operator.shards.committed import COMMITTED_FILE
+from batchllm_operator.shards.job_status import read_attempts
+from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.shards.row_errors import RowErrors
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.run_report import PAGE_FILE, RunReport, Timeline
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+
+@pytest.fixture
+def no_pictures() -> None:
+    """Overrides that of all tests: here pages are drawn as users get them."""
+
+
+def run_job(spec: JobSpec) -> StoredPlan:
+    plan = plan_job(spec, DS)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    return plan
+
+
+def commit_job(lake: Path, rows: list[dict[str, Any]], **changes: Any) -> RunReport:
+    write_table(lake / "documents", rows)
+    return commit_run(run_job(fake_spec(lake, **changes)).folder.uri)
+
+
+def test_tokens_and_shards_add_up(tmp_path: Path) -> None:
+    rows = document_rows(8, 5)
+    rows[11] = {**rows[20], "row_key": "a duplicate"}
+    report = commit_job(tmp_path, rows)
+    tokens = report.tokens
+    assert tokens is not None
+    assert tokens.num_logical == report.num_logical_tokens
+    assert tokens.num_computed == report.num_computed_tokens
+    assert tokens.num_output == report.num_output_tokens
+    assert tokens.num_duplicate > 0 and tokens.num_cached > 0
+    assert 1 - tokens.num_computed / tokens.num_logical == pytest.approx(
+        report.achieved_saving_ratio
+    )
+    assert [shard.shard_idx for shard in report.shards] == [0, 1]
+    assert sum(shard.num_rows for shard in report.shards) == 40
+    assert sum(shard.num_requests for shard in report.shards) == report.num_requests
+    assert sum(shard.engine_s for shard in report.shards) == pytest.approx(report.engine_s)
+    assert {shard.num_attempts for shard in report.shards} == {1}
+
+
+def test_without_a_gpu_there_is_no_bill(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    assert report.bill is not None
+    assert (report.bill.gpu_s, report.bill.cost_usd) == (None, None)
+    assert report.timelines == ()
+
+
+def test_the_bill_counts_gpus_of_all_attempts(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        raise EngineError("no device")
+
+    with pytest.raises(EngineError):
+        run_shard(plan.folder.uri, 0, num_gpus=2, start=start)
+    for shard_idx in range(2):
+        run_shard(plan.folder.uri, shard_idx, num_gpus=2)
+    report = commit_run(plan.folder.uri)
+    assert report.bill is not None and report.bill.gpu_s is not None
+    known = [shard.gpu_s for shard in report.shards if shard.gpu_s is not None]
+    assert report.bill.gpu_s == pytest.approx(sum(known))
+    assert [shard.num_attempts for shard in report.shards] == [2, 1]
+    held = [read_attempts(plan)[idx].progress for idx in range(2)]
+    assert [len(each) for each in held] == [2, 1]
+    assert known == [
+        pytest.approx(2 * sum(one.elapsed_s for one in each), abs=0.1) for each in held
+    ]
+
+
+def test_an_attempt_that_left_no_sign_leaves_the_bill_open(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    for shard_idx in range(2):
+        run_shard(plan.folder.uri, shard_idx, num_gpus=2)
+    (plan.run_folder(1).child("attempt-00001")).remove("progress.json")
+    report = commit_run(plan.folder.uri)
+    assert report.bill is not None and report.bill.gpu_s is None
+    assert report.shards[0].gpu_s is not None and report.shards[1].gpu_s is None
+
+
+def note_worker(plan: StoredPlan, shard_idx: int, attempt: int, **changes: Any) -> None:
+    """Make an attempt that of a worker."""
+    folder = plan.run_folder(shard_idx).child(attempt_name(attempt))
+    progress = ShardProgress.from_bytes(folder.read_bytes(PROGRESS_FILE), source="x")
+    changed = progress.model_copy(update={"attempt": attempt, **changes})
+    folder.write_bytes(PROGRESS_FILE, changed.model_dump_json().encode())
+
+
+def test_workers_are_counted_and_their_engines_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 4 runs shards 2 and 1, also begun by another 4; shard 0 has none."""
+    write_table(tmp_path / "documents", document_rows(9, 5))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 3}), DS)
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        raise EngineError("no device")
+
+    with pytest.raises(EngineError):
+        run_shard(plan.folder.uri, 1, start=start)
+    for shard_idx in (0, 2, 1):
+        run_shard(plan.folder.uri, shard_idx)
+    note_worker(plan, 1, 1, worker=4, host="a")
+    note_worker(plan, 1, 2, worker=4, host="b")
+    note_worker(plan, 2, 1, worker=4, host="b")
+    read: list[tuple[int, int | None, int | None]] = []
+
+    def read_timeline(
+        folder: Folder, shard_idx: int, *, attempt: int | None = None, worker: int | None = None
+    ) -> Timeline:
+        assert folder.uri == plan.run_folder(shard_idx).uri
+        read.append((shard_idx, attempt, worker))
+        return make_timeline(shard_idx, worker=worker)
+
+    monkeypatch.setattr(run_report, "read_timeline", read_timeline)
+    report = commit_run(plan.folder.uri)
+    assert [shard.worker for shard in report.shards] == [None, 4, 4]
+    assert report.num_workers == 1 and "of generating by 1 worker" in format_summary(report)
+    assert sorted(read) == [(0, None, None), (2, 1, 4)]
+    assert {line.name for line in report.timelines} == {"shard 0", "worker 4, from shard 2"}
+    assert load_report(report.plan_uri) == report
+
+
+def test_what_the_plan_knew_of_sharing_is_in_it(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows(6, 5))
+    sharing = report.sharing
+    assert sharing is not None
+    assert sum(sharing.share_degrees.counts) == report.num_requests == 30
+    assert sum(sharing.prefix_lengths.counts) == report.num_shared_groups
+    largest = sharing.largest_groups[0]
+    assert largest.num_saved_tokens == largest.num_prefix_tokens * (largest.num_requests - 1)
+    assert any("document" in group.first_words for group in sharing.largest_groups)
+
+
+def test_errors_have_the_keys_of_their_first_rows(tmp_path: Path) -> None:
+    rows = document_rows(8, 5)
+    for idx in (3, 7, 20, 33):
+        rows[idx] = {**rows[idx], "document": None}
+    rows[5] = {**rows[5], "document": "too long " * 1000}
+    report = commit_job(tmp_path, rows, max_failed_fraction=0.5)
+    nulls, long = report.errors
+    assert (nulls.kind, nulls.num_rows) == ("null_value", 4)
+    assert [key["row_key"] for key in nulls.example_keys] == [
+        rows[idx]["row_key"] for idx in (3, 7, 20)
+    ]
+    assert nulls.example_error == "null_value: column 'document' is null"
+    assert (long.kind, long.num_rows) == ("prompt_too_long", 1)
+    assert long.example_keys == ({"row_key": rows[5]["row_key"]},)
+    assert report.errors_by_kind == {"null_value": 4, "prompt_too_long": 1}
+
+
+def test_errors_of_the_engine_are_found_whatever_their_order(tmp_path: Path) -> None:
+    errors = RowErrors()
+    errors.add("engine_error: b", [9, 30])
+    errors.add("engine_error: a", [4])
+    errors.add("engine_error: " + "long " * 500, [2])
+    errors.add("other: x", [1])
+    rows = document_rows(8, 5)
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(fake_spec(tmp_path), DS)
+    engine, other = errors.kinds(plan)
+    assert engine.num_rows == 4
+    assert [key["row_key"] for key in engine.example_keys] == [
+        rows[idx]["row_key"] for idx in (2, 4, 9)
+    ]
+    assert len(engine.example_error) == 300
+    assert other.kind == "other"
+
+
+def test_kinds_beyond_number_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_errors, "_NUM_KINDS", 2)
+    write_table(tmp_path / "documents", document_rows(8, 5))
+    errors = RowErrors()
+    for idx, kind in enumerate(["a", "b", "b", "c"]):
+        errors.add(f"{kind}: x", [idx])
+    assert [each.kind for each in errors.kinds(plan_job(fake_spec(tmp_path), DS))] == ["b", "a"]
+    assert errors.num_rows == 4
+
+
+def test_a_page_lies_beside_the_report(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    page = Path(report.plan_uri) / PAGE_FILE
+    assert page.read_text() == render_report(report)
+    assert load_report(report.plan_uri) == report
+
+
+def test_committing_again_keeps_the_report_and_brings_the_page_back(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    page = Path(report.plan_uri) / PAGE_FILE
+    (Path(report.plan_uri) / "committed.json").unlink()
+    page.unlink()
+    assert commit_run(report.plan_uri) == report
+    assert page.exists()
+
+
+def test_a_page_that_is_as_it_should_be_is_not_written_again(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    page = Path(report.plan_uri) / PAGE_FILE
+    before = page.stat().st_mtime_ns
+    store_page(Folder.open(report.plan_uri), report)
+    assert page.stat().st_mtime_ns == before
+    page.write_text("of an older release")
+    store_page(Folder.open(report.plan_uri), report)
+    assert page.read_text() == render_report(report)
+
+
+def test_a_page_that_cannot_be_made_costs_a_warning_not_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(report: RunReport) -> str:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("batchllm_operator.report.page.render_report", fail)
+    with caplog.at_level(logging.WARNING):
+        report = commit_job(tmp_path, document_rows())
+    assert report.num_rows_out == 30
+    assert "report.html isn't written: RuntimeError('no fonts')" in caplog.text
+    assert not (Path(report.plan_uri) / PAGE_FILE).exists()
+
+
+def test_a_report_before_the_commit_is_refused(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    with pytest.raises(PlanError, match="it wasn't committed yet"):
+        load_report(plan.folder.uri)
+
+
+def test_a_report_of_an_older_release_is_replaced_with_the_time_of_now(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    folder = Folder.open(report.plan_uri)
+    folder.write_bytes("report.json", b"{}")
+    assert run_report._first_committed(folder) is None
+
+
+def test_a_commit_needs_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: StoredPlan) -> None:
+        raise StorageError("no access")
+
+    monkeypatch.setattr(run_report, "read_attempts", fail)
+    report = commit_job(tmp_path, document_rows())
+    assert report.bill is not None and report.bill.gpu_s is None
+    assert "what its attempts took isn't known: no access" in caplog.text
+
+
+def test_a_report_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    Path(report.report_uri).unlink()
+    with pytest.raises(PlanError, match="removed since; commit makes it again"):
+        load_report(report.plan_uri)
+    (Path(report.plan_uri) / COMMITTED_FILE).unlink()
+    with pytest.raises(PlanError, match="rows are published, but a report wasn't written; commit"):
+        load_report(report.plan_uri)
+    again = commit_run(report.plan_uri)
+    assert again == report.model_copy(update={"committed_at": again.committed_at})
+
+
+def test_where_all_is_reused_the_bill_is_known_to_be_nothing(tmp_path: Path) -> None:
+    rows = document_rows()
+    commit_job(tmp_path, rows, reuse_outputs=True)
+    write_table(tmp_path / "documents", rows, "2026-02-01")
+    plan = plan_job(fake_spec(tmp_path, reuse_outputs=True), "2026-02-01")
+    report = commit_run(plan.folder.uri)
+    assert report.num_rows_reused == len(rows) and report.shards == ()
+    assert report.bill is not None and report.bill.gpu_s == 0
+    assert report.figures()["achieved_saving_ratio"] is None

@@ -1,0 +1,215 @@
+"""Traces of steps, in few enough numbers to be drawn."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.levels import examples
+
+from batchllm_operator.commit import timelines
+from batchllm_operator.commit.timelines import read_timeline
+from batchllm_operator.storage import Folder
+from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+
+CHUNK = 1000
+
+
+def step(number: int, start_s: float, tokens: int, *, waiting: int = 0, used: int = 10) -> StepRow:
+    """A step of decode tokens."""
+    return StepRow(
+        step=number,
+        start_s=start_s,
+        scheduling_s=0.001,
+        num_decode_tokens=tokens,
+        num_distinct_tokens=0,
+        num_prefix_tokens=0,
+        num_cached_tokens=0,
+        num_scheduled=1,
+        num_running=1,
+        num_waiting=waiting,
+        num_preempted=number % 2,
+        num_used_blocks=used,
+        num_held_blocks=used // 2,
+        num_blocks=100,
+    )
+
+
+def write_trace(
+    folder: Path,
+    steps: Sequence[StepRow],
+    *,
+    attempt: int = 1,
+    name: str = "a",
+    chunk: int | None = CHUNK,
+) -> None:
+    path = folder / f"attempt-{attempt:05d}" / f"trace-{name}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with closing(StepTrace(path, chunk)) as trace:
+        for each in steps:
+            trace.add(each)
+
+
+def test_a_workers_timeline_is_that_of_one_attempt(tmp_path: Path) -> None:
+    write_trace(tmp_path, [step(0, 0.0, 100)], attempt=1)
+    write_trace(tmp_path, [step(0, 0.0, 200), step(1, 1.0, 300)], attempt=2)
+    folder = Folder.open(str(tmp_path))
+    found = read_timeline(folder, 5, attempt=2, worker=7)
+    assert found is not None
+    assert (found.num_decode_tokens, found.name) == ((200.0, 300.0), "worker 7, from shard 5")
+    all_attempts = read_timeline(folder, 5)
+    assert all_attempts is not None
+    assert (all_attempts.num_steps, all_attempts.name) == (3, "shard 5")
+    assert read_timeline(folder, 5, attempt=3, worker=7) is None
+
+
+def test_each_step_is_a_bin_while_there_are_few(tmp_path: Path) -> None:
+    steps = [step(0, 0.0, 900), step(1, 1.0, 400, waiting=3), step(2, 2.0, 100, used=70)]
+    write_trace(tmp_path, steps)
+    found = read_timeline(Folder.open(str(tmp_path)), 5)
+    assert found is not None
+    assert (found.shard_idx, found.num_steps, found.chunk_size) == (5, 3, CHUNK)
+    assert (found.duration_s, found.bin_s) == (3.0, 1.0)
+    assert found.num_decode_tokens == (900.0, 400.0, 100.0)
+    assert found.kv_used == (0.1, 0.1, 0.7)
+    assert found.kv_held == (0.05, 0.05, 0.35)
+    assert found.num_preempted == 1
+
+
+def test_a_valley_is_a_small_step_while_requests_wait(tmp_path: Path) -> None:
+    steps = [
+        step(0, 0.0, CHUNK, waiting=9),
+        step(1, 1.0, CHUNK // 2, waiting=9),  # just no valley
+        step(2, 2.0, CHUNK // 2 - 1, waiting=9),
+        step(3, 5.0, 1),  # the end: nobody waits
+        step(4, 6.0, 1),
+    ]
+    write_trace(tmp_path, steps)
+    found = read_timeline(Folder.open(str(tmp_path)), 0)
+    assert found is not None
+    assert (found.num_valley_steps, found.duration_s) == (1, 7.0)
+    assert found.valley_share == pytest.approx(3 / 7, abs=1e-4)
+    assert sum(found.valley) * found.bin_s == pytest.approx(3.0, abs=1e-2)
+
+
+@settings(max_examples=examples(30))
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 10), st.integers(0, CHUNK)), min_size=1, max_size=600),
+    st.integers(1, 40),
+)
+def test_long_runs_keep_their_means_and_peaks(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[float, int]], num_bins: int
+) -> None:
+    folder = tmp_path_factory.mktemp("shard")
+    start_s, rows = 0.0, []
+    for number, (length_s, tokens) in enumerate(steps):
+        rows.append(step(number, start_s, tokens, used=tokens % 100))
+        start_s += length_s
+    write_trace(folder, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timelines, "_NUM_BINS", num_bins)
+        found = read_timeline(Folder.open(str(folder)), 0)
+    assert found is not None
+    assert len(found.kv_used) == len(found.num_decode_tokens) == min(num_bins, len(rows))
+    assert max(found.kv_used) == pytest.approx(max(row.num_used_blocks for row in rows) / 100)
+    tokens = [row.num_decode_tokens for row in rows]
+    assert min(tokens) - 0.1 <= min(found.num_decode_tokens)
+    assert max(found.num_decode_tokens) <= max(tokens) + 0.1
+    assert found.bin_s * len(found.kv_used) == pytest.approx(found.duration_s, abs=1e-3)
+
+
+def test_a_long_step_fills_the_bins_that_it_takes(tmp_path: Path) -> None:
+    steps = [step(idx, idx / 10, 100, used=90) for idx in range(10)]
+    write_trace(tmp_path, [*steps, step(10, 1.0, 700), step(11, 11.9, 200)])
+    found = read_timeline(Folder.open(str(tmp_path)), 0)
+    assert found is not None
+    assert (found.bin_s, len(found.kv_used)) == (1.0, 12)
+    assert found.num_decode_tokens == (100.0, *(700.0,) * 10, 650.0)
+    assert found.kv_used == (0.9, *(0.1,) * 11)
+
+
+def test_engines_and_attempts_follow_each_other(tmp_path: Path) -> None:
+    write_trace(tmp_path, [step(0, 0.0, 3), step(1, 1.0, 3)], attempt=2, name="b", chunk=500)
+    write_trace(tmp_path, [step(0, 0.0, 1), step(1, 1.0, 1)], attempt=1, name="z")
+    write_trace(tmp_path, [step(0, 0.0, 2)], attempt=2, name="a")
+    found = read_timeline(Folder.open(str(tmp_path)), 0)
+    assert found is not None
+    assert (found.num_steps, found.chunk_size) == (5, 500)
+    assert found.num_decode_tokens[0] == 1.0 and found.num_decode_tokens[-1] == 3.0
+
+
+def test_of_very_many_steps_the_last_engines_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timelines, "_MOST_STEPS", 3)
+    for attempt in (1, 2, 3):
+        write_trace(tmp_path, [step(0, 0.0, attempt), step(1, 1.0, attempt)], attempt=attempt)
+    found = read_timeline(Folder.open(str(tmp_path)), 0)
+    assert found is not None
+    assert found.num_decode_tokens == (3.0, 3.0)
+
+
+def test_what_is_no_trace_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_trace(tmp_path, [step(0, 0.0, 8, waiting=1)], chunk=None)
+    (tmp_path / "attempt-00001" / "trace-broken.parquet").write_bytes(b"PAR1")
+    (tmp_path / "attempt-00001" / "trace-empty.parquet").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        found = read_timeline(Folder.open(str(tmp_path)), 0)
+    assert found is not None and found.chunk_size is None
+    assert found.num_valley_steps == 0, "the largest step stands for the chunk size"
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("start_s", math.nan),
+        ("start_s", math.inf),
+        ("start_s", 0.5),
+        ("num_decode_tokens", None),
+        ("num_decode_tokens", "x"),
+        ("num_waiting", -1),
+        ("num_used_blocks", 2**62),
+    ],
+)
+def test_a_trace_with_what_no_step_has_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any
+) -> None:
+    write_trace(tmp_path, [step(0, 0.0, 8), step(1, 1.0, 8), step(2, 2.0, 8)])
+    (path,) = tmp_path.glob("*/*.parquet")
+    table = pq.read_table(path)
+    column = pa.array(["1", "2", value] if value == "x" else [0, 1, value])
+    table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, path)
+    with caplog.at_level(logging.WARNING):
+        assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_trace_with_a_damaged_page_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_trace(tmp_path, [step(idx, float(idx), 8) for idx in range(50)])
+    (path,) = tmp_path.glob("*/*.parquet")
+    data = path.read_bytes()
+    size = pq.read_metadata(path).serialized_size  # the footer is whole
+    path.write_bytes(data[:4] + bytes(len(data) - size - 12) + data[-size - 8 :])
+    with caplog.at_level(logging.WARNING):
+        assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+    assert len(caplog.records) == 1
+
+
+def test_without_a_trace_there_is_no_timeline(tmp_path: Path) -> None:
+    assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+    write_trace(tmp_path, [])
+    assert read_timeline(Folder.open(str(tmp_path)), 0) is None

@@ -1,0 +1,334 @@
+"""A whole job from and to a table of each format."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec
+from support.lake_tables import LAKES, Lake, open_lake
+
+from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
+from batchllm_operator.commit.partition import write_partition
+from batchllm_operator.commit.report import load_report
+from batchllm_operator.engine import Engine, EngineJob
+from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.errors import (
+    ConflictError,
+    EmptyPartitionError,
+    PlanError,
+    SpecError,
+    TableError,
+)
+from batchllm_operator.inspect.gc import find_garbage, remove_garbage
+from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.lake import Publication
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.spec import FilterTerm, JobSpec
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
+
+
+@pytest.fixture(params=LAKES)
+def lakes(
+    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Lake, Lake]:
+    """Input and output."""
+    make = LAKES[request.param]
+    source, target = (make(lake_uri, tmp_path, monkeypatch, name) for name in ("docs", "out"))
+    return source, target
+
+
+def spec_of(lakes: tuple[Lake, Lake], **output: Any) -> JobSpec:
+    source, target = lakes
+    return fake_spec(
+        "unused",
+        input={"uri": source.address, "key": ["row_key", "number"]},
+        output={"uri": target.address, "staging_uri": target.staging, **output},
+        planner={"estimated_output_tokens": {"learned": True}},
+    )
+
+
+def run_job(spec: JobSpec, ds: str = DS) -> StoredPlan:
+    plan = plan_job(spec, ds)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    return plan
+
+
+def input_rows(num_documents: int = 6, num_queries: int = 5) -> list[dict[str, Any]]:
+    extra = {
+        "price": Decimal("1.50"),
+        "tags": ["a", None],
+        "origin": {"site": "x", "at": datetime.datetime(2026, 1, 1)},
+    }
+    rows = document_rows(num_documents, num_queries)
+    return [{**row, "number": number, **extra} for number, row in enumerate(rows)]
+
+
+CARRY = ["query", "price", "tags", "origin", "color"]
+
+
+def append(lake: Lake, rows: list[dict[str, Any]], ds: str = DS) -> None:
+    color = pa.array(["red"] * len(rows)).dictionary_encode()
+    lake.append(ds, pa.Table.from_pylist(rows).append_column("color", color))
+
+
+def read(lake: Lake, columns: list[str], ds: str = DS) -> list[dict[str, Any]]:
+    table = open_lake(lake)
+    batches = table.scan(table.snapshot(ds), columns)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def test_a_job_runs_from_table_to_table(lakes: tuple[Lake, Lake]) -> None:
+    rows = input_rows()
+    append(lakes[0], rows)
+    spec = spec_of(lakes, carry=CARRY)
+    plan = run_job(spec)
+    manifest = plan.manifest
+    assert manifest.input_version == open_lake(lakes[0]).snapshot(DS).version
+    assert manifest.input_uri == lakes[0].address
+    assert plan.folder.uri.startswith(f"{lakes[1].staging}/_batchllm/job/{DS}/")
+    report = commit_run(plan.folder.uri)
+    assert (report.num_rows_out, len(report.sample_rows)) == (30, 3)
+
+    columns = ["row_key", "number", "generated_text", "run_id", "ds", *CARRY]
+    found = read(lakes[1], columns)
+    for row, given in zip(found, rows, strict=True):
+        text = fake_text(list(expected_prompt(given).encode()))
+        own = {"generated_text": text, "ds": DS, "run_id": plan.publication.run_id, "color": "red"}
+        assert row == {name: own.get(name, given.get(name)) for name in columns}
+    assert published_plan_uri(spec, DS) == plan.folder.uri
+    assert load_report(plan.folder.uri) == report
+
+    version = open_lake(lakes[1]).snapshot(DS).version
+    assert commit_run(plan.folder.uri) == report
+    assert open_lake(lakes[1]).snapshot(DS).version == version
+
+
+def test_a_changed_input_replaces_the_partition_and_teaches_the_next(
+    lakes: tuple[Lake, Lake],
+) -> None:
+    append(lakes[0], input_rows())
+    spec = spec_of(lakes, carry=["query"])
+    first = run_job(spec)
+    commit_run(first.folder.uri)
+    append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
+    second = run_job(spec)
+    assert second.folder != first.folder
+    commit_run(second.folder.uri)
+    assert len(read(lakes[1], ["row_key"])) == 34
+    assert check_publisher(open_lake(lakes[1]), spec, DS) == second.publication
+
+    append(lakes[0], input_rows(), "2026-02-01")
+    learned = plan_job(spec, "2026-02-01").manifest.learned
+    assert learned is not None
+    assert (learned.ds, learned.plan_id, learned.num_rows) == (DS, second.manifest.plan_id, 34)
+    assert learned.num_known_prefixes > 0
+
+
+def test_a_commit_that_somebody_else_got_ahead_of(
+    lakes: tuple[Lake, Lake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two plans for one partition, committed at the same time: one wins, the other is told."""
+    append(lakes[0], input_rows())
+    slow = run_job(spec_of(lakes))
+    append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
+    fast = run_job(spec_of(lakes))
+
+    def overtaken(plan: StoredPlan, *args: Any) -> Path:
+        data = write_partition(plan, *args)
+        if plan == slow:
+            commit_run(fast.folder.uri)
+        return data
+
+    monkeypatch.setattr("batchllm_operator.commit.commit_run.write_partition", overtaken)
+    with pytest.raises(ConflictError, match=fast.manifest.plan_id):
+        commit_run(slow.folder.uri)
+    with pytest.raises(PlanError, match="a later plan's outputs"):  # a retry doesn't win, either
+        commit_run(slow.folder.uri)
+    assert len(read(lakes[1], ["row_key"])) == 34
+
+
+def test_a_newer_plan_wins_whenever_the_older_one_publishes(
+    lakes: tuple[Lake, Lake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one was past its own check when it was marked: its rows are replaced at once."""
+    append(lakes[0], input_rows())
+    older = run_job(spec_of(lakes))
+    append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
+    newer = run_job(spec_of(lakes))
+    mark = StoredPlan.mark_older_plans
+
+    def late(plan: StoredPlan, seen: Publication | None) -> None:
+        if plan == newer:
+            commit_run(older.folder.uri)
+        mark(plan, seen)
+
+    monkeypatch.setattr(StoredPlan, "mark_older_plans", late)
+    commit_run(newer.folder.uri)
+    assert len(read(lakes[1], ["row_key"])) == 34
+    assert check_publisher(open_lake(lakes[1]), newer.manifest.spec, DS) == newer.publication
+    with pytest.raises(PlanError, match="a later plan's outputs"):
+        commit_run(older.folder.uri)
+
+
+def test_an_older_plan_does_not_fill_what_a_newer_one_has_emptied(
+    lakes: tuple[Lake, Lake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A partition without rows looks as it did before anybody wrote it."""
+    append(lakes[0], input_rows(), "2026-01-01")
+    append(lakes[0], input_rows())
+    spec = spec_of(lakes).model_copy(update={"on_empty": "commit"})
+    older = run_job(spec)
+    no_row = FilterTerm(column="row_key", value="nobody's")
+    source = spec.input.model_copy(update={"filter": (no_row,)})
+    newer = run_job(spec.model_copy(update={"input": source}))
+    assert newer.manifest.counts.num_rows == 0
+
+    def overtaken(plan: StoredPlan, *args: Any) -> Path:
+        data = write_partition(plan, *args)
+        if plan == older:
+            commit_run(newer.folder.uri)
+        return data
+
+    monkeypatch.setattr("batchllm_operator.commit.commit_run.write_partition", overtaken)
+    with pytest.raises(ConflictError, match=newer.manifest.plan_id):
+        commit_run(older.folder.uri)
+    assert read(lakes[1], ["row_key"]) == []
+
+
+def test_more_carried_columns_need_leave(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows(), "2026-01-01")
+    append(lakes[0], input_rows())
+    commit_run(run_job(spec_of(lakes), "2026-01-01").folder.uri)
+    with pytest.raises(TableError, match=r"'price'.*output\.add_columns"):
+        plan_job(spec_of(lakes, carry=["price"]), DS)
+    commit_run(run_job(spec_of(lakes, carry=["price"], add_columns=True)).folder.uri)
+    assert read(lakes[1], ["price"])[0] == {"price": Decimal("1.50")}
+
+
+def test_a_partition_without_rows(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows(), "2026-01-01")
+    spec = spec_of(lakes).model_copy(update={"on_empty": "commit"})
+    plan = run_job(spec)
+    for _ in range(2):
+        assert commit_run(plan.folder.uri).num_rows_in == 0
+    assert read(lakes[1], ["row_key"]) == []
+
+
+def test_a_missing_partition_is_not_an_empty_one(lakes: tuple[Lake, Lake]) -> None:
+    for ds in ("10", "9", "100", "2"):
+        append(lakes[0], input_rows(), ds)
+    with pytest.raises(EmptyPartitionError) as refused:
+        plan_job(spec_of(lakes), "11")
+    assert str(refused.value) == (
+        f"table {lakes[0].address}: there is no partition '11'; the newest are: '100', '10', '9'"
+        " (on_empty: fail)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "ds", "nearest", "value"),
+    [
+        (
+            ["2026-01-30 00:00:00", "2026-01-31 00:00:00"],
+            "2026-01-31",
+            "'2026-01-31 00:00:00'",
+            "logical_date.strftime('%Y-%m-%d %H:%M:%S')",
+        ),
+        (
+            ["2026-01-31T04", "2026-01-31T05"],
+            "2026-01-31",
+            "'2026-01-31T04', '2026-01-31T05'",
+            "logical_date.strftime('%Y-%m-%dT%H')",
+        ),
+        (["20260130", "20260131"], "2026-01-31", "'20260131'", "logical_date.strftime('%Y%m%d')"),
+        (["2026-01"], "2026-01-31 05:00:00", "'2026-01'", "logical_date.strftime('%Y-%m')"),
+        (["blue", "green"], "2026-01-31", "'blue'", "..."),
+    ],
+)
+def test_a_partition_of_another_form_is_shown_with_the_setting_that_maps_to_it(
+    lakes: tuple[Lake, Lake], names: list[str], ds: str, nearest: str, value: str
+) -> None:
+    for name in names:
+        append(lakes[0], input_rows(1, 1), name)
+    with pytest.raises(EmptyPartitionError) as refused:
+        plan_job(spec_of(lakes), ds)
+    assert (
+        f"Column 'ds' holds string in another form than {ds!r}; the nearest are: {nearest}; name"
+        f" one with --ds or, in Airflow, with the task group's argument ds, such as"
+        f' ds="{{{{ {value} }}}}"'
+    ) in str(refused.value)
+
+
+def break_text(lake: Lake, column: str) -> None:
+    """Make the second of two texts in the only file with the column no UTF-8."""
+    files = {name: lake.folder.read_bytes(name) for name in lake.data_files()}
+    tables = {name: pq.read_table(pa.BufferReader(file)) for name, file in files.items()}
+    [(name, table)] = ((n, each) for n, each in tables.items() if column in each.column_names)
+    broken = pa.StringArray.from_buffers(
+        2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
+    )
+    place = table.schema.get_field_index(column)
+    kind = table.schema.field(column).with_type(pa.string())
+    sink = io.BytesIO()
+    pq.write_table(table.set_column(place, kind, broken), sink)
+    lake.folder.write_bytes(name, sink.getvalue())
+
+
+@pytest.mark.parametrize("column", ["row_key", "query", "document"])
+def test_text_that_is_not_utf8(lakes: tuple[Lake, Lake], column: str) -> None:
+    """It costs its row in a prompt, and is refused where readers of the output would meet it."""
+    append(lakes[0], [{**row, "number": n} for n, row in enumerate(input_rows(2, 1))])
+    break_text(lakes[0], column)
+    spec = spec_of(lakes, carry=["query"] if column == "query" else [])
+    if column == "document":
+        spec = spec.model_copy(update={"max_failed_fraction": 0.5})
+        assert plan_job(spec, DS).manifest.counts.num_rejected_rows == 1
+        return
+    with pytest.raises(TableError, match=rf"{DS}.*'{column}' isn't valid UTF-8 in row 1 "):
+        plan_job(spec, DS)
+
+
+def test_an_output_whose_run_id_is_not_utf8_is_somebody_elses(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows(2, 1))
+    append(lakes[1], [{"row_key": name, "run_id": name} for name in ("a", "b")])
+    break_text(lakes[1], "run_id")
+    with pytest.raises(TableError, match=r"no job of this package"):
+        plan_job(spec_of(lakes), DS)
+
+
+def test_input_and_output_must_be_apart(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows())
+    files = Folder.open(lakes[0].staging).find()
+    with pytest.raises(SpecError, match=r"output\.uri"):
+        plan_job(spec_of((lakes[0], lakes[0])), DS)
+    assert Folder.open(lakes[0].staging).find() == files
+
+
+def test_a_collected_plan_is_not_paid_for_again(lakes: tuple[Lake, Lake]) -> None:
+    """Each format says for itself whose rows a partition holds."""
+    append(lakes[0], input_rows())
+    spec = spec_of(lakes, carry=["query"])
+    plan = run_job(spec)
+    report = commit_run(plan.folder.uri)
+    garbage, kept = find_garbage(spec, before=time.time() + 60)
+    assert [each.what for each in garbage] == ["is published: parts and shards"] and kept == []
+    remove_garbage(garbage)
+    assert not plan.folder.exists("runs")
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        raise AssertionError("no engine is needed")
+
+    assert run_shard(plan.folder.uri, 0, start=start) == verify_shard(plan.folder.uri, 0)
+    assert commit_run(plan.folder.uri) == report
+    assert len(read(lakes[1], ["row_key"])) == 30

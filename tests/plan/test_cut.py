@@ -1,0 +1,271 @@
+"""Shards of a plan: ranges of the sorted prompts, and counts that engines achieve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, write_table
+
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
+from batchllm_operator.errors import PlanError
+from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.plan.cut import usual_num_shards
+from batchllm_operator.plan.estimate import Target
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard, run_worker
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, describe_file
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+TARGET = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
+
+
+def site_rows(num_sites: int = 5, num_documents: int = 4, num_queries: int = 3) -> list[Any]:
+    """Three levels of prefixes."""
+    return [
+        {
+            "row_key": f"{site}-{document}-{query}",
+            "document": f"Site {site} has rules. " * 6 + f"This is text {document}. " * 6,
+            "query": f"question {query}",
+        }
+        for query in range(num_queries)
+        for document in range(num_documents)
+        for site in range(num_sites)
+    ]
+
+
+def plan_sites(folder: Path, num_shards: int | None, **changes: Any) -> StoredPlan:
+    write_table(folder / "documents", site_rows())
+    return plan_job(fake_spec(folder, planner={"num_shards": num_shards}, **changes), DS)
+
+
+def read_shards(plan: StoredPlan) -> list[list[dict[str, Any]]]:
+    return [
+        pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
+        for shard in plan.manifest.shards
+    ]
+
+
+def num_computed(prompts: list[list[int]], block_size: int) -> int:
+    """By an engine that forgets nothing, prompt after prompt."""
+    seen: set[tuple[int, ...]] = set()
+    computed = 0
+    for prompt in prompts:
+        blocks = [tuple(prompt[:end]) for end in range(block_size, len(prompt) + 1, block_size)]
+        num_found = sum(block in seen for block in blocks)
+        computed += len(prompt) - min(num_found, (len(prompt) - 1) // block_size) * block_size
+        seen.update(blocks)
+    return computed
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 7])
+@pytest.mark.parametrize("block_size", [None, 5])
+def test_planned_is_what_the_shards_engines_compute(
+    tmp_path: Path, num_shards: int, block_size: int | None
+) -> None:
+    plan = plan_sites(tmp_path, num_shards, engine={"block_size": block_size})
+    shards = [[row["prompt_token_ids"] for row in rows] for rows in read_shards(plan)]
+    computed = [num_computed(prompts, block_size or 16) for prompts in shards]
+    assert [shard.num_prefill_tokens for shard in plan.manifest.shards] == computed
+    counts = plan.manifest.counts
+    assert counts.num_planned_tokens == sum(computed)
+    everything = [prompt for prompts in shards for prompt in prompts]
+    assert counts.num_optimal_tokens == num_computed(everything, block_size or 16)
+
+
+def test_a_shard_is_a_range_of_the_sorted_prompts_and_of_groups(tmp_path: Path) -> None:
+    plan = plan_sites(tmp_path, 7)
+    shards = read_shards(plan)
+    for rows, following in pairwise(shards):
+        assert max(row["prompt_token_ids"] for row in rows) < min(
+            row["prompt_token_ids"] for row in following
+        )
+    requests = [row for rows in shards for row in rows]
+    ids = [group_id for group_id, _ in groupby(requests, key=itemgetter("group_id"))]
+    assert ids == list(range(plan.manifest.counts.num_groups)), "in the order of the plan"
+    assert [row["request_idx"] for row in requests] == list(range(len(requests)))
+    assert plan.manifest.imbalance < 1.2
+
+
+def test_blocks_of_another_size_change_what_is_planned_but_no_shard(tmp_path: Path) -> None:
+    small, large = (plan_sites(tmp_path, 3, engine={"block_size": size}) for size in (4, 64))
+    assert small.folder == large.folder
+    assert small.manifest.counts.num_planned_tokens < large.manifest.counts.num_planned_tokens
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_what_is_planned_is_achieved(tmp_path: Path, num_shards: int) -> None:
+    plan = plan_sites(tmp_path, num_shards)
+    for shard_idx in range(num_shards):
+        run_shard(plan.folder.uri, shard_idx)
+    report = commit_run(plan.folder.uri)
+    assert report.achieved_saving_ratio == pytest.approx(report.planned_saving_ratio, abs=0.01)
+    assert 0.5 < report.planned_saving_ratio <= report.optimal_saving_ratio
+
+
+def test_hashes_of_prefixes_follow_the_groups(tmp_path: Path) -> None:
+    """A group in two shards is two groups, by which a later plan knows the same prefix."""
+    estimate = {"estimated_output_tokens": {"learned": True}}
+    write_table(tmp_path / "documents", document_rows(3, 30))
+    planner = {"num_shards": 5, **estimate}
+    plan = plan_job(fake_spec(tmp_path, planner=planner), DS)
+    hashes = pq.read_table(plan.folder.full_path("groups.parquet"))["prefix_hash"].to_pylist()
+    assert len(hashes) == plan.manifest.counts.num_groups > 3
+    prefixes: dict[tuple[int, ...], set[int]] = {}
+    for row in (row for rows in read_shards(plan) for row in rows):
+        cut = row["num_prefix_tokens"] // 64 * 64
+        if cut:
+            prefix = tuple(row["prompt_token_ids"][:cut])
+            prefixes.setdefault(prefix, set()).add(hashes[row["group_id"]])
+    assert len(prefixes) == 3
+    assert all(len(found) == 1 for found in prefixes.values())
+    assert len(set.union(*prefixes.values())) == 3
+
+
+# How many shards, if the spec doesn't say
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_shards"),
+    [
+        (0, 1),
+        (119, 1),
+        (120, 1),
+        (121, 2),
+        (3600, 30),
+        (119_999, 1000),
+        (120_001, 1000),
+        (1e9, 1000),
+    ],
+)
+def test_a_shard_is_two_minutes_of_predicted_work(seconds: float, num_shards: int) -> None:
+    assert usual_num_shards(seconds * 1e9, TARGET) == num_shards
+
+
+def test_two_minutes_are_those_of_an_engine_with_all_its_gpus() -> None:
+    wide = replace(TARGET, gpu=replace(TARGET.gpu, memory_bytes=10e9))
+    assert wide.balance_limits.num_gpus == 4
+    assert usual_num_shards(3600e9, wide) == 8
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_shards"), [(0, 1), (10**6, 1), (10**6 + 1, 2), (10**8, 100), (10**10, 1000)]
+)
+def test_a_shard_is_a_million_tokens_without_a_prediction(num_tokens: int, num_shards: int) -> None:
+    assert usual_num_shards(num_tokens, None) == num_shards
+
+
+@pytest.mark.parametrize("target", [None, TARGET])
+def test_a_small_job_has_one_shard(
+    tmp_path: Path, target: Target | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: target)
+    unset, one = plan_sites(tmp_path, None), plan_sites(tmp_path, 1)
+    assert len(unset.manifest.shards) == 1
+    assert unset.folder == one.folder, "parts of releases where unset meant one shard are kept"
+
+
+def test_a_job_is_cut_by_its_predicted_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow GPU makes a small job take minutes."""
+    gpu = replace(TARGET.gpu, bf16_flop_per_s=TARGET.gpu.bf16_flop_per_s / 10_000)
+    slow = replace(TARGET, gpu=gpu)
+    monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: slow)
+    plan = plan_sites(tmp_path, None)
+    assert plan.manifest.estimate is not None
+    num_shards = len(plan.manifest.shards)
+    assert num_shards > 5
+    assert num_shards == pytest.approx(plan.manifest.estimate.gpu_s / 120, rel=0.2, abs=1)
+    again = plan_sites(tmp_path, None, engine={"max_num_seqs": 3, "replicas": 2})
+    assert again.folder == plan.folder, "engines and their number don't change the cut"
+
+
+def test_a_job_is_cut_by_its_tokens_without_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.plan.cut._SHARD_TOKENS", 500.0)
+    plan = plan_sites(tmp_path, None)
+    num_tokens = plan.manifest.counts.num_optimal_tokens + 60 * 8  # outputs
+    assert len(plan.manifest.shards) == -(-num_tokens // 500) > 2
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    assert commit_run(plan.folder.uri).num_rows_out == 60
+
+
+def test_the_first_shard_of_an_empty_plan_has_nothing_to_do(tmp_path: Path) -> None:
+    (tmp_path / "documents" / f"ds={DS}").mkdir(parents=True)
+    pq.write_table(
+        pa.Table.from_pylist(site_rows()).slice(0, 0),
+        tmp_path / "documents" / f"ds={DS}" / "a.parquet",
+    )
+    spec = fake_spec(tmp_path, planner={"num_shards": None}, on_empty="commit")
+    plan = plan_job(spec, DS)
+    assert plan.manifest.shards == ()
+    assert run_shard(plan.folder.uri, 0).num_rows == 0
+    assert verify_shard(plan.folder.uri, 0).num_rows == 0
+    with pytest.raises(PlanError, match="no shards"):
+        run_shard(plan.folder.uri, 1)
+
+
+# A plan of a release that dealt out groups
+
+
+def deal_out(plan: StoredPlan) -> StoredPlan:
+    """The plan with its groups dealt out by turns, as if an earlier release had made it."""
+    manifest = plan.manifest
+    rows = [row for shard in read_shards(plan) for row in shard]
+    schema = pq.read_schema(plan.folder.full_path(manifest.shards[0].file))
+    infos, files, start = [], dict(manifest.files), 0
+    for idx, shard in enumerate(manifest.shards):
+        dealt = [row for row in rows if row["group_id"] % len(manifest.shards) == idx]
+        for number, row in enumerate(dealt):
+            row["request_idx"] = start + number
+        start += len(dealt)
+        path = Path(plan.folder.full_path(shard.file))
+        pq.write_table(pa.Table.from_pylist(dealt, schema=schema), path)
+        files[shard.file] = describe_file(path)
+        infos.append(
+            shard.model_copy(
+                update={
+                    "num_groups": len({row["group_id"] for row in dealt}),
+                    "num_requests": len(dealt),
+                    "num_rows": sum(len(row["row_idxs"]) for row in dealt),
+                    "num_parts": 1,
+                }
+            )
+        )
+    old = manifest.model_copy(update={"shards": tuple(infos), "files": files})
+    plan.folder.write_bytes(MANIFEST_FILE, old.to_bytes())
+    return StoredPlan.open(plan.folder.uri)
+
+
+def outputs(spec: JobSpec) -> Iterator[dict[str, Any]]:
+    table = pq.read_table(f"{spec.output.uri}/ds={DS}/data.parquet").to_pylist()
+    for row in sorted(table, key=itemgetter("row_key")):
+        yield {name: row[name] for name in ("row_key", "generated_text", "error")}
+
+
+def test_a_plan_whose_groups_were_dealt_out_runs_as_it_was_cut(tmp_path: Path) -> None:
+    new, old = plan_sites(tmp_path / "new", 2), deal_out(plan_sites(tmp_path / "old", 2))
+    first = read_shards(old)[0]
+    assert {row["group_id"] % 2 for row in first} == {0}
+    for shard_idx in range(2):
+        report = run_shard(new.folder.uri, shard_idx)
+        assert report.num_requests == new.manifest.shards[shard_idx].num_requests
+    reports = [run_worker(old.folder.uri, worker, 3).shards for worker in range(3)]
+    assert [list(each) for each in reports] == [[0, 1], [], []]
+    for shard_idx, report in reports[0].items():
+        assert report.num_requests == old.manifest.shards[shard_idx].num_requests
+    for plan in (new, old):
+        assert commit_run(plan.folder.uri).num_rows_out == 60
+    assert list(outputs(old.manifest.spec)) == list(outputs(new.manifest.spec))

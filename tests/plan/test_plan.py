@@ -1,0 +1,282 @@
+"""The plan stage: deterministic, every row once, nothing left behind by a refusal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+
+from batchllm_operator.errors import FailedRowsError, KeyColumnError, SpecError, StorageError
+from batchllm_operator.lake import ParquetTable
+from batchllm_operator.plan import given as plan_module
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def requests(plan: StoredPlan) -> list[dict[str, object]]:
+    """All requests of a plan, shard after shard."""
+    return [
+        row
+        for shard in plan.manifest.shards
+        for row in pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
+    ]
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    first = plan_job(fake_spec(tmp_path), DS)
+    before = contents(tmp_path / "out")
+    assert plan_job(fake_spec(tmp_path), DS).folder == first.folder
+    assert contents(tmp_path / "out") == before
+
+
+def test_every_row_is_in_one_request_with_its_own_prompt(tmp_path: Path) -> None:
+    rows = document_rows()
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(fake_spec(tmp_path), DS)
+    planned = requests(plan)
+    assert sorted(row_idx for r in planned for row_idx in r["row_idxs"]) == list(range(len(rows)))
+    for request in planned:
+        for row_idx in request["row_idxs"]:
+            assert bytes(request["prompt_token_ids"]).decode() == expected_prompt(rows[row_idx])
+    assert [request["request_idx"] for request in planned] == list(range(len(planned)))
+
+
+def test_groups_are_whole_adjacent_and_share_their_prefix(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    assert plan.manifest.counts.num_shared_groups == 6
+    for shard in plan.manifest.shards:
+        rows = pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
+        seen: list[int] = []
+        for row in rows:
+            if not seen or seen[-1] != row["group_id"]:
+                seen.append(row["group_id"])
+        assert len(set(seen)) == len(seen), "a group is in one piece"
+        for group_id in seen:
+            members = [row for row in rows if row["group_id"] == group_id]
+            prefixes = {
+                tuple(row["prompt_token_ids"][: row["num_prefix_tokens"]]) for row in members
+            }
+            assert len(prefixes) == 1 and len(members) == 5
+
+
+def test_the_order_of_rows_changes_neither_groups_nor_saving(tmp_path: Path) -> None:
+    rows = document_rows()
+    shuffled = random.Random(0).sample(rows, len(rows))
+    prompts, counts = [], []
+    for name, variant in (("a", rows), ("b", shuffled)):
+        write_table(tmp_path / name / "documents", variant)
+        plan = plan_job(fake_spec(tmp_path / name), DS)
+        prompts.append([request["prompt_token_ids"] for request in requests(plan)])
+        counts.append(plan.manifest.counts)
+    assert prompts[0] == prompts[1]
+    assert counts[0] == counts[1]
+
+
+def test_saving_never_exceeds_the_optimum(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    counts = plan_job(fake_spec(tmp_path), DS).manifest.counts
+    assert counts.num_optimal_tokens <= counts.num_planned_tokens < counts.num_logical_tokens
+    assert 0.5 < counts.planned_saving_ratio <= counts.optimal_saving_ratio < 1
+
+
+def test_duplicates_are_one_request_under_greedy_sampling_only(tmp_path: Path) -> None:
+    rows = document_rows(2, 2)
+    rows += [{**rows[0], "row_key": "again"}, {**rows[0], "row_key": "and again"}]
+    write_table(tmp_path / "documents", rows)
+    greedy = plan_job(fake_spec(tmp_path), DS)
+    assert greedy.manifest.counts.num_requests == 4
+    assert greedy.manifest.counts.num_duplicate_rows == 2
+    assert [0, 4, 5] in [request["row_idxs"] for request in requests(greedy)]
+    sampled = plan_job(fake_spec(tmp_path, sampling={"temperature": 0.7}), DS)
+    assert sampled.manifest.counts.num_requests == 6
+
+
+def test_a_changed_input_is_another_plan_and_engine_tuning_is_not(tmp_path: Path) -> None:
+    rows = document_rows()
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(fake_spec(tmp_path), DS)
+    tuned = plan_job(fake_spec(tmp_path, engine={"max_num_seqs": 7}), DS)
+    assert tuned.folder == plan.folder
+    assert tuned.manifest.spec.engine.max_num_seqs == 7
+    write_table(tmp_path / "documents", [{**rows[0], "query": "changed!"}, *rows[1:]])
+    assert plan_job(fake_spec(tmp_path), DS).folder != plan.folder
+
+
+def test_the_number_of_shards_is_bounded_by_the_requests(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(3, 2))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 10}), DS)
+    assert [shard.num_requests for shard in plan.manifest.shards] == [1] * 6
+
+
+def test_a_group_larger_than_a_shard_is_cut(tmp_path: Path) -> None:
+    """Distinct documents under one instruction are one group; all shards get some of it."""
+    rows = [
+        {"row_key": n, "document": f"{n} is the number of this document", "query": "?"}
+        for n in range(100, 200)
+    ]
+    write_table(tmp_path / "documents", rows)
+    prompt = {"system": "A long instruction that all prompts begin with. " * 5}
+    plan = plan_job(fake_spec(tmp_path, prompt=prompt, planner={"num_shards": 4}), DS)
+    assert [shard.num_requests for shard in plan.manifest.shards] == [25] * 4
+    counts = plan.manifest.counts
+    assert counts.planned_saving_ratio > 0.95 * counts.optimal_saving_ratio
+
+
+def test_an_input_that_changes_under_the_plan_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    scan = ParquetTable.scan
+
+    def scan_with_a_change(*args: Any) -> Iterator[pa.RecordBatch]:
+        batches = scan(*args)
+        first = next(batches)
+        write_table(tmp_path / "documents", document_rows(2, 2))
+        yield first
+        yield from batches
+
+    monkeypatch.setattr(ParquetTable, "scan", scan_with_a_change)
+    with pytest.raises(StorageError, match="changed while it was read"):
+        plan_job(fake_spec(tmp_path), DS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rejected_rows_beyond_the_limit_make_no_plan(tmp_path: Path) -> None:
+    rows = document_rows(2, 5)
+    rows[1]["query"] = rows[2]["query"] = None
+    write_table(tmp_path / "documents", rows)
+    with pytest.raises(FailedRowsError) as refused:
+        plan_job(fake_spec(tmp_path, max_failed_fraction=0.15), DS)
+    for part in (
+        "2 of 10 rows failed, 20.0 % (2 null_value), more than max_failed_fraction 0.15 allows",
+        "; no plan was made. First null_value: row_key d1-q0: \"null_value: column 'query' is null",
+        "raise max_failed_fraction in the spec, and plan again",
+    ):
+        assert part in str(refused.value)
+    assert not (tmp_path / "out").exists()
+    assert plan_job(fake_spec(tmp_path, max_failed_fraction=0.2), DS).manifest.counts.num_rows == 10
+
+
+def test_the_manifest_can_be_read_back(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    assert StoredPlan.open(plan.folder.uri) == plan
+
+
+def test_refusals_write_nothing(tmp_path: Path) -> None:
+    rows = document_rows(2, 2)
+    write_table(tmp_path / "documents", [*rows, rows[0]])
+    with pytest.raises(KeyColumnError, match="d0-q0"):
+        plan_job(fake_spec(tmp_path), DS)
+    with pytest.raises(SpecError, match=r"output\.carry.*'nothing'"):
+        plan_job(fake_spec(tmp_path, output={"carry": ["nothing"]}), DS)
+    with pytest.raises(SpecError, match="overwritten"):
+        plan_job(fake_spec(tmp_path, output={"uri": str(tmp_path / "documents")}), DS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_is_carried_too_is_there_once(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 2))
+    plan = plan_job(fake_spec(tmp_path, output={"carry": ["row_key", "query"]}), DS)
+    kept = pq.read_schema(plan.folder.full_path("rows.parquet")).names
+    assert kept == ["row_key", "query", "error"]
+
+
+def test_a_plan_without_all_its_files_has_no_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    publish_file, published = Folder.publish_file, []
+
+    def fails_at_the_last(self: Folder, source: Path, name: str) -> None:
+        published.append(name)
+        if len(published) == 3:
+            raise StorageError("no space left on device")
+        publish_file(self, source, name)
+
+    monkeypatch.setattr(Folder, "publish_file", fails_at_the_last)
+    with pytest.raises(StorageError):
+        plan_job(fake_spec(tmp_path), DS)
+    assert len(published) == 3
+    assert not list((tmp_path / "out").rglob("manifest.json"))
+    monkeypatch.undo()
+    plan = plan_job(fake_spec(tmp_path), DS)
+    assert StoredPlan.open(plan.folder.uri) == plan
+
+
+def test_deep_sharing_is_cut_at_the_better_level(tmp_path: Path) -> None:
+    """A conversation in which each prompt continues the one before it."""
+    turns = [f"turn {n} says something of some length. " for n in range(30)]
+    rows = [
+        {"row_key": n, "document": "".join(turns[: n + 1]), "query": "?"} for n in range(len(turns))
+    ]
+    write_table(tmp_path / "documents", rows)
+    counts = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS).manifest.counts
+    assert counts.num_algorithm_1_saved_tokens < counts.num_exact_saved_tokens
+    saved = counts.num_logical_tokens - counts.num_planned_tokens
+    assert saved > counts.num_exact_saved_tokens, "of one level"
+
+
+def test_token_ids_that_prove_wrong_are_all_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    expected = plan_job(fake_spec(tmp_path), DS).manifest
+    tokenizer = load_tokenizer(fake_spec(tmp_path), DS)
+    encode = tokenizer.encode
+    num_calls = 0
+
+    def encode_and_find_a_difference(texts: list[str]) -> TokenTable:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise TokenIdsDifferError("3 prompts to encode again")
+        return encode(texts)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_and_find_a_difference)
+    monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
+    budgets: list[MemoryBudget] = []
+    check = MemoryBudget.check
+    monkeypatch.setattr(
+        MemoryBudget, "check", lambda self, *sizes: (budgets.append(self), check(self, *sizes))[1]
+    )
+    assert plan_job(fake_spec(tmp_path), DS).manifest == expected
+    assert num_calls == 2
+    assert len(set(budgets)) == 1  # what the first attempt had in memory doesn't count
+
+
+def test_long_constant_text_is_rendered_a_few_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows(100, 5))
+    system = "You answer questions. " * 2000
+    spec = fake_spec(tmp_path, prompt={"system": system}, max_failed_fraction=1.0)
+    tokenizer = load_tokenizer(spec, DS)
+    encode = tokenizer.encode
+    sizes: list[int] = []
+
+    def encode_and_count(texts: list[str]) -> TokenTable:
+        sizes.append(sum(map(len, texts)))
+        return encode(texts)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_and_count)
+    monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
+    plan_job(spec, DS)
+    assert sum(sizes) > 3 * (4 << 20)
+    assert max(sizes) < 1.1 * (4 << 20)

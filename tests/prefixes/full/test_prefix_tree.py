@@ -1,0 +1,36 @@
+"""Trees as deep as there are prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from prefixes.test_search import assert_equal
+
+from batchllm_operator.prefixes import PrefixSearch, TokenTable, build_prefix_tree
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_ten_thousand_levels(longest_first: bool) -> None:
+    """Prompt k agrees with all longer ones in k tokens and then has a token of its own."""
+    num_levels = 10_000
+    path = np.random.default_rng(0).integers(0, 1000, num_levels, dtype=np.int32)
+    lengths = np.arange(1, num_levels + 1)
+    if longest_first:
+        lengths = lengths[::-1]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    token_ids = np.concatenate([path[:length] for length in lengths])
+    token_ids[offsets[1:] - 1] = 2000
+    tree = build_prefix_tree(TokenTable(token_ids, offsets))
+    assert tree.num_nodes == 1 + num_levels + num_levels - 2  # the root branches, too
+    assert tree.depth.max() == num_levels
+    assert tree.num_distinct_prefix_tokens == num_levels - 1 + num_levels
+
+
+def test_a_level_for_each_of_ten_thousand_prompts() -> None:
+    path = np.random.default_rng(0).integers(0, 1000, 10_000, dtype=np.int32)
+    lengths = np.arange(10_000, 0, -1)
+    offsets = np.append(0, np.cumsum(lengths))
+    tokens = TokenTable(np.concatenate([path[:length] for length in lengths]), offsets)
+    searched = PrefixSearch()
+    searched.add(tokens)
+    assert_equal(searched.finish(tokens).tree(lengths), build_prefix_tree(tokens))

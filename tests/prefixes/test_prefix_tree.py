@@ -1,0 +1,127 @@
+"""The tree against its definition: all pairwise common prefixes, found the slow way."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.levels import examples
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes import PrefixTree, TokenTable, build_prefix_tree
+
+Prompt = tuple[int, ...]
+
+# Few token ids, so that prompts often agree; some far apart, so that all bytes of a key count.
+TOKEN = st.sampled_from([0, 1, 2, 300, 70_000, 2**31 - 1])
+PROMPTS = st.lists(st.lists(TOKEN, max_size=8), max_size=14)
+LONG_RUNS = st.lists(
+    st.tuples(st.integers(0, 70), st.integers(0, 2), st.integers(0, 40)), min_size=1, max_size=10
+).map(lambda runs: [[1] * before + [token] + [1] * after for before, token, after in runs])
+
+
+def common_prefix(left: Prompt, right: Prompt) -> Prompt:
+    length = 0
+    while length < min(len(left), len(right)) and left[length] == right[length]:
+        length += 1
+    return left[:length]
+
+
+def check_tree(prompts: list[list[int]], tree: PrefixTree) -> None:
+    keys = [tuple(prompt) for prompt in prompts]
+    ranked = sorted(range(len(keys)), key=lambda idx: (keys[idx], idx))
+    assert tree.prompt_idxs.tolist() == ranked
+
+    inner = {common_prefix(a, b) for a, b in combinations(keys, 2)} - {()}
+    expected = {
+        (prefix, tuple(r for r, idx in enumerate(ranked) if keys[idx][: len(prefix)] == prefix))
+        for prefix in inner
+    }
+    found, leaves = set(), []
+    for node in range(1, tree.num_nodes):
+        ranks = tuple(range(tree.leaf_begin[node], tree.leaf_end[node]))
+        above = tree.parent[node]
+        assert 0 <= above < node
+        assert tree.leaf_begin[above] <= ranks[0] <= ranks[-1] < tree.leaf_end[above]
+        if len(ranks) == 1:
+            leaves.append(ranks[0])
+            assert tree.depth[node] == len(keys[ranked[ranks[0]]])
+            assert tree.depth[node] >= tree.depth[above]
+        else:
+            found.add((keys[ranked[ranks[0]]][: tree.depth[node]], ranks))
+            assert tree.depth[node] > tree.depth[above]
+    assert found == expected
+    assert leaves == list(range(len(keys)))
+    assert tree.num_nodes == 1 + len(keys) + len(inner)
+    assert (tree.parent[0], tree.depth[0]) == (-1, 0)
+    assert (tree.leaf_begin[0], tree.leaf_end[0]) == (0, len(keys))
+
+    prefixes = {key[:length] for key in keys for length in range(1, len(key) + 1)}
+    assert tree.num_distinct_prefix_tokens == len(prefixes)
+
+
+@settings(deadline=None)
+@given(PROMPTS | LONG_RUNS)
+@example([])
+@example([[]])
+@example([[], [], []])
+@example([[4]])
+@example([[4, 5]] * 3)
+@example([[1, 2, 3], [1, 2], [1], [], [1, 2]])
+def test_tree_equals_brute_force(prompts: list[list[int]]) -> None:
+    check_tree(prompts, build_prefix_tree(TokenTable.from_lists(prompts)))
+
+
+@settings(max_examples=examples(30))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([3, 400, 2**31 - 1]))
+def test_wide_nodes_are_sorted_by_radix(seed: int, num_token_ids: int) -> None:
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(0, num_token_ids, (120, 2)).tolist()
+    prompts += [prompt[:1] for prompt in prompts[:10]]
+    check_tree(prompts, build_prefix_tree(TokenTable.from_lists(prompts)))
+
+
+@settings(deadline=None)
+@given(PROMPTS, st.randoms(use_true_random=False))
+def test_shape_does_not_depend_on_input_order(prompts: list[list[int]], random: object) -> None:
+    shuffled = list(prompts)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one = build_prefix_tree(TokenTable.from_lists(prompts))
+    other = build_prefix_tree(TokenTable.from_lists(shuffled))
+    for name in ("parent", "depth", "leaf_begin", "leaf_end"):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist()
+    assert [prompts[idx] for idx in one.prompt_idxs] == [shuffled[i] for i in other.prompt_idxs]
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 47, 48, 49, 111, 1000])
+def test_shared_lengths_around_the_compare_stride(length: int) -> None:
+    shared = [9] * length
+    prompts = [[*shared, 1], [*shared, 2], [*shared, 2, 5], shared, [*shared[:-1], 8]]
+    check_tree(prompts, build_prefix_tree(TokenTable.from_lists(prompts)))
+
+
+def test_a_million_children() -> None:
+    num_prompts = 1_000_000
+    token_ids = np.random.default_rng(0).permutation(num_prompts).astype(np.int32)
+    tree = build_prefix_tree(TokenTable(token_ids, np.arange(num_prompts + 1)))
+    assert tree.num_nodes == num_prompts + 1
+    assert not tree.parent[1:].any()
+    assert np.array_equal(token_ids[tree.prompt_idxs], np.arange(num_prompts))
+
+
+def test_a_million_tokens_in_one_prompt() -> None:
+    long = np.full(1_000_000, 3, dtype=np.int32)
+    tree = build_prefix_tree(TokenTable.from_lists([long, long[:-1], [3, 4]]))
+    assert tree.depth.max() == 1_000_000
+    assert tree.num_distinct_prefix_tokens == 1_000_001
+
+
+def test_node_arrays_must_fit() -> None:
+    one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
+    with pytest.raises(PlanError):
+        PrefixTree(one, one, two, one, one)
+    with pytest.raises(PlanError):
+        PrefixTree(one, one[:0], one[:0], one[:0], one[:0])

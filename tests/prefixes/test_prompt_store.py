@@ -1,0 +1,108 @@
+"""Prompts on disk read like prompts in memory."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.spilling import file_size_limit
+
+from batchllm_operator.prefixes import PromptStore, TokenTable
+from batchllm_operator.prefixes.prompt_store import chunks, read_ahead
+
+SMALL, LARGE = st.integers(0, 2**16 - 1), st.integers(0, 2**31 - 1)
+BATCHES = st.lists(st.lists(st.lists(SMALL | LARGE, max_size=5), max_size=5), max_size=5)
+
+
+@given(BATCHES, st.data())
+@example([[[1, 2]], [[2**16 - 1], []], [[2**16], [3]]], None)
+def test_a_store_equals_a_table(
+    tmp_path_factory: pytest.TempPathFactory,
+    batches: list[list[list[int]]],
+    data: st.DataObject | None,
+) -> None:
+    everything = TokenTable.from_lists([prompt for batch in batches for prompt in batch])
+    folder = tmp_path_factory.mktemp("store")
+    with PromptStore(folder / "prompts") as store:
+        for batch in batches:
+            store.append(TokenTable.from_lists(batch))
+        assert len(store) == len(everything)
+        assert store.num_tokens == everything.num_tokens
+        assert store.lengths.tolist() == everything.lengths.tolist()
+        idxs = np.arange(len(everything))[::-1]
+        if data is not None and len(everything):
+            idxs = np.array(data.draw(st.lists(st.integers(0, len(everything) - 1))), np.int64)
+        assert store.take(idxs).to_lists() == everything.take(idxs).to_lists()
+        num_tokens = np.arange(len(idxs)) % 4
+        taken = zip(store.take(idxs).to_lists(), num_tokens, strict=True)
+        expected = [prompt[:n] for prompt, n in taken]
+        for prompts in (store, everything):
+            assert prompts.prefixes(idxs, num_tokens).to_lists() == expected
+        assert [path.name for path in folder.iterdir()] == ["prompts"]
+
+
+def test_tokens_take_two_bytes_until_one_needs_more(tmp_path: Path) -> None:
+    with PromptStore(tmp_path / "prompts") as store:
+        store.append(TokenTable.from_lists([[1, 2, 65_535]]))
+        assert (tmp_path / "prompts").stat().st_size == 6
+        store.append(TokenTable.from_lists([[65_536]]))
+        assert (tmp_path / "prompts").stat().st_size == 16
+        assert store.take(np.arange(2)).to_lists() == [[1, 2, 65_535], [65_536]]
+
+
+def test_a_file_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        PromptStore(tmp_path / "prompts")
+    assert (tmp_path / "prompts").read_bytes() == b"mine"
+
+
+def test_a_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
+    with PromptStore(tmp_path / "prompts") as store:
+        store.append(TokenTable.from_lists([[1, 2, 3], [4]]))
+        os.truncate(tmp_path / "prompts", 4)
+        assert store.prefixes(np.array([0]), np.array([2])).to_lists() == [[1, 2]]
+        with pytest.raises(OSError, match="shorter"):
+            store.take(np.array([0, 1]))
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    with PromptStore(tmp_path / "prompts") as store, file_size_limit(1000):
+        store.append(TokenTable.from_lists([[1] * 400]))
+        with pytest.raises(OSError, match="File too large"):
+            store.append(TokenTable.from_lists([[2] * 400]))
+        store.append(TokenTable.from_lists([[3, 4]]))
+        assert len(store) == 2
+        assert store.take(np.array([1, 0])).to_lists() == [[3, 4], [1] * 400]
+
+
+@given(st.lists(st.integers(0, 10), max_size=30), st.integers(1, 12))
+def test_chunks_cover_all_and_are_bounded(num_tokens: list[int], most: int) -> None:
+    found = list(chunks(np.array(num_tokens, dtype=np.int64), most))
+    assert [idx for part in found for idx in range(part.start, part.stop)] == list(
+        range(len(num_tokens))
+    )
+    for part in found:
+        size = part.stop - part.start
+        assert size == 1 or (sum(num_tokens[part]) <= most and size <= most)
+    for one, following in pairwise(found):
+        with_next = [*num_tokens[one], num_tokens[following.start]]
+        assert sum(with_next) > most or len(with_next) > most
+
+
+def test_reading_ahead_keeps_the_order_and_passes_errors_on(tmp_path: Path) -> None:
+    prompts = TokenTable.from_lists([[n] * n for n in range(50)])
+    wanted = [(np.array([n]), np.array([n])) for n in range(50)]
+    assert [table.to_lists() for table in read_ahead(prompts, wanted)] == [
+        [[n] * n] for n in range(50)
+    ]
+    with PromptStore(tmp_path / "prompts") as store:
+        store.append(prompts)
+        os.truncate(tmp_path / "prompts", 100)
+        with pytest.raises(OSError, match="shorter"):
+            list(read_ahead(store, wanted))

@@ -1,0 +1,59 @@
+"""Requests stand for all rows, each for those with its own prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from batchllm_operator.prefixes import PrefixSearch, TokenTable, build_prefix_tree, make_requests
+
+PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=20)
+
+
+@settings(deadline=None)
+@given(PROMPTS, st.booleans(), st.booleans())
+@example([], True, True)
+@example([[1], [0], [1], [1], []], True, True)
+def test_every_row_is_in_the_request_of_its_prompt(
+    prompts: list[list[int]], merge: bool, with_estimates: bool
+) -> None:
+    tokens = TokenTable.from_lists(prompts)
+    search = PrefixSearch()
+    search.add(tokens)
+    row_idxs = np.arange(len(prompts)) * 2 + 1
+    estimates = np.arange(len(prompts)) % 5 if with_estimates else None
+    requests, ranked = make_requests(
+        tokens, search.finish(tokens), row_idxs, estimates, merge=merge
+    )
+    expected: dict[object, list[int]] = {}
+    for idx, prompt in enumerate(prompts):
+        expected.setdefault(tuple(prompt) if merge else idx, []).append(idx)
+    assert len(requests) == len(expected)
+    everyone = np.arange(len(requests))
+    assert requests.num_rows.tolist() == [len(members) for members in expected.values()]
+    assert requests.rows_of(everyone).tolist() == [
+        2 * idx + 1 for members in expected.values() for idx in members
+    ]
+    firsts = [members[0] for members in expected.values()]
+    planned = requests.prompts.prefixes(requests.prompt_idxs, requests.lengths)
+    assert planned.to_lists() == [prompts[idx] for idx in firsts]
+    assert requests.lengths.tolist() == [len(prompts[idx]) for idx in firsts]
+    if with_estimates:
+        assert requests.output_tokens is not None
+        assert requests.output_tokens.tolist() == [
+            max(idx % 5 for idx in members) for members in expected.values()
+        ]
+    tree = ranked.tree(requests.lengths)
+    alone = build_prefix_tree(TokenTable.from_lists([prompts[idx] for idx in firsts]))
+    assert tree.prompt_idxs.tolist() == alone.prompt_idxs.tolist()
+    assert tree.depth.tolist() == alone.depth.tolist()
+
+
+def test_rows_of_some_requests() -> None:
+    tokens = TokenTable.from_lists([[1], [2], [1], [3], [2], [1]])
+    search = PrefixSearch()
+    search.add(tokens)
+    requests, _ = make_requests(tokens, search.finish(tokens), np.arange(6), merge=True)
+    assert requests.rows_of(np.array([2, 0])).tolist() == [3, 0, 2, 5]
+    assert requests.rows_of(np.zeros(0, dtype=np.int64)).tolist() == []

@@ -1,0 +1,297 @@
+"""Algorithm 1 against a recursive version that follows the paper line by line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.levels import examples
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes import (
+    PrefixGroups,
+    TokenTable,
+    build_prefix_tree,
+    group_prefill_tokens,
+    maximize_reuse,
+    num_processed_tokens,
+    saving_ratio,
+)
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=10), max_size=24)
+
+
+@st.composite
+def layered_prompts(draw: st.DrawFn) -> list[list[int]]:
+    """Prompts that extend one another by runs of tokens, so that trees get deep and uneven."""
+    prompts: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(1, 24))):
+        base = draw(st.sampled_from(prompts))
+        prompts.append(base + [draw(st.integers(0, 2))] * draw(st.integers(0, 7)))
+    return draw(st.permutations(prompts))
+
+
+@dataclass
+class Node:
+    num_tokens: int
+    children: list[Node] = field(default_factory=list)
+    member: int | None = None
+
+    def members(self) -> list[int]:
+        if self.member is not None:
+            return [self.member]
+        return [idx for child in self.children for idx in child.members()]
+
+
+def grow(prompts: list[list[int]], idxs: list[int], start: int) -> list[Node]:
+    """Children for the prompts `idxs`, which all agree in their first `start` tokens."""
+    by_token: dict[int, list[int]] = {}
+    nodes = []
+    for idx in idxs:
+        if len(prompts[idx]) == start:
+            nodes.append(Node(0, member=idx))
+        else:
+            by_token.setdefault(prompts[idx][start], []).append(idx)
+    for alike in by_token.values():
+        if len(alike) == 1:
+            nodes.append(Node(len(prompts[alike[0]]) - start, member=alike[0]))
+            continue
+        end = start
+        while len({tuple(prompts[idx][: end + 1]) for idx in alike}) == 1 and all(
+            len(prompts[idx]) > end for idx in alike
+        ):
+            end += 1
+        nodes.append(Node(end - start, grow(prompts, alike, end)))
+    return nodes
+
+
+def maximize(parent: Node) -> None:
+    for child in list(parent.children):
+        if not child.children:
+            continue
+        maximize(child)
+        for grandchild in list(child.children):
+            gain = (len(grandchild.members()) - 1) * grandchild.num_tokens
+            if gain > child.num_tokens:
+                child.children.remove(grandchild)
+                grandchild.num_tokens += child.num_tokens
+                parent.children.append(grandchild)
+        if not child.children:
+            parent.children.remove(child)
+        elif len(child.children) == 1:
+            only = child.children[0]
+            child.num_tokens += only.num_tokens
+            child.children, child.member = only.children, only.member
+
+
+def reference_groups(prompts: list[list[int]]) -> set[tuple[int, frozenset[int]]]:
+    root = Node(0, grow(prompts, list(range(len(prompts))), 0))
+    maximize(root)
+    return {
+        (0 if node.member is not None else node.num_tokens, frozenset(node.members()))
+        for node in root.children
+    }
+
+
+def as_set(groups: PrefixGroups) -> set[tuple[int, frozenset[int]]]:
+    return {
+        (int(groups.num_prefix_tokens[g]), frozenset(groups.members(g).tolist()))
+        for g in range(len(groups))
+    }
+
+
+def plan(prompts: list[list[int]]) -> tuple[PrefixGroups, TokenTable, int]:
+    tokens = TokenTable.from_lists(prompts)
+    tree = build_prefix_tree(tokens)
+    return maximize_reuse(tree), tokens, tree.num_distinct_prefix_tokens
+
+
+@settings(max_examples=examples(300))
+@given(PROMPTS | layered_prompts())
+@example([])
+@example([[], []])
+@example([[1, 1]] * 3 + [[1]])
+def test_groups_equal_the_recursive_algorithm(prompts: list[list[int]]) -> None:
+    groups, _, _ = plan(prompts)
+    assert as_set(groups) == reference_groups(prompts)
+
+
+@settings(deadline=None)
+@given(PROMPTS | layered_prompts())
+def test_groups_partition_the_prompts_and_share_their_prefix(prompts: list[list[int]]) -> None:
+    groups, tokens, optimum = plan(prompts)
+    assert sorted(groups.member_idxs.tolist()) == list(range(len(prompts)))
+    processed = 0
+    for g in range(len(groups)):
+        cut = int(groups.num_prefix_tokens[g])
+        members = [prompts[idx] for idx in groups.members(g)]
+        assert len({tuple(member[:cut]) for member in members}) == 1
+        assert all(len(member) >= cut for member in members)
+        assert (cut > 0) == (len(members) > 1)
+        assert members == sorted(members)
+        processed += cut + sum(len(member) - cut for member in members)
+    assert num_processed_tokens(groups, tokens.lengths) == processed
+    assert optimum <= processed <= tokens.num_tokens
+    firsts = [prompts[groups.members(g)[0]] for g in range(len(groups))]
+    assert firsts == sorted(firsts)
+
+
+@settings(deadline=None)
+@given(PROMPTS | layered_prompts())
+def test_never_worse_than_the_first_level_as_it_is(prompts: list[list[int]]) -> None:
+    groups, tokens, _ = plan(prompts)
+    tree = build_prefix_tree(tokens)
+    first_level = tree.parent == 0
+    saved = int(((tree.num_leaves - 1) * tree.depth)[first_level].sum())
+    assert num_processed_tokens(groups, tokens.lengths) <= tokens.num_tokens - saved
+
+
+@settings(deadline=None)
+@given(PROMPTS | layered_prompts(), st.randoms(use_true_random=False))
+def test_groups_do_not_depend_on_input_order(prompts: list[list[int]], random: object) -> None:
+    shuffled = list(prompts)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, other = plan(prompts)[0], plan(shuffled)[0]
+    assert one.offsets.tolist() == other.offsets.tolist()
+    assert one.num_prefix_tokens.tolist() == other.num_prefix_tokens.tolist()
+    assert [prompts[i] for i in one.member_idxs] == [shuffled[i] for i in other.member_idxs]
+
+
+def test_example_of_figure_4() -> None:
+    """'b' is shared by prompts 2 to 6; its left child is one token shared by 2 to 5.
+
+    That node's right child holds the 6 further tokens of prompts 4 and 5. It is forked off
+    first, with the left node's token, and then once more with 'b': 8 tokens in all.
+    """
+    a, b, x, y = 0, 1, 2, 3
+    shared = [4, 5, 6, 7, 8, 9]
+    prompts = [
+        [a, 50, 51],
+        [b, x, 1, 52],
+        [b, x, 2, 53],
+        [b, x, *shared, 54],
+        [b, x, *shared, 55],
+        [b, y, 56],
+    ]
+    tokens = TokenTable.from_lists(prompts)
+    tree = build_prefix_tree(tokens)
+    right_child = int(np.flatnonzero((tree.parent == 0) & (tree.num_leaves == 5))[0])
+    assert (tree.num_leaves[right_child] - 1) * tree.depth[right_child] == 4
+
+    groups = maximize_reuse(tree)
+    assert as_set(groups) == {
+        (0, frozenset({0})),
+        (1, frozenset({1, 2, 5})),
+        (8, frozenset({3, 4})),
+    }
+    assert [groups.members(g).tolist() for g in range(3)] == [[0], [1, 2, 5], [3, 4]]
+    assert tokens.num_tokens - num_processed_tokens(groups, tokens.lengths) == 2 + 8
+
+
+def test_a_node_left_with_one_prefix_merges_with_it() -> None:
+    """[1] is left with [1, 2, 2] once the 3s are gone, so those two share 3 tokens, not 1."""
+    prompts = [[1, 2, 2, 5], [1, 2, 2, 6], *([1, 3, 3, 3, i] for i in range(3))]
+    assert as_set(plan(prompts)[0]) == {(3, frozenset({0, 1})), (4, frozenset({2, 3, 4}))}
+
+
+def test_all_prompts_equal() -> None:
+    groups, tokens, optimum = plan([[7, 8, 9]] * 50)
+    assert as_set(groups) == {(3, frozenset(range(50)))}
+    assert num_processed_tokens(groups, tokens.lengths) == optimum == 3
+
+
+def test_no_two_alike() -> None:
+    groups, tokens, optimum = plan([[i, 1] for i in range(50)])
+    assert groups.sizes.tolist() == [1] * 50
+    assert not groups.num_prefix_tokens.any()
+    assert num_processed_tokens(groups, tokens.lengths) == optimum == tokens.num_tokens
+
+
+def test_empty_prompts_stay_alone() -> None:
+    groups, tokens, _ = plan([[], [], []])
+    assert groups.sizes.tolist() == [1, 1, 1]
+    assert group_prefill_tokens(groups, tokens.lengths).tolist() == [0, 0, 0]
+
+
+def test_one_prompt_a_prefix_of_another() -> None:
+    assert as_set(plan([[1, 2], [1, 2, 3]])[0]) == {(2, frozenset({0, 1}))}
+
+
+def test_no_prompts() -> None:
+    groups, tokens, _ = plan([])
+    assert (len(groups), groups.num_prompts) == (0, 0)
+    assert num_processed_tokens(groups, tokens.lengths) == 0
+
+
+def test_deep_chain_needs_no_recursion() -> None:
+    num_levels = 10_000
+    path = np.zeros(num_levels, dtype=np.int32)
+    offsets = np.concatenate([[0], np.cumsum(np.arange(1, num_levels + 1))])
+    token_ids = np.concatenate([path[:length] for length in range(1, num_levels + 1)])
+    groups = maximize_reuse(build_prefix_tree(TokenTable(token_ids, offsets)))
+    assert sorted(groups.member_idxs.tolist()) == list(range(num_levels))
+
+
+def test_a_million_children_of_one_prefix() -> None:
+    num_prompts = 1_000_000
+    token_ids = np.full((num_prompts, 3), 9, dtype=np.int32)
+    token_ids[:, 2] = np.random.default_rng(0).permutation(num_prompts)
+    offsets = np.arange(0, 3 * num_prompts + 1, 3)
+    groups = maximize_reuse(build_prefix_tree(TokenTable(token_ids.reshape(-1), offsets)))
+    assert (len(groups), int(groups.num_prefix_tokens[0])) == (1, 2)
+    assert np.array_equal(np.sort(groups.member_idxs), np.arange(num_prompts))
+
+
+def test_saving_ratio_is_a_fraction() -> None:
+    assert saving_ratio(44, 100) == pytest.approx(0.56)
+    assert saving_ratio(100, 100) == 0.0
+    assert saving_ratio(0, 0) == 0.0
+
+
+def test_take_reorders_groups() -> None:
+    groups = plan([[1, 2], [5], [1, 3], [7, 7, 7], [7, 7, 8]])[0]
+    taken = groups.take([2, 0])
+    assert [taken.members(g).tolist() for g in range(2)] == [
+        groups.members(2).tolist(),
+        groups.members(0).tolist(),
+    ]
+    assert taken.num_prefix_tokens.tolist() == [2, 1]
+    assert len(groups.take([])) == 0
+    with pytest.raises(PlanError):
+        groups.take([3])
+    with pytest.raises(IndexError):
+        groups.members(3)
+
+
+@pytest.mark.parametrize(
+    ("members", "offsets", "prefix"),
+    [
+        ([0, 1], [0, 2], [0]),  # two members, nothing shared
+        ([0], [0, 1], [3]),  # alone with a prefix
+        ([0], [0, 0, 1], [0, 0]),  # empty group
+        ([0, 1], [0, 1], [0]),  # member outside every group
+        ([0], [0, 1], [0, 0]),
+        ([0], [0, 1], [-1]),
+    ],
+)
+def test_groups_refuse_contradictions(
+    members: list[int], offsets: list[int], prefix: list[int]
+) -> None:
+    with pytest.raises(PlanError):
+        PrefixGroups(np.array(members), np.array(offsets), np.array(prefix))
+
+
+def test_groups_refuse_other_dtypes() -> None:
+    with pytest.raises(PlanError):
+        PrefixGroups(np.zeros(1, np.int32), np.array([0, 1]), np.zeros(1, np.int64))
+
+
+def test_prefill_tokens_refuse_lengths_of_other_prompts() -> None:
+    groups = plan([[1, 2], [1, 2, 3]])[0]
+    with pytest.raises(PlanError):
+        group_prefill_tokens(groups, np.array([2]))
+    with pytest.raises(PlanError, match="prompt 0 "):
+        group_prefill_tokens(groups, np.array([1, 3]))

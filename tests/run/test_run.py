@@ -1,0 +1,248 @@
+"""The run stage with the fake engine: parts as they finish, resuming, bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, write_table
+
+from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
+from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.errors import PlanError
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.engine_job import pin_revision
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.manifest import PlanManifest
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> StoredPlan:
+    """One shard of 40 requests in 8 parts."""
+    write_table(tmp_path / "documents", document_rows(8, 5))
+    return plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS)
+
+
+def outputs(plan: StoredPlan) -> dict[int, str]:
+    """Texts of all finished parts, by row_idx."""
+    folder = plan.run_folder(0)
+    texts: dict[int, str] = {}
+    for entry in read_ledger(folder, plan.manifest.plan_id).values():
+        for row in pq.read_table(folder.full_path(entry.path)).to_pylist():
+            for row_idx in row["row_idxs"]:
+                assert row_idx not in texts
+                texts[row_idx] = row["generated_text"]
+    return texts
+
+
+class Watched:
+    """An engine that passes requests on to the real one and lets a test look at them."""
+
+    def __init__(self, inner: Engine, job: EngineJob, stop_after: int | None = None) -> None:
+        self.inner, self.job, self.stop_after = inner, job, stop_after
+        self.requests: list[EngineRequest] = []
+        self.closed = False
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        def watch() -> Iterator[EngineRequest]:
+            for request in requests:
+                self.requests.append(request)
+                yield request
+
+        for count, output in enumerate(self.inner.stream(watch())):
+            if count == self.stop_after:
+                raise KeyboardInterrupt
+            yield output
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def run_watched(plan: StoredPlan, stop_after: int | None = None) -> Watched:
+    started: list[Watched] = []
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        started.append(Watched(start_engine(spec, job), job, stop_after))
+        return started[0]
+
+    try:
+        run_shard(plan.folder.uri, 0, start=start)
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return started[0]
+
+
+def test_every_request_gets_its_own_text(plan: StoredPlan) -> None:
+    report = run_shard(plan.folder.uri, 0)
+    shard = pq.read_table(plan.folder.full_path("shard-00000.parquet")).to_pylist()
+    expected = {
+        row_idx: fake_text(request["prompt_token_ids"])
+        for request in shard
+        for row_idx in request["row_idxs"]
+    }
+    assert outputs(plan) == expected and len(expected) == 40
+    assert (report.num_rows, report.num_failed_rows, report.num_parts) == (40, 0, 8)
+
+
+def test_requests_reach_the_engine_in_plan_order(plan: StoredPlan) -> None:
+    engine = run_watched(plan)
+    assert [request.request_idx for request in engine.requests] == list(range(40))
+    assert engine.closed
+
+
+def test_an_interrupted_run_keeps_finished_parts_and_resumes(plan: StoredPlan) -> None:
+    interrupted = run_watched(plan, stop_after=23)
+    assert interrupted.closed
+    assert set(read_ledger(plan.run_folder(0), plan.manifest.plan_id)) == {0, 1, 2, 3}
+    resumed = run_watched(plan)
+    assert [request.request_idx for request in resumed.requests] == list(range(23, 40))
+    assert len(outputs(plan)) == 40
+
+
+def test_a_finished_shard_starts_no_engine(plan: StoredPlan) -> None:
+    first = run_shard(plan.folder.uri, 0)
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        raise AssertionError("no engine is needed")
+
+    again = run_shard(plan.folder.uri, 0, start=start)
+    assert again.num_resumed_parts == again.num_parts == 8
+    assert again.num_output_tokens == first.num_output_tokens
+
+
+def test_a_damaged_part_is_generated_again(plan: StoredPlan) -> None:
+    run_shard(plan.folder.uri, 0)
+    folder = plan.run_folder(0)
+    Path(folder.full_path(read_ledger(folder, plan.manifest.plan_id)[2].path)).write_bytes(b"PAR1")
+    engine = run_watched(plan)
+    assert [request.request_idx for request in engine.requests] == list(range(10, 15))
+    assert len(outputs(plan)) == 40
+
+
+def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "documents", document_rows(40, 5))
+    spec = fake_spec(
+        tmp_path, planner={"num_shards": 1}, engine={"extra_args": {"max_in_flight": 4}}
+    )
+    plan = plan_job(spec, DS)
+    read: list[int] = []
+    ahead: list[int] = []
+    original = pq.ParquetFile.read_row_group
+
+    def counted(self: pq.ParquetFile, part_idx: int) -> object:
+        read.append(part_idx)
+        ahead.append(len(read) - len(read_ledger(plan.run_folder(0), plan.manifest.plan_id)))
+        return original(self, part_idx)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+    run_shard(plan.folder.uri, 0)
+    assert read == list(range(40))
+    assert max(ahead) <= 2, "a part is read when the one before it is nearly done"
+
+
+def test_row_errors_are_outputs(tmp_path: Path) -> None:
+    rows = document_rows(3, 2)
+    rows[4]["query"] = "~"
+    write_table(tmp_path / "documents", rows)
+    engine = {"extra_args": {"error_token_id": ord("~")}}
+    spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
+    plan = plan_job(spec, DS)
+    report = run_shard(plan.folder.uri, 0)
+    assert (report.num_rows, report.num_failed_rows) == (6, 1)
+    assert outputs(plan)[4] is None
+
+
+def test_a_row_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
+    rows = document_rows(3, 5)
+    rows[7]["query"] = "~"
+    write_table(tmp_path / "documents", rows)
+    engine = {"extra_args": {"fatal_token_id": ord("~")}}
+    spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
+    plan = plan_job(spec, DS)
+    assert run_shard(plan.folder.uri, 0).num_failed_rows == 1
+    assert [row_idx for row_idx, text in outputs(plan).items() if text is None] == [7]
+
+
+def test_an_unknown_shard_is_refused(plan: StoredPlan) -> None:
+    for shard_idx in (1, -1):
+        with pytest.raises(PlanError, match=f"has shards 0 to 0, not shard {shard_idx}"):
+            run_shard(plan.folder.uri, shard_idx)
+
+
+def test_another_tokenizer_is_refused(plan: StoredPlan) -> None:
+    changed = plan.manifest.model_copy(update={"tokenizer_fingerprint": "another"})
+    assert isinstance(changed, PlanManifest)
+    plan.folder.write_bytes("manifest.json", changed.to_bytes())
+    with pytest.raises(PlanError, match="tokenizer"):
+        run_shard(plan.folder.uri, 0)
+
+
+def test_a_damaged_shard_file_is_refused(plan: StoredPlan) -> None:
+    path = Path(plan.folder.full_path("shard-00000.parquet"))
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(PlanError, match=r"shard-00000\.parquet is corrupted"):
+        run_shard(plan.folder.uri, 0)
+
+
+def test_another_model_is_refused(plan: StoredPlan) -> None:
+    changed = plan.manifest.model_copy(update={"model_version": "sha256:another"})
+    plan.folder.write_bytes("manifest.json", changed.to_bytes())
+    with pytest.raises(PlanError, match="the version of model no-model"):
+        run_shard(plan.folder.uri, 0)
+
+
+def test_a_model_of_the_hub_runs_at_the_commit_that_was_planned(plan: StoredPlan) -> None:
+    manifest = plan.manifest.model_copy(update={"model_version": "commit:abc123"})
+    assert pin_revision(manifest).model.revision == "abc123"
+    assert pin_revision(plan.manifest) == plan.manifest.spec
+
+
+def test_a_shard_that_a_small_partition_did_not_need_has_nothing_to_do(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(1, 1))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 4}), DS)
+    assert len(plan.manifest.shards) == 1
+    assert run_shard(plan.folder.uri, 3).num_rows == 0
+    with pytest.raises(PlanError, match="not shard 4"):
+        run_shard(plan.folder.uri, 4)
+
+
+def test_the_engine_is_told_what_the_plan_knows(plan: StoredPlan) -> None:
+    engine = run_watched(plan)
+    sizes = Counter(request.group_id for request in engine.requests)
+    assert [request.group_size for request in engine.requests] == [
+        sizes[request.group_id] for request in engine.requests
+    ]
+    # The limit that the spec sets is no estimate.
+    assert {request.num_output_tokens for request in engine.requests} == {None}
+    assert engine.job.num_requests == 40
+    assert engine.job.max_model_len == plan.manifest.max_model_len
+
+
+def test_after_a_restart_groups_have_the_size_that_is_left(plan: StoredPlan) -> None:
+    run_watched(plan, stop_after=23)
+    resumed = run_watched(plan)
+    sizes = Counter(request.group_id for request in resumed.requests)
+    assert resumed.job.num_requests == 17
+    assert all(request.group_size == sizes[request.group_id] for request in resumed.requests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"planner": {"estimated_output_tokens": 5}}, 5), ({"sampling": {"ignore_eos": True}}, 8)],
+)
+def test_estimates_reach_the_engine(
+    tmp_path: Path, changes: dict[str, dict[str, object]], told: int
+) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    planner = {"num_shards": 1, **changes.pop("planner", {})}
+    plan = plan_job(fake_spec(tmp_path, planner=planner, **changes), DS)
+    engine = run_watched(plan)
+    assert {request.num_output_tokens for request in engine.requests} == {told}

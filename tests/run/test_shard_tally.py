@@ -1,0 +1,233 @@
+"""What is counted while a shard runs: the sums of its report, speeds and ETA by an own clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.staged_job import NUM_ROWS, plan_one_shard
+
+from batchllm_operator.engine import EngineOutput
+from batchllm_operator.engine.gpus import num_gpus_of
+from batchllm_operator.run.shard_tally import ShardTally
+from batchllm_operator.shards.attempts import Attempt
+from batchllm_operator.shards.parts import PartEntry
+from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+BEGAN_AT = datetime(2026, 1, 31, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
+    """One shard of 30 requests."""
+    return plan_one_shard(str(tmp_path_factory.mktemp("lake")))
+
+
+class Ticking:
+    """A tally, and the clock that it goes by."""
+
+    def __init__(self, plan: StoredPlan, *entries: PartEntry, **settings: int) -> None:
+        self.clock = 1000.0
+        attempt = Attempt(plan.run_folder(0), 3)
+        self.tally = ShardTally(
+            plan,
+            0,
+            attempt,
+            entries,
+            **{"num_gpus": 0, **settings},
+            clock=lambda: self.clock,
+            now=lambda: BEGAN_AT + timedelta(seconds=self.clock - 1000.0),
+        )
+
+    def after(self, seconds: float, act: Callable[[], object] = lambda: None) -> None:
+        self.clock += seconds
+        act()
+
+    def answer(self, num_rows: int = 1) -> None:
+        self.tally.count_output(output(0, 90, 30, 10), num_rows)
+
+
+def output(request_idx: int, prompt: int, cached: int, generated: int) -> EngineOutput:
+    return EngineOutput(request_idx, "text", "stop", prompt, cached, generated, None)
+
+
+def failed(request_idx: int, prompt: int) -> EngineOutput:
+    return EngineOutput(request_idx, None, None, prompt, 0, 0, "engine_error: no")
+
+
+def entry_of(part_idx: int, outputs: list[tuple[EngineOutput, int]]) -> PartEntry:
+    """As `write_part` counts it."""
+    answered = [(each, num_rows) for each, num_rows in outputs if each.error is None]
+    num_rows = sum(num_rows for _, num_rows in outputs)
+    return PartEntry(
+        plan_id="p",
+        part_idx=part_idx,
+        file="f",
+        sha256="0" * 64,
+        num_requests=len(outputs),
+        num_rows=num_rows,
+        num_failed_rows=num_rows - sum(num_rows for _, num_rows in answered),
+        num_logical_tokens=sum(num_rows * each.num_prompt_tokens for each, num_rows in answered),
+        num_prompt_tokens=sum(each.num_prompt_tokens for each, _ in answered),
+        num_cached_tokens=sum(each.num_cached_tokens for each, _ in answered),
+        num_output_tokens=sum(each.num_output_tokens for each, _ in answered),
+        engine_s=0.0,
+    )
+
+
+tokens = st.integers(0, 5000)
+answers = st.one_of(
+    st.builds(lambda p, c, g: output(0, p, min(p, c), g), tokens, tokens, tokens),
+    st.builds(lambda p: failed(0, p), tokens),
+)
+parts = st.lists(st.lists(st.tuples(answers, st.integers(1, 4)), min_size=1), max_size=5)
+
+
+@given(before=parts, now=parts, still_open=st.lists(st.tuples(answers, st.integers(1, 4))))
+def test_the_sums_are_those_of_the_report(
+    plan: StoredPlan,
+    before: list[list[tuple[EngineOutput, int]]],
+    now: list[list[tuple[EngineOutput, int]]],
+    still_open: list[tuple[EngineOutput, int]],
+) -> None:
+    entries = [entry_of(part_idx, part) for part_idx, part in enumerate([*before, *now])]
+    tally = Ticking(plan, *entries[: len(before)]).tally
+    tally.begin_running()
+    for part in now:
+        for each, num_rows in part:
+            tally.count_output(each, num_rows)
+        tally.count_part()
+    for each, num_rows in still_open:
+        tally.count_output(each, num_rows)
+    live = tally.snapshot()
+    report = ShardReport.of_parts("p", 0, entries, len(before))
+    assert live.num_rows_done == report.num_rows + sum(num_rows for _, num_rows in still_open)
+    assert live.num_parts_done == report.num_parts
+    assert live.saving_ratio >= 0
+    tally.keep(Counts.total(entries))
+    tally.end("stopped")  # what is still open is dropped
+    found = tally.snapshot()
+    assert (found.num_rows_done, found.num_rows_failed) == (report.num_rows, report.num_failed_rows)
+    for name in ("prompt", "cached", "output", "logical"):
+        assert getattr(found, f"num_{name}_tokens") == getattr(report, f"num_{name}_tokens")
+
+
+def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> None:
+    run = Ticking(plan, num_gpus=2)
+    run.tally.hold_gpus()
+    run.after(40)
+    starting = run.tally.snapshot()
+    assert (starting.state, starting.elapsed_s, starting.engine_start_s) == ("starting", 40, 40)
+    assert (starting.eta_s, starting.computed_tokens_per_s) == (None, 0.0)
+    run.tally.begin_running()
+    run.after(20)
+    running = run.tally.snapshot()
+    assert (running.state, running.elapsed_s, running.engine_start_s) == ("running", 60, 40)
+    assert (running.started_at, running.updated_at - BEGAN_AT) == (BEGAN_AT, timedelta(seconds=60))
+    assert (running.eta_s, running.gpu_s, running.attempt) == (None, 120, 3)
+
+
+def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
+    run = Ticking(plan, num_gpus=2, worker=5, num_workers=8)
+    run.tally.begin_running()
+    run.after(30)  # the shard before has requests in the engine
+    fed = run.tally.snapshot()
+    assert (fed.worker, fed.num_workers, fed.gpu_held_s, fed.gpu_s) == (5, 8, 0, 0)
+    run.tally.hold_gpus()
+    run.after(10, run.tally.hold_gpus)  # doesn't begin again
+    run.after(10, lambda: run.tally.end("finished"))
+    run.after(5)  # until its last state is written
+    ended = run.tally.snapshot()
+    assert (ended.elapsed_s, ended.gpu_held_s, ended.gpu_s) == (55, 20, 40)
+
+
+def test_an_attempt_may_end_before_the_gpus_are_its_own(plan: StoredPlan) -> None:
+    run = Ticking(plan, num_gpus=2)
+    run.after(10, lambda: run.tally.end("finished"))
+    assert run.tally.snapshot().gpu_s == 0
+
+
+def test_progress_of_older_releases_counts_from_the_start(plan: StoredPlan) -> None:
+    stored = Ticking(plan, num_gpus=2).tally.snapshot().model_dump(mode="json")
+    for name in ("worker", "num_workers", "gpu_held_s"):
+        del stored[name]
+    found = ShardProgress.model_validate({**stored, "elapsed_s": 30.0})
+    assert (found.worker, found.gpu_s) == (None, 60)
+
+
+def test_speed_is_that_of_the_last_minute_without_cached_tokens(plan: StoredPlan) -> None:
+    def speeds() -> tuple[float, float]:
+        seen = run.tally.snapshot()
+        return seen.computed_tokens_per_s, seen.output_tokens_per_s
+
+    run = Ticking(plan)
+    run.tally.begin_running()
+    run.after(10, run.answer)  # of 90 prompt tokens 30 were cached
+    assert speeds() == (60 / 10, 10 / 10)
+    run.after(30, run.answer)
+    assert speeds() == (120 / 40, 20 / 40)
+    run.after(30)
+    assert speeds() == (60 / 60, 10 / 60)
+    run.after(3600)
+    assert speeds() == (0.0, 0.0)
+
+
+def test_eta_goes_by_the_minute_and_by_all_of_the_attempt(plan: StoredPlan) -> None:
+    run = Ticking(plan, entry_of(0, [(output(0, 90, 30, 10), 6)]))
+    run.tally.begin_running()
+    for _ in range(12):
+        run.after(10, run.answer)  # 12 of 24 rows in 120 s
+    assert run.tally.snapshot().eta_s == pytest.approx(12 / 0.1)
+    run.after(120)  # none in the last minute: half as fast again
+    assert run.tally.snapshot().eta_s == pytest.approx(12 / ((12 / 240 + 0) / 2))
+    run.tally.end("finished")
+    assert run.tally.snapshot().eta_s == 0.0
+
+
+def test_rows_of_earlier_attempts_say_nothing_of_the_speed(plan: StoredPlan) -> None:
+    run = Ticking(plan, entry_of(0, [(output(0, 90, 30, 10), 20)]))
+    run.tally.begin_running()
+    run.after(10)
+    assert run.tally.snapshot().eta_s is None
+    run.after(0, lambda: run.answer(num_rows=5))
+    assert run.tally.snapshot().eta_s == pytest.approx((NUM_ROWS - 25) / 0.5)
+
+
+def test_the_note_says_speed_and_saving(plan: StoredPlan) -> None:
+    run = Ticking(plan)
+    assert run.tally.note() == (
+        "0 computed prompt and 0 output tokens/s, 0 % of prompt tokens saved"
+    )
+    run.tally.begin_running()
+    run.after(0.05, lambda: run.answer(num_rows=2))
+    assert run.tally.note() == (
+        "1,200 computed prompt and 200 output tokens/s, 67 % of prompt tokens saved"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "num_gpus"), [("0.32.0", 6), ("0.32.0+cpu", 0), ("0.32.0+rocm700", 6), (None, 0)]
+)
+def test_gpus_are_known_before_the_engine_starts(
+    plan: StoredPlan, version: str | None, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchllm_operator.engine import gpus
+
+    def installed(name: str) -> str:
+        if version is None:
+            raise gpus.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(gpus, "version", installed)
+    spec = plan.manifest.spec
+    assert num_gpus_of(spec) == 0
+    changes = {"backend": "vllm", "tensor_parallel_size": 2}
+    more = {"extra_args": {"pipeline_parallel_size": 3}}
+    engine = spec.engine.model_copy(update=changes | more)
+    assert num_gpus_of(spec.model_copy(update={"engine": engine})) == num_gpus

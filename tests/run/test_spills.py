@@ -1,0 +1,444 @@
+"""Rows that were finished when a run was stopped: kept beside the parts, and used once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from support.demo_job import wait_until
+from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.fork_server import ForkServer
+from support.staged_job import NUM_ROWS, Engines, check_published, plan_one_shard
+
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.engine import EngineOutput
+from batchllm_operator.errors import FencedError, Interrupted, StorageError
+from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run import open_parts, shard_run
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
+from batchllm_operator.run.run_shards import run_shard, run_worker
+from batchllm_operator.shards.attempts import Attempt, claim_attempt
+from batchllm_operator.shards.job_status import read_status
+from batchllm_operator.shards.parts import part_schema, read_ledger
+from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.spills import SpillEntry, read_spills, write_spill
+from batchllm_operator.spec import parse_spec
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+
+def interrupt() -> None:
+    raise Interrupted(signal.SIGINT)
+
+
+def stop(plan: StoredPlan, at: int, error: type[BaseException] = Interrupted) -> Engines:
+    """Run the shard until `at` of its requests are answered."""
+    engines = Engines(at, interrupt)
+    with pytest.raises(error):
+        run_shard(plan.folder.uri, 0, start=engines)
+    return engines
+
+
+def entries(plan: StoredPlan, shard_idx: int = 0) -> list[SpillEntry]:
+    folder = plan.run_folder(shard_idx)
+    names = [name for name in folder.find() if re.search(r"/spill-\d+\.json$", name)]
+    return [SpillEntry.model_validate_json(folder.read_bytes(name)) for name in names]
+
+
+def stored_rows(plan: StoredPlan) -> int:
+    """Rows in parts and in spills of other parts."""
+    parts = read_ledger(plan.run_folder(0), plan.manifest.plan_id)
+    schema = part_schema(plan.manifest.spec)
+    spilled = read_spills(plan.run_folder(0), plan.manifest.plan_id, 0, parts, schema)
+    return sum(each.num_rows for each in parts.values()) + sum(
+        each.counts.num_rows for each in spilled.values()
+    )
+
+
+def answers(plan: StoredPlan) -> list[dict[str, Any]]:
+    """What parts hold, without what the cache happened to hold."""
+    folder, rows = plan.run_folder(0), []
+    for entry in read_ledger(folder, plan.manifest.plan_id).values():
+        rows += pq.read_table(folder.full_path(entry.path)).drop("num_cached_tokens").to_pylist()
+    return rows
+
+
+def counts(report: ShardReport) -> dict[str, Any]:
+    names = ("num_resumed_parts", "engine_s", "num_cached_tokens", "plan_id")
+    return {name: value for name, value in report if name not in names}
+
+
+@pytest.fixture
+def plan(lake_uri: str) -> StoredPlan:
+    """30 requests in 6 parts."""
+    return plan_one_shard(lake_uri)
+
+
+# Stopped and taken up
+
+
+@pytest.mark.parametrize("part_rows", [1, 4, 500])
+@pytest.mark.parametrize("at", [0, 1, 9, 22, 29])
+def test_a_stopped_run_keeps_every_finished_row(tmp_path: Path, part_rows: int, at: int) -> None:
+    planner = {"num_shards": 1, "part_rows": part_rows}
+    plan = plan_one_shard(str(tmp_path), planner=planner)
+    stop(plan, at)
+    (shard,) = read_status(plan).shards
+    assert (shard.state, shard.num_rows_done) == ("stopped", at)
+    rest = Engines()
+    run_shard(plan.folder.uri, 0, start=rest)
+    assert rest.num_answers == NUM_ROWS - at
+    assert commit_run(plan.folder.uri).num_rows_out == NUM_ROWS
+    check_published(plan)
+
+
+def test_a_run_that_is_stopped_again_and_again_generates_no_row_twice(plan: StoredPlan) -> None:
+    answered = 0
+    for at in (3, 4, 9, 0, 6):
+        answered += stop(plan, at).num_answers
+    assert read_status(plan).num_rows_done == answered == 22
+    rest = Engines()
+    report = run_shard(plan.folder.uri, 0, start=rest)
+    assert rest.num_answers == NUM_ROWS - answered
+    assert verify_shard(plan.folder.uri, 0) == report
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_counts_of_a_run_in_pieces_are_those_of_a_run_at_once(tmp_path: Path) -> None:
+    rows = document_rows()
+    for idx in (3, 11):  # a request stands for two rows
+        rows[idx] = {**rows[idx + 1], "row_key": f"copy {idx}"}
+    reports = []
+    for name, stops in {"whole": (), "pieces": (4, 8, 1)}.items():
+        write_table(tmp_path / name / "documents", rows)
+        plan = plan_job(fake_spec(tmp_path / name, planner={"num_shards": 1, "part_rows": 9}), DS)
+        for at in stops:
+            stop(plan, at)
+        reports.append(counts(run_shard(plan.folder.uri, 0)))
+    assert reports[0] == reports[1]
+    assert reports[0]["num_rows"] == 30 > reports[0]["num_requests"] == 28
+
+
+def test_engine_seconds_are_counted_once(plan: StoredPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_run.Lap, "__call__", lambda lap: 7.0)
+    monkeypatch.setattr(open_parts, "SPILL_ROWS", 4)
+    stop(plan, 14)  # a spill, a part, a spill at 9, a part, a spill at the end
+    spilled = sum(entry.engine_s for entry in entries(plan))
+    written = read_ledger(plan.run_folder(0), plan.manifest.plan_id).values()
+    assert spilled == 7 * len(entries(plan)) == 21
+    assert sum(entry.engine_s for entry in written) == pytest.approx(2 * 7 + 2 * 7)
+    report = run_shard(plan.folder.uri, 0)
+    num_laps = report.engine_s / 7
+    assert num_laps == pytest.approx(6 + len(entries(plan)))
+
+
+def test_what_was_all_spilled_needs_no_engine(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_none(run: shard_run.ShardRun, part_idx: int) -> None:
+        if run.tally.snapshot().num_rows_done == NUM_ROWS:
+            interrupt()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_run.ShardRun, "_write", write_none)
+        assert stop(plan, -1).num_answers == NUM_ROWS
+    assert read_ledger(plan.run_folder(0), plan.manifest.plan_id) == {}
+    engines = Engines()
+    report = run_shard(plan.folder.uri, 0, start=engines)
+    assert engines.started == []
+    assert (report.num_rows, report.num_parts, report.num_resumed_parts) == (30, 6, 0)
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"summary": {"type": "string", "maxLength": 40}},
+    "required": ["summary"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": SCHEMA}
+JOBS: dict[str, dict[str, Any]] = {
+    "samples": {"sampling": {"temperature": 0.7, "n": 3}},
+    "logprobs": {"sampling": {"logprobs": 2, "max_tokens": 3}},
+    "classify": {"task": "classify", "labels": {"relevant": "yes", "irrelevant": "no"}},
+    "embed": {"task": "embed"},
+    "invalid": {
+        "response_format": FORM,
+        "engine": {"backend": "fake", "extra_args": {"invalid_every": 2}},
+        "retry_invalid": 2,
+        "sampling": {"temperature": 1.0, "seed": 5},
+        "max_failed_fraction": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_answers_of_every_kind_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
+    found = []
+    for name, stops in {"whole": (), "pieces": (7, 11)}.items():
+        write_table(tmp_path / name / "documents", document_rows())
+        fields = job_fields(str(tmp_path / name), planner={"num_shards": 1, "part_rows": 500})
+        del fields["sampling"]
+        engine = {**fields["engine"], **JOBS[kind].get("engine", {})}
+        engine["extra_args"] = {**fields["engine"]["extra_args"], **engine["extra_args"]}
+        spec = parse_spec({**fields, **JOBS[kind], "engine": engine}, source="test spec")
+        plan = plan_job(spec, DS)
+        for at in stops:
+            stop(plan, at)
+        run_shard(plan.folder.uri, 0)
+        found.append(answers(plan))
+        commit_run(plan.folder.uri)
+    assert found[0] == found[1]
+    assert len(found[0]) == NUM_ROWS
+
+
+def test_workers_that_are_stopped_keep_rows_of_all_shards_that_they_have_begun(
+    tmp_path: Path,
+) -> None:
+    """The engine has requests of the next shard before the last of this one have ended."""
+    write_table(tmp_path / "documents", document_rows(8, 5))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 4, "part_rows": 500}), DS)
+    before = 0
+    for at in (13, 8):
+        engines = Engines(at, interrupt)
+        with pytest.raises(Interrupted) as caught:
+            run_worker(plan.folder.uri, 0, 1, start=engines)
+        before += at
+        note = f"{before} of the plan's 40 rows are finished and kept: give the same command"
+        assert caught.value.__notes__[0].startswith(note)
+    rest = Engines()
+    run_worker(plan.folder.uri, 1, 2, start=rest)
+    assert rest.num_answers == 40 - before
+    commit_run(plan.folder.uri)
+
+
+# Killed, fenced, damaged
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "lost"), [(4, 30.0, 1), (1000, 0.0, 0), (1000, 30.0, 9)]
+)
+def test_kill_9_loses_what_was_finished_since_the_last_spill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, seconds: float, lost: int
+) -> None:
+    plan = plan_one_shard(str(tmp_path), planner={"num_shards": 1, "part_rows": 10})
+    monkeypatch.setattr(open_parts, "SPILL_ROWS", rows)
+    monkeypatch.setattr(open_parts, "SPILL_S", seconds)
+    with monkeypatch.context() as patch:  # as if there were no time for it
+        patch.setattr(shard_run.ShardRun, "_keep_finished", lambda *_: None)
+        stop(plan, 19)
+    rest = Engines()
+    run_shard(plan.folder.uri, 0, start=rest)
+    assert rest.num_answers == NUM_ROWS - 19 + lost
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_rows_are_spilled_while_the_engine_finishes_nothing(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_parts, "SPILL_S", 0.05)
+    monkeypatch.setenv(INTERVAL_VARIABLE, "0.1")
+    slow = Engines(8, lambda: wait_until(lambda: stored_rows(plan) == 8, "all rows are stored"))
+    run_shard(plan.folder.uri, 0, start=slow)
+    assert commit_run(plan.folder.uri).num_rows_out == NUM_ROWS
+    check_published(plan)
+
+
+@pytest.mark.parametrize("stem", ["part-", "spill-"])
+@pytest.mark.parametrize("step", ["publish_file", "create"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_while_something_is_written_loses_nothing(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch, stem: str, step: str, when: str
+) -> None:
+    monkeypatch.setattr(open_parts, "SPILL_ROWS", 3)
+    original, hit = getattr(Folder, step), []
+
+    def signalled(folder: Folder, *args: Any) -> Any:
+        name = next(arg for arg in args if isinstance(arg, str))
+        is_it = name.startswith(stem) and not hit
+        hit.extend([name] if is_it else [])
+        if is_it and when == "before":
+            interrupt()
+        result = original(folder, *args)
+        if is_it:
+            interrupt()
+        return result
+
+    engines = Engines()
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, step, signalled)
+        with pytest.raises(Interrupted):
+            run_shard(plan.folder.uri, 0, start=engines)
+    assert hit and 0 < engines.num_answers < NUM_ROWS
+    rest = Engines()
+    run_shard(plan.folder.uri, 0, start=rest)
+    assert engines.num_answers + rest.num_answers == NUM_ROWS
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_a_fenced_attempt_spills_nothing_more_and_its_spills_count(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_parts, "SPILL_ROWS", 3)
+    successor = Engines()
+    zombie = Engines(4, lambda: run_shard(plan.folder.uri, 0, start=successor))
+    with pytest.raises(FencedError):
+        run_shard(plan.folder.uri, 0, start=zombie)
+    assert [entry.attempt for entry in entries(plan) if entry.attempt == 1] == [1]
+    assert successor.num_answers == NUM_ROWS - 3
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_a_run_that_was_fenced_when_it_is_stopped_keeps_its_end(plan: StoredPlan) -> None:
+    def fence_and_stop() -> None:
+        claim_attempt(plan.run_folder(0))
+        interrupt()
+
+    with pytest.raises(Interrupted) as caught:
+        run_shard(plan.folder.uri, 0, start=Engines(3, fence_and_stop))
+    assert entries(plan) == []
+    assert caught.value.__notes__[0].startswith("0 of the shard's 30 rows are finished and kept")
+
+
+def damage(plan: StoredPlan, how: str) -> None:
+    """Damage the only spill."""
+    (entry,) = entries(plan)
+    folder = Path(plan.run_folder(0).full_path(""))
+    file, described = folder / entry.path, folder / entry.entry_path
+    match how:
+        case "missing":
+            file.unlink()
+        case "flipped":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        case "unreadable":
+            described.write_bytes(b"{}")
+        case "another plan's":
+            foreign = entry.model_copy(update={"plan_id": "0123456789abcdef"})
+            described.write_text(foreign.model_dump_json())
+        case "another shard's":
+            described.write_text(entry.model_copy(update={"shard_idx": 1}).model_dump_json())
+        case "renamed":
+            described.rename(described.with_name("spill-00007.json"))
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["missing", "flipped", "unreadable", "another plan's", "another shard's", "renamed"],
+)
+def test_a_spill_that_is_damaged_or_foreign_does_not_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    plan = plan_one_shard(str(tmp_path))
+    stop(plan, 14)
+    damage(plan, how)
+    rest = Engines()
+    run_shard(plan.folder.uri, 0, start=rest)
+    assert rest.num_answers == NUM_ROWS - 10, "parts of five count"
+    assert "doesn't count" in caplog.text
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_a_request_that_was_spilled_twice_counts_once(tmp_path: Path) -> None:
+    """The first attempt was about to write the entry when the second claimed its number."""
+    folder = Folder.open(str(tmp_path / "shard"))
+    attempts = [claim_attempt(folder) for _ in range(3)]
+    schema = part_schema(fake_spec(tmp_path))
+
+    def write(attempt: Attempt, text: str) -> None:
+        output = EngineOutput(5, text, "stop", 10, 4, 2, None)
+        write_spill(attempt, "plan", 0, 0, {2: [output]}, {5: [50, 51]}, 8.0, schema)
+
+    late = Attempt(folder, 1)
+    object.__setattr__(late, "number", attempts[2].number)
+    write(attempts[2], "new")
+    with pytest.raises(FencedError):
+        write(attempts[0], "old")
+    found = read_spills(folder, "plan", 0, {}, schema)
+    assert [each.text for each in found[2].outputs.values()] == ["new"]
+    assert found[2].counts.num_rows == 2
+    assert read_spills(folder, "plan", 0, {2}, schema) == {}
+
+
+def test_a_storage_that_takes_no_spill_keeps_the_reason_of_the_stop(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_run, "write_spill", fail)
+        stop(plan, 8)
+    assert "finished rows of shard 0 are lost: the disk is full" in caplog.text
+    assert read_status(plan).num_rows_done == 5
+
+
+def test_an_engine_that_fails_leaves_what_it_has_finished(plan: StoredPlan) -> None:
+    class BrokenError(Exception):
+        pass
+
+    def fail() -> None:
+        raise BrokenError
+
+    with pytest.raises(BrokenError):
+        run_shard(plan.folder.uri, 0, start=Engines(8, fail))
+    rest = Engines()
+    run_shard(plan.folder.uri, 0, start=rest)
+    assert rest.num_answers == NUM_ROWS - 8
+
+
+def test_parts_that_a_drain_has_no_time_for_keep_their_finished_rows(plan: StoredPlan) -> None:
+    def terminate() -> Iterator[None]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    with pytest.raises(Interrupted), Drain().on_sigterm(60.0) as drain:
+        run_shard(plan.folder.uri, 0, start=Engines(8, lambda: next(terminate())), drain=drain)
+    assert [entry.num_rows for entry in entries(plan)] == [3]
+
+
+# Commands
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("what", [["--shard", "0"], ["--worker", "0", "--num-workers", "1"]])
+def test_a_stopped_command_says_how_many_rows_are_kept(
+    tmp_path: Path, commands: ForkServer, number: int, what: list[str]
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    engine = {"extra_args": {"delay_s": 0.1, "byte_tokens": True}}
+    spec = fake_spec(tmp_path, engine=engine, planner={"num_shards": 1, "part_rows": 500})
+    plan = plan_job(spec, DS)
+    command = ["run", "--plan", plan.folder.uri, *what]
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = commands.start(
+            "batchllm_operator",
+            command,
+            env={**os.environ, INTERVAL_VARIABLE: "0.1"},
+            stderr=stderr.fileno(),
+        )
+        wait_until(lambda: read_status(plan).num_rows_done > 2, "some rows are finished")
+        os.kill(process.pid, number)
+        assert process.wait(timeout=60) == 128 + number
+    message = (tmp_path / "stderr").read_text()
+    match = re.search(r"stopped by signal \d+; (\d+) of the \w+'s 30 rows are finished", message)
+    assert match, message
+    rest = Engines()
+    run_shard(plan.folder.uri, 0, start=rest)
+    assert 0 < int(match[1]) == NUM_ROWS - rest.num_answers

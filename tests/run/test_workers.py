@@ -1,0 +1,549 @@
+"""Workers share a plan's shards: each is run once, and none is lost with its worker (ADR 33)."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.staged_job import Engines, check_published, plan_one_shard
+
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.errors import EngineError, FencedError, IncompleteRunError, Interrupted
+from batchllm_operator.inspect.verify import verify_worker
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.run_shards import run_shard, run_worker
+from batchllm_operator.run.shard_queue import ShardQueue, runs_of
+from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.shard_source import Claimed, OneShard
+from batchllm_operator.run.worker import MOST_WAIT_S, Worker
+from batchllm_operator.shards import attempts as attempts_module
+from batchllm_operator.shards.attempts import check_free, claim_attempt, read_claim
+from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+NUM_SHARDS = 8
+
+
+@pytest.fixture
+def plan(lake_uri: str) -> StoredPlan:
+    plan = plan_one_shard(lake_uri, planner={"num_shards": NUM_SHARDS})
+    assert len(plan.manifest.shards) == NUM_SHARDS
+    return plan
+
+
+class Time:
+    """A clock that tests set; hosts' clocks may differ from it by `ahead_s`."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+    def now(self, ahead_s: float = 0.0) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.s + ahead_s)
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+def queue_of(
+    plan: StoredPlan, worker: int, num_workers: int, clock: Time, owner: str | None = None
+) -> ShardQueue:
+    return ShardQueue(plan, worker, num_workers, owner=owner, clock=clock, now=clock.now)
+
+
+def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: Any) -> None:
+    shard = plan.shard(claimed.shard_idx)
+    progress = ShardProgress(
+        plan_id=plan.manifest.plan_id,
+        shard_idx=claimed.shard_idx,
+        attempt=claimed.attempt.number,
+        host="elsewhere",
+        started_at=at,
+        updated_at=at,
+        elapsed_s=1.0,
+        num_rows=shard.num_rows,
+        num_rows_done=0,
+        num_parts=shard.num_parts,
+        num_parts_done=0,
+        **{"state": "running", **changes},
+    )
+    claimed.attempt.folder.write_bytes("progress.json", progress.model_dump_json().encode())
+
+
+def finish(plan: StoredPlan, queue: ShardQueue, claimed: Claimed) -> None:
+    run_shard(plan.folder.uri, claimed.shard_idx)
+    queue.ended(claimed.shard_idx, 0)
+
+
+def taken(queue: ShardQueue) -> list[int]:
+    """What a worker claims when nothing ends and nobody else claims."""
+    return [claimed.shard_idx for claimed in iter(queue.take, None)]
+
+
+# Which shard
+
+
+def test_a_worker_takes_its_own_run_and_then_the_far_ends_of_others(
+    plan: StoredPlan, clock: Time
+) -> None:
+    first = queue_of(plan, 0, 2, clock)
+    own = first.own()
+    assert own == list(range(len(own)))
+    order = taken(first)
+    assert order[: len(own)] == own
+    assert order[len(own) :] == list(reversed(range(len(own), NUM_SHARDS)))
+    assert taken(queue_of(plan, 1, 2, clock)) == []
+
+
+def test_help_goes_where_the_most_work_is_left(plan: StoredPlan, clock: Time) -> None:
+    queues = [queue_of(plan, worker, 3, clock) for worker in range(3)]
+    mine, *others = [queue.own() for queue in queues]
+    for _ in range(len(others[0]) - 1):
+        assert queues[1].take() is not None
+    order = taken(queues[0])
+    assert order[: len(mine)] == mine
+    assert order[len(mine)] == others[1][-1]  # of whose run nothing has begun
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=40),
+    st.integers(1, 50),
+)
+def test_runs_are_consecutive_and_about_equal(work: list[float], num_workers: int) -> None:
+    owner = runs_of(np.array(work), num_workers)
+    assert np.all(np.diff(owner) >= 0)
+    assert owner.min() >= 0 and owner.max() < num_workers
+    if sum(work) > 0:
+        parts = np.bincount(owner, work, minlength=num_workers)
+        assert parts.max() <= sum(work) / num_workers + max(work) * (1 + 1e-9)
+
+
+def test_runs_without_predicted_work_have_equal_numbers_of_shards() -> None:
+    assert runs_of(np.zeros(4), 2).tolist() == [0, 0, 1, 1]
+
+
+def test_more_workers_than_shards(plan: StoredPlan, clock: Time) -> None:
+    claimed = [queue_of(plan, worker, 20, clock).take() for worker in range(20)]
+    idxs = [each.shard_idx for each in claimed if each is not None]
+    assert sorted(idxs) == list(range(NUM_SHARDS))
+
+
+def test_two_workers_with_the_same_number_share_the_work(plan: StoredPlan, clock: Time) -> None:
+    both = [queue_of(plan, 0, 1, clock), queue_of(plan, 0, 1, clock)]
+    claimed = [queue.take() for queue in itertools.islice(itertools.cycle(both), NUM_SHARDS + 2)]
+    idxs = [each.shard_idx for each in claimed if each is not None]
+    assert sorted(idxs) == list(range(NUM_SHARDS))
+    assert all(each.attempt.number == 1 for each in claimed if each is not None)
+
+
+def test_of_two_that_see_the_same_shard_free_one_takes_another(
+    plan: StoredPlan, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = queue_of(plan, 0, 1, clock), queue_of(plan, 0, 1, clock)
+    look, is_first = mine._look, True
+
+    def look_then_lose() -> None:
+        nonlocal is_first
+        look()
+        if is_first:
+            is_first = False
+            lost = other.take()
+            assert lost is not None and lost.shard_idx == 0
+
+    monkeypatch.setattr(mine, "_look", look_then_lose)
+    claimed = mine.take()
+    assert claimed is not None and claimed.shard_idx == 1
+
+
+# Slow workers
+
+
+def beside_a_faster_worker(
+    plan: StoredPlan, clock: Time, num_by_other: int
+) -> tuple[ShardQueue, Claimed]:
+    """A worker after its first shard, while another has finished some and has claimed one more."""
+    queue, other = (queue_of(plan, worker, 2, clock) for worker in range(2))
+    own = queue.take()
+    assert own is not None
+    for _ in range(num_by_other):
+        clock.s += 10.0
+        claimed = other.take()
+        assert claimed is not None
+        finish(plan, other, claimed)
+    finish(plan, queue, own)
+    claimed = other.take()
+    assert claimed is not None
+    write_progress(plan, claimed, clock.now())
+    return queue, claimed
+
+
+@pytest.mark.parametrize(("num_by_other", "num_claims"), [(0, 6), (1, 5), (2, 4), (3, 2), (4, 0)])
+def test_a_worker_takes_what_it_finishes_in_time(
+    plan: StoredPlan, clock: Time, num_by_other: int, num_claims: int
+) -> None:
+    queue, _ = beside_a_faster_worker(plan, clock, num_by_other)
+    num_free = NUM_SHARDS - num_by_other - 2
+    assert len(taken(queue)) == num_claims
+    assert queue.stands_back == (num_claims < num_free)
+
+
+def test_a_slow_worker_leaves_the_last_shards_to_faster_ones(plan: StoredPlan, clock: Time) -> None:
+    queue, claimed = beside_a_faster_worker(plan, clock, 5)
+    assert queue.take() is None
+    assert queue.stands_back
+    clock.s += 90.0  # the other one is lost
+    assert claimed.shard_idx in taken(queue)
+    assert not queue.stands_back
+
+
+def test_it_waits_as_long_as_shards_are_free(plan: StoredPlan, clock: Time) -> None:
+    class Shards(OneShard):
+        worker = None
+
+        @property
+        def stands_back(self) -> bool:  # type: ignore[override]
+            return clock.s < 1000.0
+
+        def others(self) -> list[int]:
+            return [1]
+
+    claimed = Claimed(0, claim_attempt(plan.run_folder(0)))
+    holder = Holder(Drain(), Lap(), 0, None)
+    for pause_s in Worker(plan, Shards(claimed, 5), Engines(), holder, clock=clock).steps():
+        clock.s += pause_s
+    assert clock.s == pytest.approx(1000.0 + MOST_WAIT_S, abs=5.0)
+
+
+# Lost or alive
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 86_400.0, -86_400.0, 45.0, -45.0])
+def test_a_live_attempt_is_never_taken_whatever_its_clock_says(
+    plan: StoredPlan, clock: Time, ahead_s: float
+) -> None:
+    claimed = queue_of(plan, 0, 1, clock).take()
+    assert claimed is not None
+    watcher = queue_of(plan, 1, 2, clock)
+    for _ in range(60):
+        write_progress(plan, claimed, clock.now(ahead_s))
+        assert claimed.shard_idx not in {each.shard_idx for each in iter(watcher.take, None)}
+        assert claimed.shard_idx in watcher.others()
+        clock.s += 5.0
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 86_400.0, -86_400.0])
+def test_an_attempt_that_stands_still_is_taken_over_by_one(
+    plan: StoredPlan, clock: Time, ahead_s: float
+) -> None:
+    claimed = queue_of(plan, 0, 1, clock).take()
+    assert claimed is not None
+    write_progress(plan, claimed, clock.now(ahead_s))
+    watchers = [queue_of(plan, worker, 2, clock) for worker in range(2)]
+    heirs = []
+    while clock.s < 90.0:
+        for watcher in watchers:
+            heirs += [each for each in iter(watcher.take, None) if each.shard_idx == 0]
+        for heir in heirs:
+            write_progress(plan, heir, clock.now())
+        clock.s += 5.0
+    assert [heir.attempt.number for heir in heirs] == [2]
+    with pytest.raises(FencedError):
+        claimed.attempt.check_current()
+
+
+def test_a_claim_without_progress_is_lost_after_a_while(plan: StoredPlan, clock: Time) -> None:
+    claim_attempt(plan.run_folder(0))
+    queue = queue_of(plan, 0, 1, clock)
+    assert 0 not in taken(queue)
+    clock.s += 59.0
+    assert taken(queue) == []
+    clock.s += 2.0
+    assert taken(queue) == [0]
+
+
+def claimed_by_another_process(plan: StoredPlan, monkeypatch: pytest.MonkeyPatch) -> Claimed:
+    """A live-looking attempt at shard 0 by a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(attempts_module.os, "getpid", lambda: process.pid)
+        claimed = Claimed(0, claim_attempt(plan.run_folder(0)))
+    write_progress(plan, claimed, datetime.now(UTC))
+    return claimed
+
+
+def test_a_process_that_is_gone_from_this_machine_is_not_waited_for(
+    plan: StoredPlan, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed_by_another_process(plan, monkeypatch)
+    check_free(plan.run_folder(0), "another")
+    assert 0 in taken(ShardQueue(plan, 0, 1, clock=clock))
+
+
+def test_a_process_of_another_machine_or_container_is_waited_for(
+    plan: StoredPlan, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed_by_another_process(plan, monkeypatch)
+    monkeypatch.setattr(attempts_module, "_processes", lambda: "another boot pid:[1]")
+    with pytest.raises(FencedError):
+        check_free(plan.run_folder(0), "another")
+    assert 0 not in taken(ShardQueue(plan, 0, 1, clock=clock))
+
+
+@pytest.mark.parametrize("owner", ["task", "task/1"])
+def test_an_earlier_try_of_the_same_task_is_taken_over_at_once(
+    plan: StoredPlan, clock: Time, owner: str
+) -> None:
+    claimed = queue_of(plan, 0, 1, clock, owner).take()
+    assert claimed is not None
+    write_progress(plan, claimed, clock.now())
+    assert 0 not in taken(queue_of(plan, 0, 1, clock, "task2"))
+    assert 0 in taken(queue_of(plan, 0, 1, clock, "task"))
+
+
+def test_two_tries_of_one_task_do_not_fence_each_other_in_turn(
+    plan: StoredPlan, clock: Time
+) -> None:
+    first = queue_of(plan, 0, 1, clock, "task")
+    claimed = first.take()
+    assert claimed is not None
+    write_progress(plan, claimed, clock.now())
+    second = queue_of(plan, 0, 1, clock, "task")
+    heir = second.take()
+    assert heir is not None and (heir.shard_idx, heir.attempt.number) == (0, 2)
+    write_progress(plan, heir, clock.now())
+    with pytest.raises(FencedError) as fenced:
+        claimed.attempt.check_current()
+    first.give_up(0, fenced.value)
+    other = first.take()
+    assert other is not None and other.shard_idx == 1
+    write_progress(plan, other, clock.now())
+    assert taken(second) == list(range(2, NUM_SHARDS))
+
+
+def test_failed_shards_come_last_and_once(plan: StoredPlan, clock: Time) -> None:
+    claimed = queue_of(plan, 0, 1, clock).take()
+    assert claimed is not None
+    write_progress(plan, claimed, clock.now(), state="failed")
+    queue = queue_of(plan, 0, 1, clock)
+    assert taken(queue) == [*range(1, NUM_SHARDS), 0]
+    again = Claimed(0, claim_attempt(plan.run_folder(0)))
+    write_progress(plan, again, clock.now(), state="failed")
+    queue.give_up(0, FencedError("taken"))
+    assert queue.take() is None
+    assert queue.others() == []
+
+
+# Whole runs
+
+
+def test_one_engine_runs_all_shards(plan: StoredPlan) -> None:
+    engines = Engines()
+    report = run_worker(plan.folder.uri, 0, 1, start=engines)
+    assert len(engines.started) == 1
+    assert sorted(report.shards) == list(range(NUM_SHARDS))
+    assert (report.num_finished, report.others) == (NUM_SHARDS, [])
+    commit_run(plan.folder.uri)
+    check_published(plan)
+    assert run_worker(plan.folder.uri, 0, 1).num_finished == NUM_SHARDS  # committed
+
+
+def test_the_engine_is_not_drained_between_shards(plan: StoredPlan) -> None:
+    open_shards: list[int] = []
+    tallies: list[Any] = []
+
+    class Two(Engines):
+        """Answers a request once the next one has been fed."""
+
+        def __call__(self, spec: Any, job: Any) -> Any:
+            engine = super().__call__(spec, job)
+            stream = engine.stream
+
+            def ahead(requests: Iterator[Any]) -> Iterator[Any]:
+                held: list[Any] = []
+                for request in requests:
+                    held.append(request)
+                    open_shards.append(sum(each.snapshot().state == "running" for each in tallies))
+                    if len(held) > 1:
+                        yield from stream(iter([held.pop(0)]))
+                yield from stream(iter(held))
+
+            engine.stream = ahead  # type: ignore[method-assign]
+            return engine
+
+    @contextmanager
+    def observe(tally: Any) -> Iterator[None]:
+        tallies.append(tally)
+        yield
+
+    run_worker(plan.folder.uri, 0, 1, start=Two(), observe=observe)
+    assert max(open_shards) == 2
+    held = [each.snapshot().gpu_held_s for each in tallies]
+    whole = tallies[-1].snapshot().updated_at - tallies[0].snapshot().started_at
+    assert sum(held) <= whole.total_seconds() + 1e-3  # the GPU is counted once
+
+
+def test_a_worker_goes_on_without_a_shard_that_was_taken_over(plan: StoredPlan) -> None:
+    def take_over() -> None:
+        for shard_idx in range(2):
+            claim_attempt(plan.run_folder(shard_idx))
+
+    at = plan.shard(0).num_requests  # the first request of shard 1
+    drain = Drain()
+    clock = Time()
+    queue = queue_of(plan, 0, 1, clock)
+    holder = Holder(drain=drain, lap=Lap(), num_gpus=0, every_s=None)
+    worker = Worker(plan, queue, Engines(at=at, act=take_over), holder, clock=clock)
+    for pause_s in worker.steps():
+        clock.s += pause_s
+    # Shard 0 was finished; the claim of shard 1 was made by hand, and shows no sign of life.
+    assert sorted(worker.reports) == list(range(NUM_SHARDS))
+    claim = read_claim(plan.run_folder(1), 3)
+    assert claim is not None and claim.worker == 0
+    assert drain.num_open_parts == 0
+
+
+def test_a_shard_that_was_taken_over_between_its_parts_is_fed_no_more(
+    lake_uri: str, clock: Time
+) -> None:
+    plan = plan_one_shard(lake_uri, planner={"num_shards": 2})
+    heirs: list[Claimed] = []
+
+    def take_over() -> None:
+        heirs.append(Claimed(0, claim_attempt(plan.run_folder(0))))
+
+    engines, queue = Engines(at=0, act=take_over), queue_of(plan, 0, 1, clock)
+    holder = Holder(drain=Drain(), lap=Lap(), num_gpus=0, every_s=None)
+    worker = Worker(plan, queue, engines, holder, clock=clock)
+    for pause_s in worker.steps():
+        write_progress(plan, heirs[0], clock.now())
+        clock.s += pause_s
+    assert plan.shard(0).num_parts > 1
+    assert list(worker.reports) == [1]
+    first_part = plan.manifest.spec.planner.part_rows
+    assert engines.num_answers == first_part + plan.shard(1).num_requests
+
+
+def test_a_failing_worker_leaves_its_shard_to_others(plan: StoredPlan) -> None:
+    def fail() -> None:
+        raise EngineError("the GPU is gone")
+
+    with pytest.raises(EngineError):
+        run_worker(plan.folder.uri, 0, 2, start=Engines(at=1, act=fail))
+    with pytest.raises(IncompleteRunError, match="no worker runs shard"):
+        verify_worker(plan.folder.uri, 1, 2)
+    report = run_worker(plan.folder.uri, 1, 2)
+    assert report.num_finished == NUM_SHARDS
+    assert verify_worker(plan.folder.uri, 1, 2).num_finished == NUM_SHARDS
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_draining_ends_open_parts_and_claims_nothing_more(plan: StoredPlan) -> None:
+    drain = Drain()
+
+    def stop() -> None:
+        drain.has_begun = True
+
+    with pytest.raises(Interrupted):
+        run_worker(plan.folder.uri, 0, 1, start=Engines(at=0, act=stop), drain=drain)
+    begun = plan.folder.child("runs").subfolder_names()
+    assert len(begun) < NUM_SHARDS
+    report = run_worker(plan.folder.uri, 2, 3)
+    assert report.num_finished == NUM_SHARDS
+    assert all(each.num_resumed_parts <= each.num_parts for each in report.shards.values())
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_a_worker_without_shards_waits_for_a_while_without_an_engine(
+    plan: StoredPlan, clock: Time
+) -> None:
+    busy = queue_of(plan, 0, 1, clock)
+    claimed = [*iter(busy.take, None)]
+    engines = Engines()
+    queue = queue_of(plan, 1, 2, clock)
+    worker = Worker(plan, queue, engines, Holder(Drain(), Lap(), 0, None), clock=clock)
+    for pause_s in worker.steps():
+        for each in claimed:
+            write_progress(plan, each, clock.now())
+        clock.s += pause_s
+    assert engines.started == []
+    assert clock.s == pytest.approx(MOST_WAIT_S, abs=5.0)
+    assert queue.others() == list(range(NUM_SHARDS))
+
+
+@pytest.mark.parametrize("damage", ["part", "report"])
+def test_a_finished_shard_that_was_damaged_is_run_again_by_its_worker(
+    plan: StoredPlan, damage: str
+) -> None:
+    run_worker(plan.folder.uri, 0, 1)
+    folder = plan.run_folder(NUM_SHARDS - 1)
+    name = "report.json" if damage == "report" else next(n for n in folder.find() if ".parq" in n)
+    folder.remove(name)
+    with pytest.raises(IncompleteRunError):
+        verify_worker(plan.folder.uri, 1, 2)
+    report = run_worker(plan.folder.uri, 1, 2)
+    assert list(report.shards) == [NUM_SHARDS - 1]
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_verify_counts_the_owners_shards(plan: StoredPlan) -> None:
+    with pytest.raises(EngineError):
+        run_worker(plan.folder.uri, 0, 2, owner="a", start=Engines(at=16, act=_fail))
+    finished = verify_shards(plan)
+    report = run_worker(plan.folder.uri, 1, 2, owner="b")
+    assert set(report.shards) == set(range(NUM_SHARDS)) - finished
+    found = verify_worker(plan.folder.uri, 1, 2, owner="b")
+    assert found.shards == report.shards
+    assert set(verify_worker(plan.folder.uri, 0, 2, owner="a").shards) == finished
+
+
+def test_all_workers_stopped_and_others_started_with_another_number(plan: StoredPlan) -> None:
+    for at in (3, 9, 14):
+        with suppress(EngineError):
+            run_worker(plan.folder.uri, 1, 3, start=Engines(at=at, act=_fail))
+    for worker in range(5):
+        run_worker(plan.folder.uri, worker, 5)
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+@pytest.mark.parametrize(("worker", "num_workers"), [(-1, 2), (2, 2), (0, 0)])
+def test_there_is_no_such_worker(plan: StoredPlan, worker: int, num_workers: int) -> None:
+    with pytest.raises(ValueError, match="isn't one of"):
+        run_worker(plan.folder.uri, worker, num_workers)
+
+
+def _fail() -> None:
+    raise EngineError("killed")
+
+
+def verify_shards(plan: StoredPlan) -> set[int]:
+    """The shards that are finished."""
+    return {idx for idx in range(NUM_SHARDS) if plan.run_folder(idx).exists("report.json")}
+
+
+def test_the_progress_line_counts_what_is_generated(
+    plan: StoredPlan, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EngineError):
+        run_worker(plan.folder.uri, 0, 2, start=Engines(at=7, act=_fail))
+    capfd.readouterr()
+    finished = sum(plan.shard(idx).num_rows for idx in verify_shards(plan))
+    run_worker(plan.folder.uri, 0, 2)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("worker 0")]
+    assert f"{30 - finished}/{30 - finished} rows (100 %)" in lines[-1]

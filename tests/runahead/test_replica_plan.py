@@ -1,0 +1,348 @@
+"""How a plan places groups on the replicas of a run, and what it has to know for that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+
+from batchllm_operator.cost import MODEL_SHAPES, find_gpu
+from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
+from batchllm_operator.errors import SpecError
+from batchllm_operator.plan.estimate import Target, engine_limits
+from batchllm_operator.plan.given import _replica_planner
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.plan.replicas import ReplicaPlanner
+from batchllm_operator.prefixes import PrefixGroups
+from batchllm_operator.report import format_plan
+from batchllm_operator.spec import JobSpec, parse_spec
+from batchllm_operator.stored_plan.manifest import ReplicaPlacement
+from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
+
+BLOCK = 64
+LINK = {"runahead": "on", "link_bytes_per_s": 2e11}
+# Prefill steps of a 7B model on a large GPU, about: 0.1 ms a token, more with what is before it.
+STEPS = ((2048, 0, 0.21), (4096, 0, 0.43), (8192, 0, 0.9), (4096, 4096, 0.48), (8192, 8192, 1.1))
+
+
+def spec(lake: Path, engine: dict[str, Any] | None = None, **planner: Any) -> JobSpec:
+    """A job for two replicas whose steps hold 20,000 tokens."""
+    own = {"backend": "vllm", "replicas": 2, "max_num_batched_tokens": 20_000, **(engine or {})}
+    return parse_spec(job_fields(str(lake), engine=own, planner=planner), source="test spec")
+
+
+def target(job: JobSpec) -> Target:
+    return Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], engine_limits(job))
+
+
+def place(job: JobSpec, *groups: tuple[int, int], outputs: int = 32) -> ReplicaPlacement | None:
+    """Place groups of (prefix, members), each with 64 tokens of its own and some to generate."""
+    planner = ReplicaPlanner.of(job, target(job))
+    assert planner is not None
+    prefixes, sizes = (np.array(each, dtype=np.int64) for each in zip(*groups, strict=True))
+    offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    lengths = np.repeat(prefixes, sizes) + 64
+    return planner.place(
+        PrefixGroups(
+            np.arange(offsets[-1], dtype=np.int64), offsets, np.where(sizes > 1, prefixes, 0)
+        ),
+        lengths,
+        np.full(len(lengths), outputs, dtype=np.int64),
+        (prefixes + 64.0 * sizes) * 1e5,
+        np.arange(100, 100 + len(groups), dtype=np.int64),
+    )
+
+
+def keep_profile(job: JobSpec, **changes: Any) -> None:
+    """As a run that has measured."""
+    fields: dict[str, Any] = {
+        "subject": chain_subject(job),
+        "device": "H100",
+        "link_bytes_per_s": 2e11,
+        "steps": STEPS,
+    }
+    StoredProfiles(profiles_folder(job)).keep(ChainProfile(**{**fields, **changes}))
+
+
+def test_a_giant_group_is_computed_by_all_replicas(tmp_path: Path) -> None:
+    placement = place(spec(tmp_path, **LINK), (32_768, 8), (640, 2), (640, 2))
+    assert placement is not None
+    (giant,) = placement.spread
+    assert giant.group_id == 100
+    assert sum(giant.split) == 32_768
+    assert giant.split[0] > giant.split[1] > 0
+    assert giant.split[0] % BLOCK == 0
+    assert placement.makespan_s < 0.95 * placement.without_chains_s
+    assert placement.num_chained == 1
+    assert placement.measure  # nobody has yet: the rate is the spec's
+
+
+def test_a_request_that_shares_nothing_can_be_computed_by_all_replicas(tmp_path: Path) -> None:
+    """Its prompt but the last token, which is left to be computed for the first output token."""
+    placement = place(spec(tmp_path, **LINK), (32_704, 1), (640, 2))
+    assert placement is not None
+    assert [sum(group.split) for group in placement.spread] == [32_704 + 64 - 1]
+
+
+def test_groups_that_keep_both_replicas_busy_stay_whole(tmp_path: Path) -> None:
+    placement = place(spec(tmp_path, **LINK), (32_768, 8), (32_768, 8))
+    assert placement is not None
+    assert placement.spread == ()
+    assert placement.whole_first == (100, 101)
+
+
+def test_the_uneven_rest_is_computed_by_all_and_the_others_begin_with_the_longest(
+    tmp_path: Path,
+) -> None:
+    placement = place(spec(tmp_path, **LINK), (32_000, 8), (32_768, 8), (32_000, 8))
+    assert placement is not None
+    assert placement.num_chained == 1
+    chained = placement.spread[0].group_id
+    assert placement.whole_first == tuple(each for each in (101, 100, 102) if each != chained)
+
+
+def test_many_small_groups_are_left_as_they_come(tmp_path: Path) -> None:
+    assert place(spec(tmp_path, **LINK), *[(640, 4)] * 100) is None
+
+
+def test_small_groups_are_lumped_and_never_named(tmp_path: Path) -> None:
+    """530 small ones beside a giant, too little to do for the other replica meanwhile."""
+    placement = place(spec(tmp_path, **LINK), (38_000, 8), *[(16, 1)] * 530, outputs=1)
+    assert placement is not None
+    assert {group.group_id for group in placement.spread} == {100}
+    assert placement.whole_first == ()
+
+
+def test_a_prefix_that_steps_dont_hold_isnt_chained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    job = spec(tmp_path, {"max_num_batched_tokens": 8192}, **LINK)
+    placement = place(job, (32_768, 8))
+    assert placement is not None
+    assert placement.num_chained == 0
+    assert "raise engine.max_num_batched_tokens" in caplog.text
+    caplog.clear()
+    for other in ({"max_num_batched_tokens": 20_000}, {"tensor_parallel_size": 2}):
+        place(spec(tmp_path, other), (32_768, 8))
+    assert not caplog.text
+
+
+def test_a_slow_link_isnt_worth_it(tmp_path: Path) -> None:
+    placement = place(spec(tmp_path, runahead="on", link_bytes_per_s=1e8), (32_768, 8), (640, 2))
+    assert placement is not None
+    assert placement.num_chained == 0
+
+
+class TestAuto:
+    """Chains are for runs whose link somebody has measured."""
+
+    def test_a_link_that_nobody_knows_is_to_be_measured(self, tmp_path: Path) -> None:
+        placement = place(spec(tmp_path), (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.num_chained == 0
+        assert placement.measure
+
+    def test_nothing_is_measured_where_even_an_ideal_link_wouldnt_pay(self, tmp_path: Path) -> None:
+        placement = place(spec(tmp_path), (32_768, 8), (32_768, 8))
+        assert placement is not None
+        assert not placement.measure
+
+    def test_a_measured_link_is_used(self, tmp_path: Path) -> None:
+        job = spec(tmp_path)
+        keep_profile(job)
+        placement = place(job, (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.num_chained == 1
+        assert not placement.measure
+        # By the measured steps, which are longer than the roofline's.
+        assert placement.makespan_s > 1.5
+
+    def test_a_measured_link_that_is_too_slow_is_measured_once(self, tmp_path: Path) -> None:
+        job = spec(tmp_path)
+        keep_profile(job, link_bytes_per_s=1e8)
+        placement = place(job, (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.num_chained == 0
+        assert not placement.measure
+
+    @pytest.mark.parametrize("other", [{"replicas": 4}, {"dtype": "float16"}])
+    def test_what_was_measured_otherwise_doesnt_count(
+        self, tmp_path: Path, other: dict[str, Any]
+    ) -> None:
+        keep_profile(spec(tmp_path, other))
+        placement = place(spec(tmp_path), (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.measure
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("link_bytes_per_s", 1e-300),
+            ("link_bytes_per_s", 1e300),
+            ("steps", [[2048, 0, 1e-300], [4096, 0, 0.4], [8192, 0, 0.9]]),
+            ("steps", [[2048, 0, 0.2], [4096, 0, 0.4], [1 << 60, 0, 0.9]]),
+        ],
+    )
+    def test_a_profile_that_cant_be_one_doesnt_count(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any
+    ) -> None:
+        """Whoever can write to the lake: predictions by it would overflow."""
+        job = spec(tmp_path)
+        keep_profile(job)
+        (path,) = (tmp_path / "out" / "_batchllm" / "profiles").glob("*.json")
+        path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), name: value}), "utf-8")
+        placement = place(job, (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.measure
+        assert "doesn't count" in caplog.text
+
+    def test_steps_that_say_nothing_dont_count(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job = spec(tmp_path)
+        keep_profile(job, steps=((2048, 0, 0.2), (4096, 0, 0.2), (8192, 0, 0.2)))
+        placement = place(job, (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.measure
+        assert "doesn't count" in caplog.text
+
+    @pytest.mark.parametrize(
+        "engine",
+        [
+            {"tensor_parallel_size": 2},
+            {"extra_args": {"kv_transfer_config": {"kv_connector": "Other"}}},
+            {"extra_args": {"speculative_config": {"method": "ngram"}}},
+        ],
+    )
+    def test_engines_that_cant_hand_kv_on_do_without(
+        self, tmp_path: Path, engine: dict[str, Any]
+    ) -> None:
+        job = spec(tmp_path, engine)
+        keep_profile(job)
+        placement = place(job, (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.num_chained == 0
+        assert not placement.measure
+
+
+def test_off_is_off(tmp_path: Path) -> None:
+    job = spec(tmp_path, runahead="off")
+    keep_profile(job)
+    placement = place(job, (32_768, 8), (640, 2))
+    assert placement is not None
+    assert placement.num_chained == 0
+    assert not placement.measure
+
+
+def test_a_group_with_many_members_is_spread_without_a_chain(tmp_path: Path) -> None:
+    """Two replicas compute its prefix, each, and half of the rest."""
+    placement = place(spec(tmp_path, runahead="off"), (640, 400))
+    assert placement is not None
+    assert [(group.group_id, group.split) for group in placement.spread] == [(100, ())]
+    assert placement.makespan_s == placement.without_chains_s
+
+
+def test_on_needs_to_know_the_link(tmp_path: Path) -> None:
+    job = spec(tmp_path, runahead="on")
+    with pytest.raises(SpecError, match="link_bytes_per_s"):
+        ReplicaPlanner.of(job, target(job))
+    keep_profile(job)
+    assert ReplicaPlanner.of(job, target(job)) is not None
+
+
+def test_on_needs_something_to_predict_with(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="target_gpu"):
+        ReplicaPlanner.of(spec(tmp_path, **LINK), None)
+    assert ReplicaPlanner.of(spec(tmp_path), None) is None
+
+
+def test_one_replica_has_nothing_to_place(tmp_path: Path) -> None:
+    job = spec(tmp_path, {"replicas": 1})
+    assert _replica_planner(job, target(job)) is None
+
+
+@pytest.fixture
+def targeted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Plan jobs of the fake engine as if they had a model."""
+
+    def set_target() -> None:
+        monkeypatch.setattr("batchllm_operator.plan.given.find_target", target)
+
+    return set_target
+
+
+def test_replicas_change_neither_the_plan_nor_its_files(
+    tmp_path: Path, targeted: Callable[[], None]
+) -> None:
+    """What is paid for stays paid for when a run gets more GPUs."""
+    targeted()
+    write_table(tmp_path / "documents", document_rows(3, 30))
+    one = plan_job(fake_spec(tmp_path), DS)
+    two = plan_job(fake_spec(tmp_path, engine={"replicas": 2}), DS)
+    assert two.manifest.plan_id == one.manifest.plan_id
+    assert two.manifest.files == one.manifest.files
+    assert all(shard.replicas is None for shard in one.manifest.shards)
+    assert any(shard.replicas is not None for shard in two.manifest.shards)
+    assert "2 replicas share a shard" in format_plan(two.manifest, "uri")
+    assert "replicas" not in format_plan(one.manifest, "uri")
+
+
+def test_one_shard_of_a_plan_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that measures has the connector in all of its engines, to its end."""
+    placement = ReplicaPlacement(num_replicas=2, makespan_s=1, without_chains_s=1, measure=True)
+
+    def place(self: ReplicaPlanner, *args: Any) -> ReplicaPlacement:
+        return placement.model_copy(update={"measure": self.wants_profile})
+
+    monkeypatch.setattr(ReplicaPlanner, "place", place)
+    planner = ReplicaPlanner.of(spec(tmp_path), target(spec(tmp_path)))
+    monkeypatch.setattr(ReplicaPlanner, "of", lambda spec, target: planner)
+    write_table(tmp_path / "documents", document_rows(6, 3))
+    two = fake_spec(tmp_path, planner={"num_shards": 3}, engine={"replicas": 2})
+    plan = plan_job(two, DS).manifest
+    measured = [shard.replicas.measure for shard in plan.shards if shard.replicas is not None]
+    assert measured == [True, False, False]
+
+
+def test_what_is_printed_says_what_chains_are_to_gain(
+    tmp_path: Path, targeted: Callable[[], None]
+) -> None:
+    targeted()
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    plan = plan_job(fake_spec(tmp_path, engine={"replicas": 2}), DS).manifest
+    shard = plan.shards[0]
+    placed = ReplicaPlacement.model_validate(
+        {
+            "num_replicas": 2,
+            "spread": [{"group_id": 0, "split": [64, 32]}],
+            "makespan_s": 3.0,
+            "without_chains_s": 4.5,
+        }
+    )
+    marked = plan.model_copy(update={"shards": (shard.model_copy(update={"replicas": placed}),)})
+    text = format_plan(marked, "uri")
+    assert "all compute 1 prefix together: the longest such shard takes 3 s, not 4.5 s" in text
+    asked = placed.model_copy(update={"spread": (), "measure": True})
+    marked = plan.model_copy(update={"shards": (shard.model_copy(update={"replicas": asked}),)})
+    assert "the run will measure how fast replicas hand KV on" in format_plan(marked, "uri")
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        [{"group_id": 0, "split": [64, 32, 8]}],
+        [{"group_id": 0, "split": [64, 0]}],
+        [{"group_id": 0}, {"group_id": 0}],
+        [{"group_id": -1}],
+    ],
+)
+def test_a_placement_that_contradicts_itself_is_refused(spread: list[dict[str, Any]]) -> None:
+    fields = {"num_replicas": 2, "makespan_s": 1.0, "without_chains_s": 1.0, "spread": spread}
+    with pytest.raises(ValueError, match=r"spread|split|twice"):
+        ReplicaPlacement.model_validate(fields)

@@ -1,0 +1,224 @@
+"""Whatever lies where a file of ours should be: it is read as what it is, or refused by a typed
+error, and never trusted half."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.levels import examples
+
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.engine import EngineOutput
+from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
+from batchllm_operator.inspect.gc import find_garbage
+from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_shard
+from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.shards.attempts import claim_attempt
+from batchllm_operator.shards.committed import COMMITTED_FILE
+from batchllm_operator.shards.parts import read_ledger, write_part
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan import manifest as plan_module
+from batchllm_operator.stored_plan.manifest import PlanManifest
+from batchllm_operator.stored_plan.run_report import RunReport
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
+
+DEEP = b"[" * 100_000
+HALF_A_PAIR = b'{"plan_id": "\\ud800"}'
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(),
+    st.sampled_from(["\ud800", "\0", "../..", "/", "attempt-00001/x", 10**400, "1", "\u0661"]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def rubbish(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Bytes that are, or are near to, the JSON object `whole`."""
+    fields: dict[str, Any] = json.loads(whole)
+    name = draw(st.sampled_from(sorted(fields)))
+    match draw(st.sampled_from(["noise", "cut", "flipped", "changed", "without", "more", "other"])):
+        case "noise":
+            return draw(st.binary())
+        case "cut":
+            return whole[: draw(st.integers(0, len(whole) - 1))]
+        case "flipped":
+            at = draw(st.integers(0, len(whole) - 1))
+            return (
+                whole[:at] + bytes([whole[at] ^ (1 << draw(st.integers(0, 7)))]) + whole[at + 1 :]
+            )
+        case "changed":
+            return json.dumps(fields | {name: draw(values)}).encode()
+        case "without":
+            return json.dumps({n: value for n, value in fields.items() if n != name}).encode()
+        case "more":
+            return json.dumps(fields | {draw(st.text()): draw(values)}).encode()
+    return json.dumps(draw(values)).encode()
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Two attempts that have the same part, of which the later one's entry is to be spoilt."""
+    folder = Folder.open(str(tmp_path_factory.mktemp("rubbish") / "shard-00000"))
+    for _ in range(2):
+        output = EngineOutput(7, "text", "stop", 10, 4, 2, None)
+        write_part(claim_attempt(folder), "0123456789abcdef", 0, [output], {7: [3, 4]}, 1.25)
+    folder.write_bytes("whole.json", folder.read_bytes("attempt-00002/part-00000.json"))
+    return folder
+
+
+@given(data=st.data())
+@settings(max_examples=examples(300))
+def test_a_ledger_of_rubbish_is_empty_or_right(shard: Folder, data: st.DataObject) -> None:
+    whole = shard.read_bytes("whole.json")
+    content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
+    shard.write_bytes("attempt-00002/part-00000.json", content)
+    [(part_idx, entry)] = read_ledger(shard, "0123456789abcdef").items()
+    assert (part_idx, entry.part_idx, entry.plan_id) == (0, 0, "0123456789abcdef")
+    file = shard.read_bytes(entry.path)
+    assert hashlib.sha256(file).hexdigest() == entry.sha256
+    assert 0 <= entry.num_failed_rows < 1 << 63 and entry.engine_s >= 0
+
+
+@given(data=st.data())
+def test_a_claim_of_rubbish_is_a_claim(shard: Folder, data: st.DataObject) -> None:
+    whole = shard.read_bytes("attempt-00001/claim.json")
+    folder = shard.child("claims")
+    for name in folder.find():
+        folder.remove(name)
+    first = claim_attempt(folder)
+    content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
+    folder.write_bytes(f"attempt-{first.number + 1:05d}/claim.json", content)
+    with pytest.raises(FencedError, match="has taken over"):
+        first.check_current()
+    assert claim_attempt(folder).number == first.number + 2
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
+    """A plan of one shard that is finished; it isn't committed."""
+    lake = tmp_path_factory.mktemp("lake")
+    write_table(lake / "documents", document_rows(2, 2))
+    plan = plan_job(fake_spec(lake, planner={"num_shards": 1}), DS)
+    run_shard(plan.folder.uri, 0)
+    return plan
+
+
+@given(data=st.data())
+def test_a_shards_report_is_whole_or_refused(plan: StoredPlan, data: st.DataObject) -> None:
+    folder = plan.run_folder(0)
+    expected = run_shard(plan.folder.uri, 0)
+    whole = folder.read_bytes("report.json")
+    content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
+    folder.write_bytes("report.json", content)
+    try:
+        found = verify_shard(plan.folder.uri, 0)
+    except BatchLLMError as error:
+        assert "shard 0 of plan" in str(error)
+    else:
+        assert found.num_rows == expected.num_rows
+    assert run_shard(plan.folder.uri, 0) == expected
+
+
+@given(data=st.data(), is_sealed=st.booleans())
+@settings(max_examples=examples(300))
+def test_a_manifest_is_whole_or_refused(
+    plan: StoredPlan, data: st.DataObject, is_sealed: bool
+) -> None:
+    """Sealed: its checksum holds, as if another release had written it."""
+    content = data.draw(rubbish(plan.manifest.to_bytes()))
+    if is_sealed:
+        try:
+            body = json.loads(content)
+            body.pop("manifest_sha256", None)
+            content = plan_module._dump({**body, "manifest_sha256": plan_module._digest(body)})
+        except (ValueError, AttributeError, TypeError):
+            pass
+    try:
+        found = PlanManifest.from_bytes(content, source="rubbish")
+    except PlanError as error:
+        assert str(error).startswith("plan rubbish: ")
+    else:
+        assert is_sealed or found == plan.manifest
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, HALF_A_PAIR, b'{"kind": "batchllm-plan", "x": "\\ud800"}']
+)
+def test_a_manifest_beyond_what_json_can_say(content: bytes) -> None:
+    with pytest.raises(PlanError):
+        PlanManifest.from_bytes(content, source="rubbish")
+    fields = json.loads(b"{}" if content is DEEP else content)
+    fields |= {"plan_version": 1, "spec_version": 1, "kind": "batchllm-plan"}
+    with pytest.raises(PlanError, match="its checksum doesn't hold"):
+        PlanManifest.from_bytes(json.dumps(fields).encode(), source="rubbish")
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
+    lake = tmp_path_factory.mktemp("committed")
+    write_table(lake / "documents", document_rows(2, 2))
+    plan = plan_job(fake_spec(lake, planner={"num_shards": 1}), DS)
+    run_shard(plan.folder.uri, 0)
+    commit_run(plan.folder.uri)
+    plan.folder.write_bytes("whole.json", plan.folder.read_bytes(COMMITTED_FILE))
+    plan.folder.write_bytes("whole_report.json", plan.folder.read_bytes("report.json"))
+    return plan
+
+
+@given(data=st.data())
+def test_a_note_of_a_commit_is_whole_or_none(committed: StoredPlan, data: st.DataObject) -> None:
+    content = data.draw(rubbish(committed.folder.read_bytes("whole.json")))
+    committed.folder.write_bytes(COMMITTED_FILE, content)
+    assert verify_shard(committed.folder.uri, 0).num_parts >= 0
+    find_garbage(committed.manifest.spec, before=time.time() + 60)
+
+
+@given(data=st.data())
+def test_a_runs_report_is_whole_or_refused(committed: StoredPlan, data: st.DataObject) -> None:
+    content = data.draw(rubbish(committed.folder.read_bytes("whole_report.json")))
+    try:
+        RunReport.from_bytes(content, source="rubbish")
+    except PlanError as error:
+        assert str(error).startswith("report rubbish: ")
+
+
+@given(data=st.data())
+@example(data=None)
+def test_a_plans_record_is_whole_or_refused(plan: StoredPlan, data: st.DataObject | None) -> None:
+    spec = plan.manifest.spec
+    record_plan(spec, DS, "pod", {"plan_uri": plan.folder.uri})
+    folder = job_folder(spec, DS).child("records")
+    content = DEEP
+    if data is not None:
+        whole = folder.read_bytes("pod.json")
+        names = st.sampled_from(["\0", "\ud800", "", "x" * 5000, "nosuch://x", Path("/dev/null")])
+        spoilt = names.map(lambda uri: whole.replace(plan.folder.uri.encode(), dumped(str(uri))))
+        content = data.draw(st.one_of(rubbish(whole), spoilt))
+    folder.write_bytes("pod.json", content)
+    try:
+        found = verify_plan(spec, DS, "pod")
+    except BatchLLMError:
+        return
+    assert found["plan_uri"] == plan.folder.uri
+
+
+def dumped(text: str) -> bytes:
+    return json.dumps(text)[1:-1].encode()
