@@ -14,11 +14,11 @@ __version__ = "0.1.0"
 __all__ = ["commit_run", "load_spec", "plan_job", "run_shard", "run_worker"]
 
 _ROOMS = {
-    "commit_run": "commit.stage",
+    "commit_run": "commit.commit_run",
     "load_spec": "spec",
-    "plan_job": "plan.stage",
-    "run_shard": "run.stage",
-    "run_worker": "run.stage",
+    "plan_job": "plan.plan_job",
+    "run_shard": "run.run_shards",
+    "run_worker": "run.run_shards",
 }
 
 

@@ -145,7 +145,14 @@ def commands() -> Iterator[ForkServer]:
 
     Not for those that start vLLM.
     """
-    rooms = ("plan.stage", "run.stage", "commit.stage", "inspect.verify", "cli", "metrics")
+    rooms = (
+        "plan.plan_job",
+        "run.run_shards",
+        "commit.commit_run",
+        "inspect.verify",
+        "cli",
+        "metrics",
+    )
     server = ForkServer("s3fs", *(f"batchllm_operator.{each}" for each in rooms))
     yield server
     server.close()

@@ -1,9 +1,9 @@
 """The commit stage on Spark: outputs go back to the order of the rows, and become data files.
 
-driver  ledgers of shards -> parts                           (`commit.stage`)
+driver  ledgers of shards -> parts                           (`commit.commit_run`)
 tasks   parts -> a row for each of a request's rows -> shuffled by range of rows, sorted
 tasks   each range: checked, joined with its keys -> data files beside the table's
-driver  one atomic commit that refers to them                (`commit.stage`)
+driver  one atomic commit that refers to them                (`commit.commit_run`)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MOST_ROWS_OF_ONE_FILE: Final = 20_000_000
 
 
 def commit_on_spark(plan_uri: str) -> RunReport:
-    """Publish the outputs of a finished plan on Spark; see `commit.stage.commit_run`.
+    """Publish the outputs of a finished plan on Spark; see `commit.commit_run.commit_run`.
 
     A table whose partitions are one file each (plain Parquet) is committed by the driver alone.
     Spark starts only when there are data files to write.

@@ -1,4 +1,4 @@
-"""The plan stage on Spark: the same plan as `plan.stage` makes, in ranges.
+"""The plan stage on Spark: the same plan as `plan.plan_job` makes, in ranges.
 
     driver  snapshot -> parts                                        (`reading`)
     tasks   keys of rows -> numbers of rows; keys are unique         (`keys`)
@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 
 
 def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
-    """Plan the job for partition `ds` on Spark; see `plan.stage.plan_job`.
+    """Plan the job for partition `ds` on Spark; see `plan.plan_job.plan_job`.
 
     The plan depends neither on the number of executors nor on tasks that were repeated. Nothing
     is in its folder before all files are written.
