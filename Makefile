@@ -37,7 +37,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow test test-all test-rest test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
+.PHONY: help setup demo airflow test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ test-all: setup ## Run all tests
 test-rest: setup ## Run what test leaves out: tests/**/full, and all examples of property tests
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -k 'full or hypothesis' $(FULL_TESTS) \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
+
+mutants: setup ## Plant 15 faults, others each day, and run the tests that must notice them
+	$(BIN)/python scripts/mutants.py --sample 15
 
 test-times: setup ## Run make test and name the files over their budgets (tests/budgets.toml)
 	$(call PYTEST,$(BIN)) -o junit_family=xunit1 --junit-xml=build/test-times.xml

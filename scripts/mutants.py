@@ -1,17 +1,19 @@
 """Plants small faults in a copy of the product, one at a time, and runs the tests named for each.
 
-    python scripts/mutants.py                what `make test` runs
-    python scripts/mutants.py --all          what `make test-all` runs
+    python scripts/mutants.py                all of them
     python scripts/mutants.py NAME ...       these only
+    python scripts/mutants.py --sample 15    as many, others each day
 
-`tests/mutants.toml` lists them. A mutant is killed when one of its tests fails. Before the first
-one, all tests named run on the unchanged copy: a test that fails there proves nothing.
+`tests/mutants.toml` lists them with tests of `make test`. A mutant is killed when one of its tests
+fails. Before the first one, all tests named run on the unchanged copy: a test that fails there
+proves nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -21,8 +23,9 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LIST: Final = ROOT / "tests" / "mutants.toml"
@@ -41,16 +44,6 @@ class Mutant:
     """Occurs once in the file."""
     replace: str
     tests: Sequence[str]
-    """Of `make test`."""
-    more_tests: Sequence[str]
-    """Of `make test-all` only."""
-
-    @classmethod
-    def of(cls, entry: dict[str, Any]) -> Mutant:
-        return cls(**{"tests": (), "more_tests": (), **entry})
-
-    def tests_of(self, *, all_levels: bool) -> list[str]:
-        return [*self.tests, *(self.more_tests if all_levels else ())]
 
 
 class StaleMutantError(Exception):
@@ -63,7 +56,7 @@ def load() -> list[Mutant]:
     Raises:
         StaleMutantError: the text that one replaces isn't in its file exactly once.
     """
-    mutants = [Mutant.of(entry) for entry in tomllib.loads(LIST.read_text())["mutant"]]
+    mutants = [Mutant(**entry) for entry in tomllib.loads(LIST.read_text())["mutant"]]
     for mutant in mutants:
         path = ROOT / mutant.file
         count = path.read_text().count(mutant.find) if path.is_file() else 0
@@ -77,32 +70,30 @@ def load() -> list[Mutant]:
 def main(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="these mutants only")
-    parser.add_argument("--all", action="store_true", help="with the tests of `make test-all`")
+    parser.add_argument("--sample", type=int, metavar="N", help="N mutants, chosen by the date")
     options = parser.parse_args(args)
-    mutants = [each for each in load() if not options.names or each.name in options.names]
-    if unknown := set(options.names) - {each.name for each in mutants}:
+    mutants = [mutant for mutant in load() if not options.names or mutant.name in options.names]
+    if unknown := set(options.names) - {mutant.name for mutant in mutants}:
         parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+    if options.sample is not None:
+        today = random.Random(datetime.now(UTC).date().isoformat())
+        mutants = today.sample(mutants, min(options.sample, len(mutants)))
     with _copy() as copy:
-        tests = dict.fromkeys(
-            test for each in mutants for test in each.tests_of(all_levels=options.all)
-        )
+        tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
         print(f"{len(mutants)} mutants; first their tests on the unchanged product", flush=True)
         if (code := _run(copy, list(tests), stop_early=False)) != _PASSED:
             print(f"these tests fail without any mutant (pytest's exit code {code})")
             return 1
-        survivors = [each.name for each in mutants if not _is_killed(copy, each, options.all)]
+        survivors = [mutant.name for mutant in mutants if not _is_killed(copy, mutant)]
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} killed")
     return 1 if survivors else 0
 
 
-def _is_killed(copy: Path, mutant: Mutant, all_levels: bool) -> bool:
+def _is_killed(copy: Path, mutant: Mutant) -> bool:
     """Run the tests of a mutant over the product with it; print a row of the table."""
-    tests = mutant.tests_of(all_levels=all_levels)
     begun_s = time.monotonic()
-    code = _FAILED + 1
-    if tests:
-        with _planted(copy, mutant):
-            code = _run(copy, tests, stop_early=True)
+    with _planted(copy, mutant):
+        code = _run(copy, mutant.tests, stop_early=True)
     verdict = {_FAILED: "killed", _PASSED: "SURVIVED"}.get(code, f"NOT TESTED ({code})")
     seconds = time.monotonic() - begun_s
     print(f"{mutant.name:<28} {verdict:<12} {seconds:6.1f} s  {mutant.what}", flush=True)

@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from support.fork_server import ForkServer
+
+pytest.register_assert_rewrite("support")  # before the first import from there
+
+from support.fork_server import ForkServer  # noqa: E402
 
 # No test depends on how fast the machine is. `make test` tries the same few examples each time,
 # `make test-all` (--hypothesis-profile=full) as many as a test asks for.

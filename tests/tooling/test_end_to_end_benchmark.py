@@ -482,16 +482,6 @@ def test_targets_are_those_of_whole_workloads_on_hopper_gpus(changes: dict[str, 
         assert "| yes |" in tables.markdown(results, "Mistral-7B")
 
 
-def test_the_document_shows_what_the_results_say() -> None:
-    document = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    _, _, rest = document.partition("<!-- tables -->\n")
-    shown, end, _ = rest.partition("\n<!-- end of tables -->")
-    assert end
-    paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    assert shown == tables.markdown(tables.Results(reports, "Mistral-7B"), "Mistral-7B")
-
-
 def arguments(folder: Path, *more: str) -> Any:
     return main.parse_args(["--out", str(folder), *more])
 
