@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from safetensors import SafetensorError
+
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model.adapter_weights import find_misfit
 from batchllm_operator.model.files import ModelFiles, one_line
 from batchllm_operator.model.folder import folder_digest
-from batchllm_operator.model.weights import check_adapter_weights
+from batchllm_operator.model.weights import check_adapter_weights, weight_shapes
 from batchllm_operator.spec import ModelSpec
 
 _CONFIG_FILE: Final = "adapter_config.json"
+_LORA_WEIGHT: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_NUMBER: Final = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +57,7 @@ def find_adapters(model: ModelSpec) -> tuple[Adapter, ...]:
     )
     folder = _model_folder(model) if adapters else None
     for adapter in adapters:
-        if folder is not None and (misfit := find_misfit(adapter.folder, folder)):
+        if folder is not None and (misfit := _misfit(adapter.folder, folder)):
             trained_on = f" (trained on {adapter.base_model})" if adapter.base_model else ""
             raise ModelError(
                 f"{_where(adapter.name)}: is for another model than {model.path}{trained_on}:"
@@ -110,6 +115,41 @@ def _rank(config: dict[str, Any], where: str) -> int:
     if len(ranks) < len(given):
         raise ModelError(f"{where}: {_CONFIG_FILE} must have ranks (r, rank_pattern) above 0")
     return max(ranks)
+
+
+def _misfit(adapter: Path, model: Path) -> str | None:
+    """Why an adapter in a folder isn't for the model in another; None if no reason is known.
+
+    vLLM takes an adapter with smaller matrices than the model's, and leaves out layers that the
+    model lacks, without a word. Only modules with the same name in both are compared: quantized
+    weights have other names.
+    """
+    shapes = _shapes(model)
+    layers = {_NUMBER.sub("#", name) for name in shapes}
+    for name, shape in _shapes(adapter).items():
+        if (match := _LORA_WEIGHT.fullmatch(name)) is None:
+            continue
+        weight = f"{match['module']}.weight"
+        if weight not in shapes:
+            if _NUMBER.sub("#", weight) in layers:
+                return f"the model has no {match['module']}"
+            continue
+        side, axis = ("inputs", 1) if match["side"] == "A" else ("outputs", 0)
+        if len(shape) == len(shapes[weight]) == 2 and shape[axis] != shapes[weight][axis]:
+            return (
+                f"{match['module']} has {shapes[weight][axis]} {side} in the model, and"
+                f" {shape[axis]} in the adapter"
+            )
+    return None
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Shapes of all weights in a folder's safetensors files; damaged files have none."""
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with suppress(OSError, SafetensorError):
+            shapes |= weight_shapes(path)
+    return shapes
 
 
 def _model_folder(model: ModelSpec) -> Path | None:

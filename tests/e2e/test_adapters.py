@@ -11,7 +11,7 @@ import pytest
 from support.adapters import write_adapter
 from support.demo_job import DS, Demo
 
-from batchllm_operator.model.adapter_weights import weight_shapes
+from batchllm_operator.model.weights import weight_shapes
 
 NAMES = ("formal", "terse")
 TABLE = "documents-by-style"
@@ -22,7 +22,7 @@ def modules(demo: Demo) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of the model's matrices by the module's name."""
     return {
         name.removesuffix(".weight"): (shape[1], shape[0])
-        for name, shape in weight_shapes(demo.model).items()
+        for name, shape in weight_shapes(demo.model / "model.safetensors").items()
         if "_proj.weight" in name
     }
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 import pytest
-from support.adapters import write_adapter, write_safetensors
+from safetensors.numpy import save_file
+from support.adapters import write_adapter
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model import find_adapters, warn_of_other_models
@@ -57,7 +58,7 @@ def test_a_model_on_the_hub_is_compared_once_its_weights_are_here(cache: Path) -
     folder = publish(cache, "we/base", COMMITS[1])
     assert len(find_adapters(model)) == 1
     name = "model.layers.0.self_attn.q_proj.weight"
-    write_safetensors(folder / "model.safetensors", {name: np.zeros((8, 16), "<f4")})
+    save_file({name: np.zeros((8, 16), "<f4")}, folder / "model.safetensors")
     with pytest.raises(ModelError, match="16 inputs in the model, and 8 in the adapter"):
         find_adapters(model)
 

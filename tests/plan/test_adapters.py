@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.adapters import write_adapter, write_safetensors
+from safetensors.numpy import save_file
+from support.adapters import write_adapter
 from support.answers_job import asking, published, run_and_commit
-from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+from support.fake_job import DS, document_rows, expected_prompt, write_table
 
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import ModelError, PlanError, SpecError
@@ -219,17 +220,6 @@ def test_replicas_compute_no_prefixes_together() -> None:
         asking("/lake", model=model, **changes)
 
 
-def test_identity_knows_adapters_and_older_specs_keep_theirs() -> None:
-    model = {"path": "no-model", "adapters": {"a": "/a", "b": "/b"}}
-    identities = {
-        asking("/lake", model={**model, **chosen}).identity
-        for chosen in ({"adapter": "a"}, {"adapter": "b"}, {"adapter_column": "c"})
-    }
-    assert len(identities) == 3
-    known = "b258ddd43928e15649fb9120da82749bfbff80f337cef27365e99330d706c423"
-    assert fake_spec("/lake").identity == known
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -268,7 +258,7 @@ def test_an_adapter_of_another_model_is_refused(
         f"model.layers.{layer}.self_attn.q_proj.weight": np.zeros((8, 8), "<f4") for layer in (0, 1)
     }
     (folder / "model").mkdir()
-    write_safetensors(folder / "model" / "model.safetensors", layers)
+    save_file(layers, folder / "model" / "model.safetensors")
     write_adapter(folder / "german", modules, base_model_name_or_path="them/other")
     spec = adapting(folder)
     spec = spec.model_copy(

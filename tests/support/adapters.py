@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 
 def write_adapter(
@@ -42,18 +42,5 @@ def write_adapter(
         for side, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
             values = generator.normal(0, scale / shape[1] ** 0.5, shape)
             weights[f"base_model.model.{name}.lora_{side}.weight"] = values.astype("<f4")
-    write_safetensors(folder / "adapter_model.safetensors", weights)
+    save_file(weights, folder / "adapter_model.safetensors")
     return folder
-
-
-def write_safetensors(path: Path, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Write float32 arrays."""
-    header, start = {}, 0
-    for name, values in weights.items():
-        end = start + values.nbytes
-        shape = list(values.shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    data = b"".join(values.tobytes() for values in weights.values())
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
