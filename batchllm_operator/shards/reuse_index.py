@@ -21,7 +21,7 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.shards.buckets import Outputs
 from batchllm_operator.shards.parts import part_schema
-from batchllm_operator.spec import ROUNDING_ENGINE_FIELDS, JobSpec
+from batchllm_operator.spec import Decides, JobSpec
 from batchllm_operator.stored_plan.manifest import FINGERPRINTS_FILE, REUSED_FILE, describe_file
 from batchllm_operator.stored_plan.plan_file import PlanFile
 from batchllm_operator.stored_plan.row_groups import ROW_GROUP_ROWS, RowGroupWriter
@@ -59,35 +59,19 @@ def reuse_identity(
     max_model_len: int,
     adapter_versions: Sequence[str] = (),
 ) -> str:
-    """SHA-256 (hex) of everything that determines an output, beside the prompt's token ids.
+    """SHA-256 (hex) of everything that decides an output, beside the prompt's token ids.
 
-    The engine settings that `JobSpec.identity` leaves out are left out here, too: they only change
-    the rounding of sums, and a resumed plan mixes their outputs already. So are names and paths:
-    the model's version stands for the model.
+    The model's version stands for its name or path. The spec's part is what its fields are marked
+    with (`OfOutput`).
     """
-    engine = spec.engine.model_dump(mode="json", exclude={*ROUNDING_ENGINE_FIELDS, "max_model_len"})
     content = {
         "index_version": _INDEX_VERSION,
         "model": model_version,
-        "trust_remote_code": spec.model.trust_remote_code,
         "tokenizer": tokenizer_fingerprint,
         "max_model_len": max_model_len,
-        "sampling": spec.sampling.model_dump(mode="json"),
-        "engine": engine,
+        "adapters": adapter_versions,  # a prompt's fingerprint has its adapter's place among them
+        "spec": spec.settings(Decides.OUTPUT),
     }
-    if spec.labels:
-        content["labels"] = spec.labels
-    if adapter_versions:  # a prompt's fingerprint has its adapter's place among them
-        content["adapters"] = adapter_versions
-    if spec.model.reasoning_parser is not None:
-        content["reasoning_parser"] = spec.model.reasoning_parser
-        content["chat_template_kwargs"] = spec.prompt.chat_template_kwargs
-    if spec.response_format is not None:
-        form = spec.response_format.model_dump(mode="json", exclude={"prefix_columns"})
-        content["response_format"] = form
-    if spec.is_pooled:
-        content["task"] = spec.task
-        content["embedding"] = spec.embedding.model_dump(mode="json")
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

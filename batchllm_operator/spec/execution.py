@@ -18,7 +18,15 @@ from pydantic import (
 )
 
 from batchllm_operator.spec.addresses import scheme_of
-from batchllm_operator.spec.sections import MAX_BYTES, MAX_COUNT, NonEmpty, Section
+from batchllm_operator.spec.sections import (
+    MAX_BYTES,
+    MAX_COUNT,
+    Neutral,
+    NonEmpty,
+    OfOutput,
+    OfPlan,
+    Section,
+)
 
 _MAX_SHARDS: Final = 100_000  # file names have five digits
 _MAX_REPLICAS: Final = 64
@@ -42,50 +50,48 @@ _SWITCH: Final = BeforeValidator(  # in YAML, a bare on is true
 class EngineSpec(Section):
     """Settings of the inference engine. Unset ones are chosen for the device."""
 
-    later_fields = frozenset({"batch_invariant"})
-
-    backend: Literal["vllm", "fake"] = "vllm"
+    backend: OfOutput[Literal["vllm", "fake"]] = "vllm"
     """`fake` makes up outputs, and needs of the model its configuration and tokenizer only: for
     trying out the pipeline. With no model at all, `extra_args: {byte_tokens: true}` takes the bytes
     of a prompt for its tokens."""
-    max_model_len: int | None = Field(default=None, ge=2, le=MAX_COUNT)
+    max_model_len: OfPlan[int | None] = Field(default=None, ge=2, le=MAX_COUNT)
     """Most tokens of a prompt and its output together; unset: what the model allows. More than the
     model allows is refused."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: OfOutput[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
     """Type of weights and activations."""
-    batch_invariant: bool = False
+    batch_invariant: OfOutput[bool] = False
     """Let no text depend on which requests share a step, by vLLM's slower kernels for that. Only on
     NVIDIA GPUs and with `attention: stock`; a model for which vLLM has no such kernels doesn't
     start."""
-    block_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    block_size: Neutral[int | None] = Field(default=None, ge=1, le=MAX_COUNT)
     """Tokens per KV-cache block."""
-    max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    max_num_seqs: Neutral[int | None] = Field(default=None, ge=1, le=MAX_COUNT)
     """Most requests that run at a time."""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    max_num_batched_tokens: Neutral[int | None] = Field(default=None, ge=1, le=MAX_COUNT)
     """The most tokens of one engine step. The chunk size may be less, if a profile of the device
     says that smaller steps are as fast."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    gpu_memory_utilization: Neutral[float | None] = Field(default=None, gt=0.0, le=1.0)
     """Share of the GPU's memory that the engine may take."""
-    kv_cache_memory_bytes: int | None = Field(default=None, ge=1, le=MAX_BYTES)
+    kv_cache_memory_bytes: Neutral[int | None] = Field(default=None, ge=1, le=MAX_BYTES)
     """Size of the KV cache, in place of a share of the memory."""
-    tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_COUNT)
+    tensor_parallel_size: Neutral[int] = Field(default=1, ge=1, le=MAX_COUNT)
     """GPUs that one engine spans."""
-    replicas: int = Field(default=1, ge=1, le=_MAX_REPLICAS)
+    replicas: Neutral[int] = Field(default=1, ge=1, le=_MAX_REPLICAS)
     """Engines that a run starts, each with `tensor_parallel_size` GPUs of its own. They share the
     shard: a group is on one of them, unless the plan spreads it over all (`planner.runahead`)."""
-    scheduler: Literal["batchllm", "stock"] = "batchllm"
+    scheduler: Neutral[Literal["batchllm", "stock"]] = "batchllm"
     """The scheduler of engine steps: our group scheduler, or vLLM's own, to compare."""
-    attention: Literal["batchllm", "stock"] = "stock"
+    attention: Neutral[Literal["batchllm", "stock"]] = "stock"
     """Who computes attention: our backend, which reads a prefix that running requests share once
     a step, or vLLM's own. Ours runs on CUDA, ROCm and, slowly, CPU; a model that it doesn't take
     is refused. It has yet to be timed on a GPU, so vLLM's own is the default."""
-    profile: bool | None = None
+    profile: Neutral[bool | None] = None
     """Measure steps of the device once, before the first request, for the chunk size and for
     how prefill is spread; what was measured is kept in `_batchllm/profiles`, beside the plans.
     Unset: on for GPUs, off for CPU. Only our scheduler makes use of it."""
-    enforce_eager: bool | None = None
+    enforce_eager: Neutral[bool | None] = None
     """Skip compilation and CUDA graphs; unset: on for CPU, off for GPUs."""
-    extra_args: Mapping[str, JsonValue] = Field(default_factory=dict)
+    extra_args: OfOutput[Mapping[str, JsonValue]] = Field(default_factory=dict)
     """Any other engine argument of vLLM, by its Python name."""
 
     @model_validator(mode="after")
@@ -129,9 +135,9 @@ class EngineSpec(Section):
 class OutputEstimate(Section):
     """Where a request's estimated output length comes from: exactly one of these."""
 
-    column: NonEmpty | None = None
+    column: OfPlan[NonEmpty | None] = None
     """Integer column of the input that holds it; null means `sampling.max_tokens`."""
-    learned: Literal[True] | None = None
+    learned: OfPlan[Literal[True] | None] = None
     """The mean of outputs to prompts of about that length, in the latest partition before the
     planned one (by name) that this job has published; `sampling.max_tokens` if there is none.
     What was learned is part of the plan: if that partition is published again, planning again
@@ -158,7 +164,7 @@ OutputTokens = Annotated[
 class SparkSpec(Section):
     """The Spark session that plans and commits, if there is none yet (spark-submit, a notebook)."""
 
-    conf: Mapping[str, str] = Field(default_factory=dict)
+    conf: Neutral[Mapping[str, str]] = Field(default_factory=dict)
     """Spark's own settings by name, such as `spark.master`. With `spark.remote`, the session is one
     of Spark Connect."""
 
@@ -166,40 +172,38 @@ class SparkSpec(Section):
 class PlannerSpec(Section):
     """How the work is cut."""
 
-    later_fields = frozenset({"engine", "spark"})
-
-    engine: Literal["local", "spark"] = "local"
+    engine: Neutral[Literal["local", "spark"]] = "local"
     """Who plans and commits: one process, or Spark, for tables that one machine can't hold. The
     outputs are the same; the cuts into shards differ a little."""
     spark: SparkSpec = SparkSpec()
     """For `engine: spark`."""
 
-    num_shards: int | None = Field(default=None, ge=1, le=_MAX_SHARDS)
+    num_shards: OfPlan[int | None] = Field(default=None, ge=1, le=_MAX_SHARDS)
     """Pieces of the job, each generated by one process at a time; fewer are made where there are
     fewer requests. Unset: as many as make each about two minutes of predicted work on
     `target_gpu`, or a million tokens without a prediction; at most 1,000."""
-    estimated_output_tokens: OutputTokens | None = None
+    estimated_output_tokens: OfPlan[OutputTokens | None] = None
     """Output length to plan with: a number, `{column: NAME}` or `{learned: true}`; unset:
     `sampling.max_tokens`, which is also the most."""
-    target_gpu: NonEmpty | None = "H100"
+    target_gpu: Neutral[NonEmpty | None] = "H100"
     """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
     for no prediction. Built in: A100, H100, H200, MI300X."""
-    gpu_table: Annotated[NonEmpty, AfterValidator(_check_file)] | None = None
+    gpu_table: Neutral[Annotated[NonEmpty, AfterValidator(_check_file)] | None] = None
     """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
     built-in `cost/gpus.toml`: rates, achievable shares, prices."""
-    part_rows: int = Field(default=500, ge=1, le=MAX_COUNT)
+    part_rows: OfPlan[int] = Field(default=500, ge=1, le=MAX_COUNT)
     """Requests per output part, the unit that commit reads. Parts end where a group ends, unless
     the group alone is larger."""
-    memory_budget_bytes: ByteSize = Field(default=ByteSize(2 << 30), ge=1, le=MAX_BYTES)
+    memory_budget_bytes: Neutral[ByteSize] = Field(default=ByteSize(2 << 30), ge=1, le=MAX_BYTES)
     """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
     temporary files. It takes some hundred bytes for each row, and says how much if the budget
     is too small."""
-    runahead: Annotated[Literal["auto", "on", "off"], _SWITCH] = "auto"
+    runahead: Neutral[Annotated[Literal["auto", "on", "off"], _SWITCH]] = "auto"
     """Whether a very long prefix may be computed by all `engine.replicas` together (KV-Runahead),
     where that is predicted to pay. `auto`: once a run has measured how fast they hand KV on. `on`:
     also by `link_bytes_per_s`, and refused if neither is known. It needs replicas of one GPU
     each."""
-    link_bytes_per_s: float | None = Field(default=None, ge=1.0, le=1e15)
+    link_bytes_per_s: Neutral[float | None] = Field(default=None, ge=1.0, le=1e15)
     """Rate at which a replica hands KV to the next, in place of a measured one; only with
     `runahead: on`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,10 +14,14 @@ from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
 from batchllm_operator.spec.response_format import ResponseFormat
 from batchllm_operator.spec.sections import (
+    Decides,
     EmbeddingSpec,
     InputSpec,
     ModelSpec,
+    Neutral,
     NonEmpty,
+    OfOutput,
+    OfPlan,
     OutputSpec,
     Sampling,
     SamplingSpec,
@@ -34,20 +38,14 @@ from batchllm_operator.spec.tasks import (
 
 SPEC_VERSION: Final = 1
 MAX_RETRIES: Final = 10
-ROUNDING_ENGINE_FIELDS: Final = {
-    *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory_bytes"),
-    *("tensor_parallel_size", "replicas", "enforce_eager", "block_size"),
-    *("scheduler", "attention", "profile"),
-}
-"""Fields of `EngineSpec` that change outputs only by the rounding of sums."""
 
 
 class JobSpec(Section):
     """A job: rows of a table in, one answer for each row out."""
 
-    spec_version: Literal[1]
+    spec_version: OfPlan[Literal[1]]
     """Version of this format; 1."""
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,99}$")
+    name: OfPlan[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,99}$")
     """The job's name: letters, digits, `_` and `-`. Plans and reports are filed under it."""
     input: InputSpec
     """The table that the job reads."""
@@ -58,29 +56,29 @@ class JobSpec(Section):
     sampling: Sampling = SamplingSpec()
     """How tokens are chosen; greedy by default. `model` in place of fields: as the model suggests
     it, see `from_model`."""
-    task: Task = "generate"
+    task: OfOutput[Task] = "generate"
     """`generate` a text, or an answer without decoding: `classify`, which chooses one of `labels`
     by the probabilities of their answers, one token each; `embed`, a vector for each
     row; or `pool`, the scores of a model with a classification or reward head. `sampling` is left
     out then."""
-    labels: Labels = Field(default_factory=dict)
+    labels: OfOutput[Labels] = Field(default_factory=dict)
     """Labels of `classify`: a list, or a mapping of each label to the text with which the model
     would answer (such as `" yes"`, with a space, after a prompt that ends without one). From 2 to
     128, whose answers are different tokens. Output columns have them by name."""
-    label_values: dict[NonEmpty, float] = Field(default_factory=dict)
+    label_values: OfPlan[dict[NonEmpty, float]] = Field(default_factory=dict)
     """A number for each label: the output column `score` is their mean, weighted by the labels'
     probabilities. Without `labels`, its names are the labels."""
-    calibrate: Literal["prior"] | None = None
+    calibrate: OfPlan[Literal["prior"] | None] = None
     """`prior` takes out what the model prefers whatever the text is: commit divides each row's
     probabilities of the labels by their means over the table, and scales them to add up to 1
     (batch calibration, Zhou et al. 2023, https://arxiv.org/abs/2309.17249). The model's own are in
     `raw_probabilities`. It moves labels towards equal shares: not for tables where one label is
     truly rare, or for few rows."""
-    response_format: ResponseFormat | None = None
+    response_format: OfOutput[ResponseFormat | None] = None
     """The form of the answers, which the engine enforces as it generates: `json_schema`, whose
     properties become columns; `choice`, one of some texts; or `regex`. An answer without it (cut
     off by `max_tokens`) is a row error, `invalid_output`, and its text is kept."""
-    retry_invalid: int = Field(default=0, ge=0, le=MAX_RETRIES)
+    retry_invalid: OfPlan[int] = Field(default=0, ge=0, le=MAX_RETRIES)
     """How often a row is generated again, with another seed, while its answer is `invalid_output`.
     Needs a `response_format`, and a `temperature` above 0."""
     embedding: EmbeddingSpec = EmbeddingSpec()
@@ -91,22 +89,16 @@ class JobSpec(Section):
     """Settings of the inference engine."""
     planner: PlannerSpec = PlannerSpec()
     """How the work is cut."""
-    on_empty: Literal["fail", "commit"] = "fail"
+    on_empty: Neutral[Literal["fail", "commit"]] = "fail"
     """A partition that has no rows or isn't there: `fail` (exit code 3), or `commit` an empty
     partition."""
-    max_failed_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
+    max_failed_fraction: Neutral[float] = Field(default=0.05, ge=0.0, le=1.0)
     """If a larger share of the rows has an error instead of a text, no plan is made, a run stops,
     and the commit is refused. Raising it and planning again keeps what was generated."""
-    reuse_outputs: bool = False
+    reuse_outputs: OfPlan[bool] = False
     """Take outputs from what the job has committed before, where a row's prompt, the model and the
     sampling are the same: from the partition itself, or the latest before it (by name). Only with
     greedy sampling."""
-    later_fields = frozenset(
-        {
-            *("task", "labels", "label_values", "calibrate"),
-            *("response_format", "retry_invalid", "embedding"),
-        }
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -162,29 +154,9 @@ class JobSpec(Section):
 
     @property
     def identity(self) -> str:
-        """SHA-256 (hex) of all settings that determine the outputs.
-
-        Settings of speed and strictness only are left out (they change at most the rounding of
-        sums), so that changing them keeps finished parts.
-        """
-        neutral: dict[str, Any] = {
-            "engine": ROUNDING_ENGINE_FIELDS,
-            "planner": {
-                *("target_gpu", "gpu_table", "memory_budget_bytes"),
-                *("runahead", "link_bytes_per_s"),
-                *("engine", "spark"),
-            },
-            "output": {"add_columns", "staging_uri", "target_file_bytes"},
-            "on_empty": True,
-            "max_failed_fraction": True,
-        }
-        if not self.reuse_outputs:  # as in releases without this field
-            neutral["reuse_outputs"] = True
-        settings = self.model_dump(mode="json", exclude=neutral)
-        if self.planner.num_shards is None:  # as in releases where that meant 1
-            settings["planner"]["num_shards"] = 1
-        canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        """SHA-256 (hex) of all settings that decide the plan; see `OfPlan`."""
+        settings = json.dumps(self.settings(Decides.PLAN), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(settings.encode()).hexdigest()
 
     @property
     def is_pooled(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from batchllm_operator.spec.limits import check_values
-from batchllm_operator.spec.sections import NonEmpty, Section, by_name
+from batchllm_operator.spec.sections import NonEmpty, OfOutput, OfPlan, Section, by_name
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -116,65 +116,64 @@ _Tools = Annotated[
 class Turn(Section):
     """One message of a chat."""
 
-    role: Role
+    role: OfPlan[Role]
     """Who speaks."""
-    template: Template
+    template: OfPlan[Template]
     """Its text, with places as in `prompt.template`."""
 
 
 class PromptSpec(Section):
     """How a row becomes a prompt: by `template`, `turns` or `messages`."""
 
-    system: str | None = None
+    system: OfPlan[str | None] = None
     """Constant text that comes first in every prompt (braces are literal): the system
     message when `chat_template` is on, else put before the template as it is. A conversation of
     `messages` that begins with a `system` or `developer` message has its own, and keeps it."""
-    template: Template | None = None
+    template: OfPlan[Template | None] = None
     """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
     that many rows share first: what comes first can be shared. Text is placed as it is; integers
     and decimals as plain digits, floats by the fewest digits (0.1, 3.0, 1e+20), booleans as `true`
     and `false`, dates and times as in ISO 8601 (in UTC if they have a time zone), lists of these as
     JSON. A null, NaN or infinity fails its row; a column of anything else is refused.
     Values mean nothing here, but see `special_tokens`."""
-    turns: tuple[Turn, ...] = ()
+    turns: OfPlan[tuple[Turn, ...]] = ()
     """The messages of a chat, each with a `template`; through the model's chat template. A turn
     without text fails its row."""
-    messages: NonEmpty | None = None
+    messages: OfPlan[NonEmpty | None] = None
     """Column that holds each row's chat: a list of structs with `role` and `content`, or such a
     list as JSON text. `content` is text, or a list of parts `{type: text, text: ...}`. `name`,
     `tool_calls`, `tool_call_id` and `reasoning` go to the chat template, too; other fields don't,
     as in vLLM. A row that holds no such list fails."""
-    chat_template: bool = False
+    chat_template: OfPlan[bool] = False
     """Wrap the prompt in the model's chat template, as one user message. Always on for `turns` and
     `messages`."""
-    chat_template_kwargs: _Arguments = None
+    chat_template_kwargs: OfOutput[_Arguments] = None
     """Values that the chat template can ask for, such as `enable_thinking: false`. Stored as JSON
     text, which may be given as well."""
-    tools: _Tools = None
+    tools: OfOutput[_Tools] = None
     """Functions that the model may call, as in OpenAI's API: a list of
     `{type: function, function: {name, description, parameters}}`. The chat template describes them;
     the answer's text is kept as it is. Stored as JSON text, which may be given as well."""
-    answer_prefix: NonEmpty | None = None
+    answer_prefix: OfPlan[NonEmpty | None] = None
     """Constant text with which the assistant's answer begins (braces are literal), such as
     `"Category:"`: it follows the chat template's text, and the model continues it, so answers don't
     repeat it. For chats: end a plain `template` with such text. Let it end without a space, as most
     models write a word with the space before it."""
-    special_tokens: Literal["keep", "text", "reject"] | None = None
+    special_tokens: OfPlan[Literal["keep", "text", "reject"] | None] = None
     """What becomes of a column's text that spells a control token of the model (`<|im_end|>`), with
     which a row could end its turn in a chat and begin another. `text`: ordinary text, the default
     where the model's chat template is used; `keep`: the token, as in vLLM itself, the default
     elsewhere, as columns may hold prompts that are complete; `reject`: the row fails."""
-    truncate: Annotated[dict[NonEmpty, Cut], AfterValidator(by_name)] = Field(default_factory=dict)
+    truncate: OfPlan[Annotated[dict[NonEmpty, Cut], AfterValidator(by_name)]] = Field(
+        default_factory=dict
+    )
     """Columns whose values are cut where a prompt is too long, and what is cut off: the `end`, the
     `middle` or the `start`. A prompt is cut to leave room for `sampling.max_tokens`, or for half of
     the model's length if that is less; several columns lose the same share of their tokens.
     Without it, a prompt that the model can't take fails its row. Not for `messages`."""
-    constant: bool = False
+    constant: OfPlan[bool] = False
     """Allow a prompt without any column, the same for all rows: for several samples of one prompt,
     with a `temperature`. Without it such a prompt is refused, as a place is missing."""
-    later_fields = frozenset({"turns", "messages", "chat_template_kwargs", "tools"}) | {
-        *("answer_prefix", "constant", "special_tokens", "truncate"),
-    }
 
     @model_validator(mode="before")
     @classmethod

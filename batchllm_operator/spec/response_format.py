@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from batchllm_operator.spec.sections import NonEmpty, Section
+from batchllm_operator.spec.sections import NonEmpty, OfOutput, OfPlan, Section
 
 
 def _as_json(value: object) -> object:
@@ -74,21 +74,24 @@ def _check_regex(pattern: str) -> str:
     return pattern
 
 
+JsonSchema = Annotated[
+    str,
+    AfterValidator(_check_schema),
+    BeforeValidator(_as_json, json_schema_input_type=dict[str, Any] | str),
+]
+
+
 class JsonSchemaFormat(Section):
     """Each answer is a JSON object by a schema, whose properties become columns."""
 
-    type: Literal["json_schema"]
+    type: OfOutput[Literal["json_schema"]]
     """JSON objects, whose properties become columns."""
-    json_schema: Annotated[
-        str,
-        AfterValidator(_check_schema),
-        BeforeValidator(_as_json, json_schema_input_type=dict[str, Any] | str),
-    ]
+    json_schema: OfOutput[JsonSchema]
     """The JSON schema of an answer: a mapping, or the path of a `.json` or `.yaml` file (relative
     to the spec file), which is read with the spec. It is of type `object`; each of its `properties`
     becomes a column: string, int64, double, bool, timestamp (format `date-time`), date, list or
     struct; anything else is JSON text. OpenAI's form (`name`, `schema`) is taken, too."""
-    prefix_columns: str = ""
+    prefix_columns: OfPlan[str] = ""
     """Put before the names of the properties to name their columns, where other columns have the
     same names."""
 
@@ -107,18 +110,20 @@ class JsonSchemaFormat(Section):
 class ChoiceFormat(Section):
     """Each answer is one of some texts."""
 
-    type: Literal["choice"]
+    type: OfOutput[Literal["choice"]]
     """One of some texts."""
-    choices: Annotated[tuple[NonEmpty, ...], Field(min_length=1), AfterValidator(_check_choices)]
+    choices: OfOutput[
+        Annotated[tuple[NonEmpty, ...], Field(min_length=1), AfterValidator(_check_choices)]
+    ]
     """The texts, of which each answer is one."""
 
 
 class RegexFormat(Section):
     """Each answer matches a regular expression."""
 
-    type: Literal["regex"]
+    type: OfOutput[Literal["regex"]]
     """Texts that a regular expression describes."""
-    regex: Annotated[NonEmpty, AfterValidator(_check_regex)]
+    regex: OfOutput[Annotated[NonEmpty, AfterValidator(_check_regex)]]
     r"""What the whole answer matches, in a syntax that vLLM's backend shares with Python or with
     Rust's library, which has `\p{L}`."""
 

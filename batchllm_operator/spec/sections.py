@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
+from enum import Flag, auto
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +19,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from batchllm_operator.spec.addresses import TableAddress, check_folder, scheme_of
 
@@ -94,6 +96,34 @@ def _kinds(annotation: object) -> Iterator[object]:
         yield from _kinds(each)
 
 
+class Decides(Flag):
+    """What the value of a field decides."""
+
+    OUTPUT = auto()
+    """The answer to a prompt, so that outputs are reused only by equal settings."""
+    PLAN = auto()
+    """The identity of a plan."""
+
+
+OfOutput = Annotated[_Value, Decides.OUTPUT | Decides.PLAN]
+"""A field that decides what a model answers to given token ids."""
+OfPlan = Annotated[_Value, Decides.PLAN]
+"""A field that decides what is asked or published. The prompt's token ids and the versions of model
+and tokenizer stand for it where outputs are reused."""
+Neutral = Annotated[_Value, Decides(0)]
+"""A field of speed or strictness, which changes at most the rounding of sums: parts that are
+finished stay valid if it changes."""
+
+
+def _decided(field: FieldInfo) -> Decides | None:
+    """What a field decides; None if its declaration doesn't say."""
+    return next((mark for mark in field.metadata if isinstance(mark, Decides)), None)
+
+
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
 class Section(BaseModel):
     """A part of the spec: immutable, no unknown fields, no values in error messages."""
 
@@ -105,18 +135,23 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    later_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that earlier releases lack. The stored form leaves them out at their defaults, so that
-    plans and identities of specs without them stay the same."""
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a field that says of neither plan nor output whether it decides them."""
+        for name, field in cls.model_fields.items():
+            if not _is_section(field.annotation) and _decided(field) is None:
+                raise TypeError(f"{cls.__name__}.{name}: mark it as OfOutput, OfPlan or Neutral")
 
-    @model_serializer(mode="wrap")
-    def _without_later_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        stored: dict[str, Any] = handler(self)
-        for name in self.later_fields:
-            field = type(self).model_fields[name]
-            if getattr(self, name) == field.get_default(call_default_factory=True):
-                stored.pop(name, None)
-        return stored
+    def settings(self, decided: Decides) -> dict[str, Any]:
+        """The fields that decide this, as JSON's values; what decides an output decides a plan."""
+        stored, chosen = self.model_dump(mode="json"), dict[str, Any]()
+        for name in stored:
+            value, field = getattr(self, name), type(self).model_fields[name]
+            if isinstance(value, Section):
+                chosen[name] = value.settings(decided)
+            elif decided in (_decided(field) or Decides(0)):
+                chosen[name] = stored[name]
+        return chosen
 
     @field_validator("*", mode="before")
     @classmethod
@@ -132,11 +167,11 @@ class Section(BaseModel):
 class FilterTerm(Section):
     """One condition on an input column; all conditions of a spec must hold."""
 
-    column: str
+    column: OfPlan[str]
     """Input column that is compared."""
-    op: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"] = "=="
+    op: OfPlan[Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]] = "=="
     """Comparison; `in` and `not in` take a list."""
-    value: str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...]
+    value: OfPlan[str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...]]
     """What the column is compared with. Whole numbers have at most 64 bits."""
 
     @field_validator("value", mode="before")
@@ -158,42 +193,41 @@ class FilterTerm(Section):
 class InputSpec(Section):
     """The table that the job reads."""
 
-    uri: TableUri
+    uri: OfPlan[TableUri]
     """The table's address. A local path (relative to the spec file) or `s3://bucket/table`
     (`s3a://` is the same; no other storage works) is a Parquet dataset, or the Delta table that
     lies there; `delta+` before it insists on Delta.
     `iceberg://CATALOG/NAMESPACE.TABLE` is an Iceberg table of a catalog that pyiceberg's own
     configuration (`PYICEBERG_CATALOG__*`, `.pyiceberg.yaml`) says how to reach."""
-    partition_column: str = Field(default="ds", min_length=1)
+    partition_column: OfPlan[str] = Field(default="ds", min_length=1)
     """Column that `--ds` selects a value of: of Parquet, a Hive-style folder
     (`uri/ds=2026-01-31/...`)."""
-    key: Annotated[Columns, Field(min_length=1), AfterValidator(_check_distinct)]
+    key: OfPlan[Annotated[Columns, Field(min_length=1), AfterValidator(_check_distinct)]]
     """Column, or list of columns, that identifies a row within the partition."""
-    filter: tuple[FilterTerm, ...] = ()
+    filter: OfPlan[tuple[FilterTerm, ...]] = ()
     """Conditions that a row must meet to take part."""
 
 
 class ModelSpec(Section):
     """The model that generates."""
 
-    path: ModelPath
+    path: OfPlan[ModelPath]
     """Folder with the model (starting with `/`, `./`, `../` or `~/`; relative to the
     spec file) or the model's name on the Hugging Face hub."""
-    revision: str | None = None
+    revision: OfPlan[str | None] = None
     """Branch, tag or commit on the hub."""
-    trust_remote_code: bool = False
+    trust_remote_code: OfOutput[bool] = False
     """Run Python code that the model's repository brings along. Off unless you vouch for it."""
-    reasoning_parser: NonEmpty | None = None
+    reasoning_parser: OfOutput[NonEmpty | None] = None
     """vLLM's parser for how this model reasons, such as `qwen3` or `deepseek_r1`: what the model
     thinks goes to the column `reasoning`, and `generated_text` is the answer alone."""
-    adapters: Adapters = Field(default_factory=dict)
+    adapters: OfPlan[Adapters] = Field(default_factory=dict)
     """LoRA adapters of the model by name: for each, a folder or a name on the hub, as in `path`."""
-    adapter: NonEmpty | None = None
+    adapter: OfPlan[NonEmpty | None] = None
     """The adapter, of `adapters`, of all rows."""
-    adapter_column: NonEmpty | None = None
+    adapter_column: OfPlan[NonEmpty | None] = None
     """Input column of text with the name of each row's adapter. Null and empty: the model itself;
     an unknown name is a row error."""
-    later_fields = frozenset({"adapters", "adapter", "adapter_column", "reasoning_parser"})
 
     @model_validator(mode="after")
     def _check_adapters(self) -> ModelSpec:
@@ -215,52 +249,47 @@ class SamplingSpec(Section):
     `model` in place of all fields is `from_model: true`.
     """
 
-    from_model: bool = False
+    from_model: OfOutput[bool] = False
     """Whether values that aren't given are those of the model's `generation_config.json`, as vLLM's
     server takes them: `temperature`, `top_p`, `top_k`, `min_p`, the penalties, and `max_new_tokens`
     as `max_tokens`. A model that doesn't say has vLLM's own: a `temperature` of 1."""
-    max_tokens: int = Field(default=128, ge=1, le=MAX_COUNT)
+    max_tokens: OfOutput[int] = Field(default=128, ge=1, le=MAX_COUNT)
     """Most tokens generated for a row. An output ends earlier where prompt and output together have
     as many as the model allows (`engine.max_model_len`)."""
-    min_tokens: Count = 0
+    min_tokens: OfOutput[Count] = 0
     """Fewest tokens generated before a stop is honoured."""
-    temperature: float = Field(default=0.0, ge=0.0)
+    temperature: OfOutput[float] = Field(default=0.0, ge=0.0)
     """0 is greedy; exact duplicate prompts are then generated once."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: OfOutput[float] = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the smallest set of tokens with this much probability."""
-    top_k: Count = 0
+    top_k: OfOutput[Count] = 0
     """Sample from this many likeliest tokens; 0 is all of them."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_p: OfOutput[float] = Field(default=0.0, ge=0.0, le=1.0)
     """Leave out tokens with less than this share of the likeliest one's probability."""
-    seed: Int64 | None = None
+    seed: OfOutput[Int64 | None] = None
     """Seed of each request's sampling; needed for repeatable outputs when not greedy."""
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    repetition_penalty: OfOutput[float] = Field(default=1.0, gt=0.0)
     """Above 1 discourages tokens that occurred before."""
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: OfOutput[float] = Field(default=0.0, ge=-2.0, le=2.0)
     """Above 0 discourages tokens that the output has."""
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: OfOutput[float] = Field(default=0.0, ge=-2.0, le=2.0)
     """Above 0 discourages tokens the more, the more often the output has them."""
-    stop: Annotated[tuple[NonEmpty, ...], _LIST] = ()
+    stop: OfOutput[Annotated[tuple[NonEmpty, ...], _LIST]] = ()
     """Strings at which generation ends; not part of the output."""
-    stop_token_ids: tuple[Count, ...] = ()
+    stop_token_ids: OfOutput[tuple[Count, ...]] = ()
     """Token ids at which generation ends."""
-    ignore_eos: bool = False
+    ignore_eos: OfOutput[bool] = False
     """Go on to `max_tokens` whatever the model says; for benchmarks."""
-    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    n: OfOutput[int] = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Answers to each row, in the column `generated_texts`; more than one needs a `temperature`.
     Their prompt is computed once."""
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: OfOutput[int | None] = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Adds the columns `mean_logprob` and `token_logprobs`, of the tokens that were generated; with
     1 or more `top_logprobs` too, of as many likeliest tokens in each place."""
-    later_fields = frozenset(
-        {"n", "logprobs", "from_model", "min_p", "presence_penalty", "frequency_penalty"}
-    )
 
     @model_serializer(mode="wrap")
-    def _without_later_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        if self.from_model:  # what isn't given is the model's, not the default
-            return {name: each for name, each in handler(self).items() if not self._is_open(name)}
-        return super()._without_later_fields(handler)
+    def _without_open_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if not self._is_open(name)}
 
     def _is_open(self, name: str) -> bool:
         """Whether the model will say the value of a field."""
@@ -293,10 +322,10 @@ Sampling = Annotated[
 class EmbeddingSpec(Section):
     """What an embedding is like."""
 
-    normalize: bool = True
+    normalize: OfOutput[bool] = True
     """Whether each has the length 1, so that a dot product is a cosine. It holds whatever the
     model's own files say."""
-    dimensions: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    dimensions: OfOutput[int | None] = Field(default=None, ge=1, le=MAX_COUNT)
     """Keep so many of its first numbers; only for models that are trained for it (Matryoshka).
     Unset: all."""
 
@@ -304,19 +333,19 @@ class EmbeddingSpec(Section):
 class OutputSpec(Section):
     """The table that the job writes."""
 
-    uri: TableUri
+    uri: OfPlan[TableUri]
     """The table's address, in any of the input's forms; the first commit creates the table, which
     is partitioned by the same column as the input."""
-    staging_uri: Annotated[NonEmpty, AfterValidator(_check_staging_address)] | None = None
+    staging_uri: Neutral[Annotated[NonEmpty, AfterValidator(_check_staging_address)] | None] = None
     """Folder under whose `_batchllm/` the job keeps plans, parts and reports: a local path
     (relative to the spec file) or `s3://bucket/folder`. Unset: the output table's own folder, where
     readers skip that name. An Iceberg table has no folder of ours, so there it is required."""
-    carry: Columns = ()
+    carry: OfPlan[Columns] = ()
     """Input columns to carry over into the output, besides the key."""
-    add_columns: bool = False
+    add_columns: Neutral[bool] = False
     """Whether columns that the output table lacks are added to it; else they are an error. A
     column that the job no longer writes is null from then on."""
-    target_file_bytes: ByteSize = Field(
+    target_file_bytes: Neutral[ByteSize] = Field(
         default=ByteSize(TARGET_FILE_BYTES), ge=1 << 20, le=MAX_BYTES
     )
     """The most that a data file of an Iceberg or Delta table may have, as a number of bytes or text

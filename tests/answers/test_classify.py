@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from prompts.test_tokenizer import build_tokenizer
 from support.answers_job import asking, published, run_and_commit
-from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+from support.fake_job import DS, document_rows, expected_prompt, write_table
 from support.lake_tables import LAKES
 
 from batchllm_operator.commit.report import load_report
@@ -230,15 +230,6 @@ def test_a_first_piece_is_an_answer_where_a_label_asks_for_it(model: Path, tmp_p
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         classifying("/lake", **{"labels": LABELS, **changes})
-
-
-def test_identity_knows_labels_and_older_specs_keep_theirs() -> None:
-    def identity(labels: dict[str, str]) -> str:
-        return classifying("/lake", labels=labels).identity
-
-    assert identity(LABELS) != identity({**LABELS, "partly": "maybe"})
-    known = "b258ddd43928e15649fb9120da82749bfbff80f337cef27365e99330d706c423"
-    assert fake_spec("/lake").identity == known
 
 
 def biased_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.answers_job import asking, published, run_and_commit
-from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+from support.fake_job import DS, document_rows, expected_prompt, write_table
 
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import SpecError
@@ -62,11 +62,3 @@ def test_a_later_day_reuses_it_unless_it_was_read_otherwise(tmp_path: Path) -> N
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         reasoning("/lake", **changes)
-
-
-def test_identity_knows_the_parser_and_older_specs_keep_theirs() -> None:
-    names = ("qwen3", "deepseek_r1")
-    models = [{"path": "x"}, *({"path": "x", "reasoning_parser": name} for name in names)]
-    assert len({reasoning("/lake", model=model).identity for model in models}) == len(models)
-    known = "b258ddd43928e15649fb9120da82749bfbff80f337cef27365e99330d706c423"
-    assert fake_spec("/lake").identity == known
