@@ -55,9 +55,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineRequest
-from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_source import Claimed, OneShard, Shards

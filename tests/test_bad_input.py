@@ -18,7 +18,7 @@ import pytest
 import yaml
 from support.fake_job import without_model
 
-from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.storage import Folder
 
 DS = "2026-01-31"

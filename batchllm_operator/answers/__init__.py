@@ -1,5 +1,6 @@
-"""What the engine says of a request, and the columns that the output table gets of it."""
+"""Kinds of answers: what the engine gives, the columns that it becomes, and what can't be used."""
 
-from batchllm_operator.answers.answers import Answers
+from batchllm_operator.answers.answers import Answers, plan_answers
+from batchllm_operator.answers.kind import NOTHING_PLANNED, FakePrompt, PlannedAnswers, Watch
 
-__all__ = ["Answers"]
+__all__ = ["NOTHING_PLANNED", "Answers", "FakePrompt", "PlannedAnswers", "Watch", "plan_answers"]

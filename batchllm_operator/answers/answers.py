@@ -1,108 +1,55 @@
-"""All that a job asks for beside a text, as one."""
+"""The kinds of a job's answers, as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from batchllm_operator.answers.labels import LabelColumns
-from batchllm_operator.answers.logprobs import LogprobColumns
-from batchllm_operator.answers.reasoning import ReasoningColumns
-from batchllm_operator.answers.samples import SampleColumns
-from batchllm_operator.answers.structured import ChosenText, JsonColumns
-from batchllm_operator.answers.vectors import VectorColumns
-from batchllm_operator.spec import JobSpec, JsonSchemaFormat
+from batchllm_operator.answers import fakes
+from batchllm_operator.answers.choices import ChoiceAnswers
+from batchllm_operator.answers.kind import (
+    NOTHING_PLANNED,
+    AnswerKind,
+    FakePrompt,
+    Parts,
+    PlannedAnswers,
+    Watch,
+)
+from batchllm_operator.answers.labels import LabelAnswers
+from batchllm_operator.answers.logprobs import LogprobAnswers
+from batchllm_operator.answers.reasoning import ReasoningAnswers
+from batchllm_operator.answers.samples import SampleAnswers
+from batchllm_operator.answers.typed import TypedAnswers
+from batchllm_operator.answers.vectors import VectorAnswers
+from batchllm_operator.spec import JobSpec
 
+if TYPE_CHECKING:
+    from batchllm_operator.prompts import Tokenizer
 
-class Kind(Protocol):
-    """One thing that a job may ask for. Its columns are derived when rows are committed."""
-
-    @property
-    def raw_fields(self) -> Sequence[pa.Field]:
-        """What parts keep of it, beside a text: as the engine says it."""
-
-    @property
-    def fields(self) -> Sequence[pa.Field]:
-        """Columns of the output table, named as in `JobSpec.output_columns`."""
-
-    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        """The columns `fields`, by name, and others that it replaces; null without an answer.
-
-        Args:
-            outputs: rows with the columns of a part and `raw_fields`.
-        """
-
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        """The row error (`code: explanation`) of an answer that can't be used, or None.
-
-        Args:
-            text: the answer's.
-            raw: its `raw_fields` by name.
-        """
-
-
-@runtime_checkable
-class Summarized(Protocol):
-    """A kind that reports say something of. Both name columns that it derives, or of a part."""
-
-    @property
-    def counted(self) -> Sequence[str]:
-        """Columns of texts of which there are few: rows are counted by them."""
-
-    @property
-    def averaged(self) -> Sequence[str]:
-        """Columns of numbers, of which there is a mean."""
+KINDS: Final[tuple[type[AnswerKind], ...]] = (
+    *(LabelAnswers, VectorAnswers, TypedAnswers, ChoiceAnswers),
+    *(SampleAnswers, ReasoningAnswers, LogprobAnswers),
+)
+"""All kinds. A new one is a file of this room, and its fields and rules in `spec/`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """The kinds of a job's answers."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[AnswerKind, ...]
 
     @classmethod
-    def of(
-        cls,
-        spec: JobSpec,
-        *,
-        vector_size: int | None = None,
-        score_labels: Sequence[str] = (),
-        label_prior: Sequence[float] | None = None,
-    ) -> Answers:
-        """Those that a spec asks for; parts need no more, columns what the plan found, too.
-
-        Args:
-            vector_size: numbers of an embedding.
-            score_labels: names of the scores of a pooling head.
-            label_prior: mean probabilities of the labels, for the columns of a job that calibrates.
+    def of(cls, spec: JobSpec, planned: PlannedAnswers = NOTHING_PLANNED) -> Answers:
+        """The kinds that a spec asks for; see `AnswerKind` for the arguments.
 
         Raises:
-            SpecError: a schema can't be columns; see `JsonColumns`.
+            SpecError: a schema can't be columns; see `property_columns`.
         """
-        kinds: list[Kind] = []
-        if spec.task == "classify":
-            kinds.append(LabelColumns(spec, label_prior))
-        if spec.task == "embed" or spec.task == "pool":
-            kinds.append(VectorColumns(spec.task, vector_size, score_labels))
-        if isinstance(spec.response_format, JsonSchemaFormat):
-            kinds.append(JsonColumns.of(spec.response_format))
-        elif spec.response_format is not None:
-            kinds.append(ChosenText(spec.response_format))
-        if spec.sampling.n > 1:
-            kinds.append(SampleColumns())
-        if spec.model.reasoning_parser is not None:
-            kinds.append(ReasoningColumns())
-        if spec.sampling.logprobs is not None:
-            kinds.append(LogprobColumns(spec.sampling.logprobs))
-        return cls(tuple(kinds))
-
-    @property
-    def summarized(self) -> tuple[Summarized, ...]:
-        """The kinds that reports say something of."""
-        return tuple(kind for kind in self.kinds if isinstance(kind, Summarized))
+        return cls(tuple(kind(spec, planned) for kind in KINDS if kind.is_asked(spec)))
 
     @property
     def raw_fields(self) -> list[pa.Field]:
@@ -114,11 +61,47 @@ class Answers:
         """Columns of the output table, beside those of a text."""
         return [field for kind in self.kinds for field in kind.fields]
 
+    def over(self, parts: Parts) -> Answers:
+        """See `AnswerKind.over`."""
+        return Answers(tuple(kind.over(parts) for kind in self.kinds))
+
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        """See `Kind.columns`."""
-        return {name: each for kind in self.kinds for name, each in kind.columns(outputs).items()}
+        """See `AnswerKind.columns`."""
+        return _joined(kind.columns(outputs) for kind in self.kinds)
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        """See `Kind.fault`."""
-        found = (kind.fault(text, raw) for kind in self.kinds)
-        return next((fault for fault in found if fault is not None), None)
+        """See `AnswerKind.fault`."""
+        faults = (kind.fault(text, raw) for kind in self.kinds)
+        return next((fault for fault in faults if fault is not None), None)
+
+    def read(self, output: Any) -> dict[str, Any]:
+        """See `AnswerKind.read`."""
+        return _joined(kind.read(output) for kind in self.kinds)
+
+    def fake(self, prompt: FakePrompt) -> tuple[str, dict[str, Any]]:
+        """The fake engine's text and values of `raw_fields`."""
+        texts = (kind.fake_text(prompt) for kind in self.kinds)
+        text = next((text for text in texts if text is not None), None)
+        if text is None:
+            text = fakes.fake_text(prompt.token_ids, prompt.num_characters)
+        return text, _joined(kind.fake(prompt) for kind in self.kinds)
+
+    def watches(self) -> list[Watch]:
+        """What watches the answers of a run."""
+        return [watch for kind in self.kinds if (watch := kind.watch()) is not None]
+
+
+def plan_answers(spec: JobSpec, tokenizer: Tokenizer) -> PlannedAnswers:
+    """What planning finds out about a job's answers.
+
+    Raises:
+        SpecError: the model can't give such answers.
+        ModelError: a file of the model can't be read, or lacks something.
+    """
+    return PlannedAnswers(
+        **_joined(kind.plan(spec, tokenizer) for kind in KINDS if kind.is_asked(spec))
+    )
+
+
+def _joined(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for values in found for name, value in values.items()}

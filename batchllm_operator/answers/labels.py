@@ -2,92 +2,159 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchllm_operator.amounts import counted
+from batchllm_operator.answers import fakes
+from batchllm_operator.answers.kind import AnswerKind, FakePrompt, Parts, PlannedAnswers
+from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
+
+if TYPE_CHECKING:
+    from batchllm_operator.prompts import Tokenizer
 
 LOW_MASS: Final = 0.1
 """Below this mean of `label_mass`, the model would mostly write something else than a label."""
-_MOST_NAMED: Final = 5
-_MOST_WRITTEN: Final = 3
-_MOST_CHARS: Final = 40
 LOGPROBS_FIELD: Final = pa.field("label_logprobs", pa.list_(pa.float64()))
 """Log-probabilities of the labels' tokens in the model's whole vocabulary, in the order of
 `JobSpec.labels`."""
+_MOST_NAMED: Final = 5
+_MOST_WRITTEN: Final = 3
+_MOST_CHARS: Final = 40
+_NUM_SHOWN_TOKENS: Final = 8
+_NUM_FIRST: Final = 64
+_BITS: Final = 52
+_DIGITS: Final = 6
+_Floats = npt.NDArray[np.float64]
+_log = logging.getLogger(__name__)
 
 
-class LabelColumns:
-    """The likeliest label, which is also the text, and the probabilities of all.
-
-    Args:
-        spec: a job's that classifies.
-        prior: where it calibrates, the mean probability of each label over the table, for
-            `columns`.
-    """
+class LabelAnswers(AnswerKind):
+    """The likeliest label, which is also the text, and the probabilities of all."""
 
     raw_fields = (LOGPROBS_FIELD,)
     counted = ("label",)
+    judges_texts = True
 
-    def __init__(self, spec: JobSpec, prior: Sequence[float] | None = None) -> None:
+    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        self._spec, self._token_ids = spec, planned.label_token_ids
         self._labels, self._values = list(spec.labels), spec.label_values
-        self._is_calibrated, self._prior = spec.calibrate is not None, prior
-        each = pa.struct([(label, pa.float64()) for label in self._labels])
-        raw = [pa.field("raw_probabilities", each)] if self._is_calibrated else []
-        score = [pa.field("score", pa.float64())] if self._values else []
-        self.averaged = ("probability", "label_mass", *(field.name for field in score))
-        self.fields = (
-            pa.field("label", pa.string()),
-            pa.field("probability", pa.float64()),
-            pa.field("probabilities", each),
-            pa.field("logit_margin", pa.float64()),
-            pa.field("label_mass", pa.float64()),
-            *raw,
-            *score,
-        )
+        self._prior: Sequence[float] | None = None
+        probabilities = pa.struct([(label, pa.float64()) for label in self._labels])
+        kinds = {
+            "label": pa.string(),
+            "probability": pa.float64(),
+            "probabilities": probabilities,
+            "logit_margin": pa.float64(),
+            "label_mass": pa.float64(),
+        }
+        if spec.calibrate is not None:
+            kinds["raw_probabilities"] = probabilities
+        if self._values:
+            kinds["score"] = pa.float64()
+        self.fields = tuple(pa.field(name, kind) for name, kind in kinds.items())
+        self._names = tuple(kinds)
+        self.averaged = ("probability", "label_mass", *(["score"] if self._values else []))
+
+    @classmethod
+    def is_asked(cls, spec: JobSpec) -> bool:
+        return spec.task == "classify"
+
+    @classmethod
+    def plan(cls, spec: JobSpec, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The token of each label's answer, in the order of `spec.labels`.
+
+        It depends on the end of the prompt, which is the template's unless a column comes last.
+
+        Raises:
+            SpecError: an answer isn't one token, or two answers are the same one.
+        """
+        from batchllm_operator.prompts import renderer_of, sample_chat  # only plans need it
+
+        row = renderer_of(spec.prompt).render(sample_chat(spec.prompt))
+        sample = tokenizer.apply_chat_template(row)
+        for error in sample.errors.values():
+            raise SpecError(f"labels: can't be tried after a message of a user: {error}")
+        (prompt,) = sample.present()
+        answers = tokenizer.answer_tokens(prompt, list(spec.labels.values()))
+        _check_whole(spec, answers, tokenizer)
+        labels: dict[int, str] = {}
+        for label, (token_id,) in zip(spec.labels, answers, strict=True):
+            if (other := labels.setdefault(token_id, label)) != label:
+                raise SpecError(
+                    f"labels: {other!r} and {label!r} begin with the same token"
+                    f" ({tokenizer.decode([token_id])!r}) under this model's tokenizer, so one step"
+                    " can't tell them apart; give them answers that begin differently, such as"
+                    " numbers"
+                )
+        end = tokenizer.decode(tokenizer.encode([prompt]).to_lists()[0][-_NUM_SHOWN_TOKENS:])
+        named = [f"{answer!r} ({label})" for label, answer in spec.labels.items()]
+        more = ", ..." if len(named) > _MOST_NAMED else ""
+        first = ", ".join(named[:_MOST_NAMED])
+        _log.info("labels: after %r, the model's next token is judged: %s%s", end, first, more)
+        return {"label_token_ids": tuple(labels)}
+
+    def over(self, parts: Parts) -> Self:
+        """With the mean probability of each label over all rows that have one, to calibrate by.
+
+        Memory is one part. How rows are cut into parts and shards doesn't change the numbers.
+        """
+        if self._spec.calibrate is None:
+            return self
+        sums, num_all = [0] * len(self._labels), 0
+        for part in parts(["row_idxs", "error", LOGPROBS_FIELD.name]):
+            is_answered, logprobs = self._logprobs(part)
+            row_idxs = part["row_idxs"].combine_chunks().filter(pa.array(is_answered))
+            num_rows = pc.list_value_length(row_idxs).to_numpy().astype(np.int64)
+            added = _exact_sums(label_probabilities(logprobs), num_rows)
+            sums = [a + b for a, b in zip(sums, added, strict=True)]
+            num_all += int(num_rows.sum())
+        calibrating = copy(self)
+        if num_all:
+            calibrating._prior = tuple(total / (num_all << _BITS) for total in sums)
+        return calibrating
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        is_answered = has_labels(outputs)
+        is_answered, known = self._logprobs(outputs)
         logprobs = np.zeros((len(is_answered), len(self._labels)))
-        logprobs[is_answered] = label_logprobs(outputs, len(self._labels))
+        logprobs[is_answered] = known
         raw, mass = label_probabilities(logprobs), label_mass(logprobs)
-        if self._is_calibrated and is_answered.any():
+        if self._spec.calibrate is not None and is_answered.any():
             assert self._prior is not None, "the labels' prior isn't known yet"
             logprobs = calibrated(logprobs, self._prior)
         probabilities = label_probabilities(logprobs)
-        best = probabilities.argmax(axis=1)
         ascending = np.sort(logprobs, axis=1)[:, -2:]
         is_missing = ~is_answered
 
-        def column(values: npt.NDArray[np.float64]) -> pa.Array:
-            return pa.array(values, pa.float64(), mask=is_missing)
+        def struct(values: _Floats) -> pa.Array:
+            columns = [pa.array(column) for column in values.T]
+            return pa.StructArray.from_arrays(
+                columns, names=self._labels, mask=pa.array(is_missing)
+            )
 
-        def struct(values: npt.NDArray[np.float64]) -> pa.Array:
-            each = [pa.array(column) for column in values.T]
-            return pa.StructArray.from_arrays(each, names=self._labels, mask=pa.array(is_missing))
-
-        label = pa.array(np.array(self._labels, dtype=object)[best], mask=is_missing)
-        columns = {
-            "generated_text": label,
-            "label": label,
-            "probability": column(probabilities.max(axis=1)),
-            "probabilities": struct(probabilities),
-            "logit_margin": column(ascending[:, 1] - ascending[:, 0]),
-            "label_mass": column(mass),
+        best = np.array(self._labels, dtype=object)[probabilities.argmax(axis=1)]
+        label = pa.array(best, mask=is_missing)
+        values = np.array([self._values.get(label, 0.0) for label in self._labels])
+        numbers = {
+            "probability": probabilities.max(axis=1),
+            "logit_margin": ascending[:, 1] - ascending[:, 0],
+            "label_mass": mass,
+            "score": probabilities @ values,
         }
-        if self._is_calibrated:
-            columns["raw_probabilities"] = struct(raw)
-        if self._values:
-            values = np.array([self._values[label] for label in self._labels])
-            columns["score"] = column(probabilities @ values)
-        return columns
+        columns = {"label": label, "probabilities": struct(probabilities)}
+        columns["raw_probabilities"] = struct(raw)
+        columns |= {name: pa.array(column, mask=is_missing) for name, column in numbers.items()}
+        return {"generated_text": label} | {name: columns[name] for name in self._names}
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
         logprobs = raw[LOGPROBS_FIELD.name]
@@ -95,22 +162,68 @@ class LabelColumns:
             return None
         return "not_finite: the model gives the labels no probabilities"
 
+    def read(self, output: Any) -> dict[str, Any]:
+        known = output.outputs[0].logprobs[0]
+        return {LOGPROBS_FIELD.name: [known[token_id].logprob for token_id in self._token_ids]}
 
-def has_labels(outputs: pa.Table) -> npt.NDArray[np.bool_]:
-    """Which rows of parts have log-probabilities of labels, and no error: [num_rows]."""
-    raw, errors = (outputs[name].combine_chunks() for name in (LOGPROBS_FIELD.name, "error"))
-    return np.asarray(pc.and_(raw.is_valid(), errors.is_null()).to_numpy(zero_copy_only=False))
+    def fake(self, prompt: FakePrompt) -> dict[str, Any]:
+        return {LOGPROBS_FIELD.name: fakes.fake_logprobs(prompt.token_ids, len(self._labels))}
+
+    def watch(self) -> LabelMass:
+        return LabelMass(self._spec)
+
+    def remarks(self, means: Mapping[str, float], texts: Counter[str]) -> dict[str, Any]:
+        remarks: dict[str, Any] = {}
+        if self._prior is not None:
+            prior = zip(self._labels, self._prior, strict=True)
+            remarks["prior"] = {label: round(mean, _DIGITS) for label, mean in prior}
+        mass = means.get("label_mass")
+        if mass is not None and (warning := low_mass_warning(self._spec, mass, texts)):
+            remarks["warnings"] = (warning,)
+        return remarks
+
+    def _logprobs(self, outputs: pa.Table) -> tuple[npt.NDArray[np.bool_], _Floats]:
+        """Which rows have a label ([num_rows]), and their log-probabilities:
+        float64 [num_answered, num_labels]."""
+        raw, errors = (outputs[name].combine_chunks() for name in (LOGPROBS_FIELD.name, "error"))
+        is_answered = pc.and_(raw.is_valid(), errors.is_null())
+        known = raw.filter(is_answered).flatten().to_numpy().reshape(-1, len(self._labels))
+        return np.asarray(is_answered.to_numpy(zero_copy_only=False)), np.asarray(known)
 
 
-def label_logprobs(outputs: pa.Table, num_labels: int) -> npt.NDArray[np.float64]:
-    """Of the rows that `has_labels`: float64 [num_answered, num_labels]."""
-    answered = outputs[LOGPROBS_FIELD.name].combine_chunks().filter(pa.array(has_labels(outputs)))
-    return np.asarray(answered.flatten().to_numpy().reshape(-1, num_labels))
+class LabelMass:
+    """The mean `label_mass` of the answers so far; warns early if it is low, once."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec, self._sum, self._num = spec, 0.0, 0
+        self._written = Counter[str]()
+        self._has_judged = False
+
+    @property
+    def note(self) -> str:
+        """Empty before the first answer."""
+        return f", labels hold {self._sum / self._num:.2g} of the probability" if self._num else ""
+
+    def count(self, text: str, raw: Mapping[str, Any]) -> None:
+        """See `Watch.count`; judges once enough answers have come."""
+        mass = float(label_mass(np.array([raw[LOGPROBS_FIELD.name]]))[0])
+        if np.isfinite(mass):
+            self._sum, self._num = self._sum + mass, self._num + 1
+            self._written[text] += not self._has_judged
+        if self._num == _NUM_FIRST:
+            self.judge()
+
+    def judge(self) -> None:
+        """See `Watch.judge`."""
+        if self._has_judged or not self._num:
+            return
+        self._has_judged = True
+        mean = self._sum / self._num
+        if (warning := low_mass_warning(self._spec, mean, self._written)) is not None:
+            _log.warning("the first %s: %s", counted(self._num, "answer"), warning)
 
 
-def calibrated(
-    logprobs: npt.NDArray[np.float64], prior: Sequence[float]
-) -> npt.NDArray[np.float64]:
+def calibrated(logprobs: _Floats, prior: Sequence[float]) -> _Floats:
     """Log-probabilities of labels divided by their prior: float64 [num_rows, num_labels].
 
     With the prior of a table this is batch calibration (Zhou et al. 2023, arXiv 2309.17249),
@@ -126,7 +239,7 @@ def calibrated(
     return np.where(known, logprobs - shift, -np.inf)
 
 
-def label_probabilities(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def label_probabilities(logprobs: _Floats) -> _Floats:
     """Probabilities among the labels, which add up to 1: float64 [num_rows, num_labels].
 
     Args:
@@ -136,7 +249,7 @@ def label_probabilities(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.flo
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
-def label_mass(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def label_mass(logprobs: _Floats) -> _Floats:
     """The labels' share of the model's probability, 0 to 1: float64 [num_rows].
 
     Args:
@@ -173,3 +286,35 @@ def low_mass_warning(spec: JobSpec, mean_mass: float, written: Counter[str]) -> 
         " and label, probability and score say little. Answers are"
         f" {', '.join(answers[:_MOST_NAMED])}{more}. To cure it, {'; or '.join(cures)}"
     )
+
+
+def _exact_sums(probabilities: _Floats, num_rows: npt.NDArray[np.int64]) -> Iterator[int]:
+    """Sums of columns in units of 2**-52, weighted by rows.
+
+    Whole numbers add up to the same in any order, and in two halves they don't overflow.
+    """
+    units = (probabilities * 2.0**_BITS).astype(np.int64)
+    high, low = (
+        (half * num_rows[:, np.newaxis]).sum(axis=0) for half in np.divmod(units, 1 << _BITS // 2)
+    )
+    for upper, lower in zip(high.tolist(), low.tolist(), strict=True):
+        yield (upper << _BITS // 2) + lower
+
+
+def _check_whole(spec: JobSpec, tokens: list[list[int]], tokenizer: Tokenizer) -> None:
+    """Refuse answers of several tokens: the first alone, such as `ir`, isn't the answer."""
+    wrong = []
+    for (label, answer), token_ids in zip(spec.labels.items(), tokens, strict=True):
+        if not token_ids:
+            raise SpecError(f"labels: the tokenizer makes no tokens of {label!r} ({answer!r})")
+        if len(token_ids) > 1:
+            pieces = " + ".join(repr(tokenizer.decode([token_id])) for token_id in token_ids)
+            wrong.append(f"{label!r} is answered by {answer!r}, which is {pieces}")
+    if wrong:
+        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise SpecError(
+            f"labels: {'; '.join(wrong[:_MOST_NAMED])}{more}. One step gives the probability of one"
+            " token under this model's tokenizer, so give each label an answer of one token:"
+            " labels: {LABEL: ANSWER}, such as letters or numbers that the prompt asks for, or the"
+            " word with a space first; or the first piece itself, if that is what should count"
+        )

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import pyarrow as pa
+
+from batchllm_operator.answers import fakes
+from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
+from batchllm_operator.spec import JobSpec
 
 REASONING_FIELD: Final = pa.field("reasoning", pa.string())
 """Null where the model hasn't reasoned; all of the text where it was cut off before the answer."""
 
 
-class ReasoningColumns:
-    """The reasoning apart from the text, which is the answer alone."""
+class ReasoningAnswers(AnswerKind):
+    """The reasoning apart from the text, which is the answer alone.
 
-    raw_fields = (REASONING_FIELD,)
-    fields = raw_fields
+    vLLM's parser takes the two apart; see `ReasoningSplitter`.
+    """
 
-    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        return {REASONING_FIELD.name: outputs[REASONING_FIELD.name]}
+    raw_fields = fields = (REASONING_FIELD,)
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        return None
+    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        pass
+
+    @classmethod
+    def is_asked(cls, spec: JobSpec) -> bool:
+        return spec.model.reasoning_parser is not None
+
+    def fake(self, prompt: FakePrompt) -> dict[str, Any]:
+        return {REASONING_FIELD.name: "reasoning of " + fakes.fake_text(prompt.token_ids)}

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import pyarrow as pa
+
+from batchllm_operator.answers import fakes
+from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
+from batchllm_operator.spec import JobSpec
 
 TEXTS_FIELD: Final = pa.field("generated_texts", pa.list_(pa.string()))
 """All answers of a row; `generated_text` is the first of them."""
 
 
-class SampleColumns:
+class SampleAnswers(AnswerKind):
     """A list of texts, which parts keep as it is published."""
 
-    raw_fields = (TEXTS_FIELD,)
-    fields = raw_fields
+    raw_fields = fields = (TEXTS_FIELD,)
 
-    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        return {TEXTS_FIELD.name: outputs[TEXTS_FIELD.name]}
+    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        self._num_samples = spec.sampling.n
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        return None
+    @classmethod
+    def is_asked(cls, spec: JobSpec) -> bool:
+        return spec.sampling.n > 1
+
+    def read(self, output: Any) -> dict[str, Any]:
+        return {TEXTS_FIELD.name: [completion.text for completion in output.outputs]}
+
+    def fake(self, prompt: FakePrompt) -> dict[str, Any]:
+        ids = prompt.token_ids
+        prompts = [ids, *([*ids, -sample] for sample in range(1, self._num_samples))]
+        texts = [fakes.fake_text(each, prompt.num_characters) for each in prompts]
+        return {TEXTS_FIELD.name: texts}

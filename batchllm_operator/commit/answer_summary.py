@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -11,9 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.answers import Answers
-from batchllm_operator.answers.labels import low_mass_warning
-from batchllm_operator.commit.label_prior import find_label_prior
+from batchllm_operator.answers import Answers, PlannedAnswers
+from batchllm_operator.commit.partition import read_all
 from batchllm_operator.shards.buckets import Outputs
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.run_report import AnswerSummary
@@ -40,59 +40,46 @@ class _Mean:
 
 
 def summarize_answers(
-    spec: JobSpec, sources: Sequence[Outputs], embedding_size: int | None = None
+    spec: JobSpec, planned: PlannedAnswers, sources: Sequence[Outputs]
 ) -> AnswerSummary | None:
     """Count and average the answers of `sources`, each for the rows that its request stands for.
 
     Memory is one part. None if the job asks for nothing that can be counted or averaged.
-
-    Args:
-        embedding_size: the plan's, if the answers are embeddings.
     """
-    if embedding_size is not None:
-        return AnswerSummary(embedding_size=embedding_size)
-    prior = find_label_prior(spec, sources)
-    answers = Answers.of(spec, label_prior=prior)
-    counts = {name: Counter[str]() for kind in answers.summarized for name in kind.counted}
-    means = {name: _Mean() for kind in answers.summarized for name in kind.averaged}
-    if not counts and not means:
-        return None
-    written = Counter[str]()
+    answers = Answers.of(spec, planned).over(partial(read_all, sources))
+    counts = {name: Counter[str]() for kind in answers.kinds for name in kind.counted}
+    means = {name: _Mean() for kind in answers.kinds for name in kind.averaged}
+    judges_texts = any(kind.judges_texts for kind in answers.kinds)
+    texts = Counter[str]()
     names = ["row_idxs", "generated_text", "error", *(field.name for field in answers.raw_fields)]
-    for source in sources:
-        for part in source.parts(names):
-            answered = part.filter(pc.is_null(part["error"]))
-            if not answered.num_rows:
-                continue
-            num_rows = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
-            if "label_mass" in means:
-                written.update(_rows_by_value(answered["generated_text"], num_rows))
-            columns = {"generated_text": answered["generated_text"], **answers.columns(answered)}
-            for name, found in counts.items():
-                found.update(_rows_by_value(columns[name], num_rows))
-            for name, mean in means.items():
-                mean.add(columns[name], num_rows)
+    for part in read_all(sources, names) if counts or means else ():
+        answered = part.filter(pc.is_null(part["error"]))
+        if not answered.num_rows:
+            continue
+        num_rows = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
+        if judges_texts:
+            texts.update(_rows_by_value(answered["generated_text"], num_rows))
+        columns = {"generated_text": answered["generated_text"], **answers.columns(answered)}
+        for name, counter in counts.items():
+            counter.update(_rows_by_value(columns[name], num_rows))
+        for name, mean in means.items():
+            mean.add(columns[name], num_rows)
     known = {name: mean.value for name, mean in means.items() if mean.value is not None}
-    mass = known.get("label_mass")
-    warning = None if mass is None else low_mass_warning(spec, mass, written)
-    return AnswerSummary(
-        counts={name: _most_frequent(found) for name, found in counts.items()},
-        means=known,
-        prior=dict(zip(spec.labels, (round(each, _DIGITS) for each in prior), strict=True))
-        if prior is not None
-        else {},
-        warnings=() if warning is None else (warning,),
-    )
+    remarks = {k: v for kind in answers.kinds for k, v in kind.remarks(known, texts).items()}
+    if not (counts or means or remarks):
+        return None
+    most_frequent = {name: _most_frequent(counter) for name, counter in counts.items()}
+    return AnswerSummary(counts=most_frequent, means=known, **remarks)
 
 
 def _rows_by_value(
     column: pa.Array | pa.ChunkedArray, num_rows: npt.NDArray[np.int64]
 ) -> dict[str, int]:
     rows = pa.table({"value": column, "rows": num_rows}).group_by("value")
-    found = rows.aggregate([("rows", "sum")])
-    return dict(zip(found["value"].to_pylist(), found["rows_sum"].to_pylist(), strict=True))
+    sums = rows.aggregate([("rows", "sum")])
+    return dict(zip(sums["value"].to_pylist(), sums["rows_sum"].to_pylist(), strict=True))
 
 
-def _most_frequent(found: Counter[str]) -> dict[str, int]:
-    chosen = sorted(found, key=lambda value: (-found[value], value))[:_MOST_VALUES]
-    return {value: found[value] for value in chosen}
+def _most_frequent(counter: Counter[str]) -> dict[str, int]:
+    chosen = sorted(counter, key=lambda value: (-counter[value], value))[:_MOST_VALUES]
+    return {value: counter[value] for value in chosen}

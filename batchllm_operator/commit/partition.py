@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -12,12 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.answers import Answers
-from batchllm_operator.commit.label_prior import find_label_prior
 from batchllm_operator.commit.outcomes import outcomes
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import LakeTable, gather, published_schema, write_files
 from batchllm_operator.shards.buckets import Outputs, spread
-from batchllm_operator.shards.outputs import model_name, output_schema, planned_answers
+from batchllm_operator.shards.outputs import model_name, output_schema
 from batchllm_operator.shards.parts import PartEntry, part_schema, read_ledger
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder, ahead
@@ -59,6 +59,12 @@ class FinishedShard:
                 chosen, num_rows, num_tokens = [], 0, 0
         if chosen:
             yield chosen
+
+
+def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.Table]:
+    """The parts of all sources; see `Outputs.parts`."""
+    for source in sources:
+        yield from source.parts(columns)
 
 
 def stored_shards(plan: StoredPlan) -> list[FinishedShard]:
@@ -123,11 +129,11 @@ class Joining:
             PlanError: the plan lacks columns that the job keeps.
         """
         spec, manifest = plan.manifest.spec, plan.manifest
-        rows_schema, pooling = plan.rows_schema(), manifest.pooling
+        rows_schema, planned = plan.rows_schema(), manifest.answers
         _check_kept(plan, rows_schema)
-        columns = output_schema(spec, rows_schema, table.columns(manifest.ds), pooling)
+        columns = output_schema(spec, rows_schema, table.columns(manifest.ds), planned)
         schema = published_schema(columns, plan.publication)
-        answers = planned_answers(spec, pooling, find_label_prior(spec, sources))
+        answers = Answers.of(spec, planned).over(partial(read_all, sources))
         return cls(spec, answers, tuple(rows_schema.names), schema, plan.publication.run_id)
 
     def tables(

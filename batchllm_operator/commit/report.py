@@ -55,11 +55,7 @@ def describe_run(
     num_computed = total.num_computed_tokens
     attempts = _attempts(plan)
     runs = _shard_runs(manifest, shards, attempts)
-    answers = summarize_answers(
-        spec,
-        [*shards, ReusedOutputs(plan)],
-        manifest.pooling.embedding_size if manifest.pooling is not None else None,
-    )
+    answers = summarize_answers(spec, manifest.answers, [*shards, ReusedOutputs(plan)])
     for warning in answers.warnings if answers is not None else ():
         _log.warning("%s", warning)
     return RunReport(

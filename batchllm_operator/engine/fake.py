@@ -20,8 +20,6 @@ What a prompt has in common with the one before counts as cached, in whole KV bl
 
 from __future__ import annotations
 
-import hashlib
-import math
 import time
 from collections.abc import Iterator
 from itertools import islice, takewhile
@@ -30,12 +28,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from batchllm_operator.answers.labels import LOGPROBS_FIELD
-from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
-from batchllm_operator.answers.reasoning import REASONING_FIELD
-from batchllm_operator.answers.samples import TEXTS_FIELD
-from batchllm_operator.answers.vectors import VECTOR_FIELD
-from batchllm_operator.engine.fake_answers import digest_of, fake_answer
+from batchllm_operator.answers import Answers, FakePrompt
+from batchllm_operator.answers.fakes import NUM_CHARACTERS, adapter_ids, digest_of
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
 from batchllm_operator.spec import JobSpec
@@ -53,9 +47,6 @@ ARGUMENTS: Final[dict[str, Any]] = {
     "num_characters": Annotated[int, Field(ge=0)],
 }
 """Types by name."""
-_NUM_CHARACTERS = 21
-FAKE_SIZE: Final = 8
-"""Numbers of a vector, unless the spec says otherwise."""
 
 
 class FakeEngine:
@@ -70,8 +61,9 @@ class FakeEngine:
         self._invalid_tries = int(str(args.get("invalid_tries", MAX_COUNT)))
         self._nan_token_id = args.get("nan_token_id")
         self._max_in_flight = int(str(args.get("max_in_flight", 16)))
-        self._num_characters = int(str(args.get("num_characters", _NUM_CHARACTERS)))
-        self._spec, self._max_tokens = spec, spec.sampling.max_tokens
+        self._num_characters = int(str(args.get("num_characters", NUM_CHARACTERS)))
+        self._answers = Answers.of(spec)
+        self._max_tokens = 0 if spec.is_pooled else spec.sampling.max_tokens
         self._block_size = block_size_of(spec)
         self._max_model_len = max_model_len
 
@@ -96,82 +88,28 @@ class FakeEngine:
     def _answer(self, request: EngineRequest, num_cached_tokens: int) -> EngineOutput:
         if self._error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
-        num_prompt_tokens, prompt = len(request.prompt_token_ids), _with_adapter(request)
-        pooled, num_left = self._spec.is_pooled, self._max_model_len - num_prompt_tokens
+        num_prompt_tokens, token_ids = len(request.prompt_token_ids), _with_adapter(request)
+        every = self._invalid_every
+        prompt = FakePrompt(
+            token_ids,
+            self._num_characters,
+            is_invalid=bool(every)
+            and not digest_of(token_ids) % every
+            and request.num_tries < self._invalid_tries,
+            is_nan=self._nan_token_id in token_ids,
+        )
+        text, raw = self._answers.fake(prompt)
         return EngineOutput(
             request_idx=request.request_idx,
-            text="" if pooled else self._text(request, prompt),
-            raw=self._raw(prompt),
+            text=text,
+            raw=raw,
             finish_reason="length",
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
-            num_output_tokens=0 if pooled else min(self._max_tokens, num_left),
+            num_output_tokens=min(self._max_tokens, self._max_model_len - num_prompt_tokens),
             error=None,
         )
 
-    def _text(self, request: EngineRequest, prompt: list[int]) -> str:
-        form = self._spec.response_format
-        if form is None:
-            return fake_text(prompt, self._num_characters)
-        answer = fake_answer(form, prompt)
-        every = self._invalid_every
-        if every and not digest_of(prompt) % every and request.num_tries < self._invalid_tries:
-            return answer[: len(answer) // 2]
-        return answer
-
-    def _raw(self, prompt_token_ids: list[int]) -> dict[str, Any]:
-        """What the job asks for beside a text."""
-        sampling, raw = self._spec.sampling, dict[str, Any]()
-        if labels := self._spec.labels:
-            raw[LOGPROBS_FIELD.name] = fake_logprobs(prompt_token_ids, len(labels))
-        if self._spec.is_pooled:
-            size = self._spec.embedding.dimensions or FAKE_SIZE
-            is_nan = self._nan_token_id in prompt_token_ids
-            raw[VECTOR_FIELD.name] = (
-                [math.nan] * size if is_nan else fake_vector(prompt_token_ids, size)
-            )
-        if sampling.n > 1:
-            prompts = ([*prompt_token_ids, -sample] for sample in range(1, sampling.n))
-            others = [fake_text(each, self._num_characters) for each in prompts]
-            first = fake_text(prompt_token_ids, self._num_characters)
-            raw[TEXTS_FIELD.name] = [first, *others]
-        if self._spec.model.reasoning_parser is not None:
-            raw[REASONING_FIELD.name] = "reasoning of " + fake_text(prompt_token_ids)
-        if (num_top := sampling.logprobs) is not None:
-            logprobs = fake_logprobs(prompt_token_ids, sampling.max_tokens)
-            raw[TOKENS_FIELD.name] = logprobs
-            top = [{"token": f"token {rank}", "logprob": -rank / 8} for rank in range(num_top)]
-            raw[TOP_FIELD.name] = [top for _ in logprobs]
-        return raw
-
-
-def fake_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
-    """The fake engine's log-probabilities of labels for a prompt."""
-    digest = hashlib.shake_256(repr(prompt_token_ids).encode()).digest(num_labels)
-    return [-1 - byte / 64 for byte in digest]
-
-
-def fake_vector(prompt_token_ids: list[int], size: int) -> list[float]:
-    """The fake engine's vector for a prompt."""
-    digest = hashlib.shake_256(repr(prompt_token_ids).encode()).digest(size)
-    return [byte / 128 - 1 for byte in digest]
-
 
 def _with_adapter(request: EngineRequest) -> list[int]:
-    return [*_adapter_ids(request.adapter), *request.prompt_token_ids]
-
-
-def _adapter_ids(adapter: str | None) -> list[int]:
-    """What stands for an adapter in front of a prompt's token ids."""
-    return [-1 - byte for byte in (adapter or "").encode()]
-
-
-def fake_text(
-    prompt_token_ids: list[int], num_characters: int = _NUM_CHARACTERS, adapter: str | None = None
-) -> str:
-    """The fake engine's output for a prompt."""
-    prompt = repr([*_adapter_ids(adapter), *prompt_token_ids]).encode()
-    text = "fake " + hashlib.sha256(prompt).hexdigest()[:16]
-    if num_characters > len(text):
-        text += hashlib.shake_256(prompt).hexdigest((num_characters - len(text) + 1) // 2)
-    return text[:num_characters]
+    return [*adapter_ids(request.adapter), *request.prompt_token_ids]

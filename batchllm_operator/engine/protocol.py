@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from batchllm_operator.answers import NOTHING_PLANNED, PlannedAnswers
 from batchllm_operator.engine.device_profile import ProfileStore
 from batchllm_operator.errors import EngineError
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
@@ -57,10 +58,7 @@ class EngineJob:
     Replicas other than the first have folders of their own there."""
     spread_groups: frozenset[int] = frozenset()
     """Groups whose requests go to all replicas in turn; each other group goes to one."""
-    label_token_ids: tuple[int, ...] = ()
-    """Tokens of `JobSpec.labels`, in their order, if the task is to classify."""
-    embedding_size: int | None = None
-    """Numbers of an embedding, if the task is to embed."""
+    answers: PlannedAnswers = NOTHING_PLANNED
     chain: ChainJob | None = None
     """None if replicas don't compute prefixes together."""
 

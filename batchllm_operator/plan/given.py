@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from batchllm_operator.answers import Answers, PlannedAnswers, plan_answers
 from batchllm_operator.engine import check_arguments
-from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, open_table
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, before, open_table
 from batchllm_operator.model import check_weights, with_models_sampling
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.memory import MemoryBudget
@@ -15,24 +18,26 @@ from batchllm_operator.plan.rows.input_checks import (
     check_input,
     check_lengths,
 )
-from batchllm_operator.plan.rows.labels import find_label_tokens, warn_of_earlier_answers
 from batchllm_operator.plan.rows.output_checks import (
     check_apart,
     check_columns_fit,
     check_folders,
     check_response_format,
 )
-from batchllm_operator.plan.rows.pooling import find_pooling
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.pooling import PlannedPooling
+from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import (
+    StoredPlan,
     check_partition,
     check_publisher,
+    job_folder,
 )
 
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,8 @@ class Given:
     snapshot: Snapshot
     stored: StoredColumns
     tokenizer: Tokenizer
-    label_token_ids: tuple[int, ...]
+    answers: PlannedAnswers
     adapters: RowAdapters | None
-    pooling: PlannedPooling | None
     target: Target | None
     replicas: ReplicaPlanner | None
     budget: MemoryBudget
@@ -74,16 +78,38 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
     check_response_format(spec, output)
-    pooling = find_pooling(spec, tokenizer.files)
-    stored = check_columns_fit(spec, ds, snapshot, output, pooling)
+    answers = plan_answers(spec, tokenizer)
+    stored = check_columns_fit(spec, ds, snapshot, output, answers)
     check_lengths(spec, tokenizer.max_model_len)
-    label_token_ids = find_label_tokens(spec, tokenizer)
-    warn_of_earlier_answers(spec, ds, output)
+    _warn_of_earlier_answers(spec, ds, output)
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    known = (label_token_ids, RowAdapters.of(spec, tokenizer), pooling, target, replicas)
+    known = (answers, RowAdapters.of(spec, tokenizer), target, replicas)
     return Given(spec, ds, table, snapshot, stored, tokenizer, *known, budget)
+
+
+def _warn_of_earlier_answers(spec: JobSpec, ds: str, output: LakeTable) -> None:
+    """Repeat what the latest report says against the answers, if the settings are still the same.
+
+    A plan runs no model; the report of an earlier partition tells before the GPU begins.
+    """
+    if not Answers.of(spec).watches():
+        return
+    for earlier in (ds, *reversed(before(output.partitions(), ds))):
+        try:
+            publisher = check_publisher(output, spec, earlier)
+            if publisher is None:
+                continue
+            folder = job_folder(spec, earlier).child(f"plan-{publisher.plan_id}")
+            identity = StoredPlan.open(folder.uri).manifest.spec.identity
+            report = RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri)
+        except (FileNotFoundError, PlanError, TableError):  # another job's, or none is left
+            continue
+        if report.answers is not None and identity == spec.identity:
+            for warning in report.answers.warnings:
+                _log.warning("partition %s, with these settings: %s", earlier, warning)
+        return
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:

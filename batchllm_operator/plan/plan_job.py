@@ -174,8 +174,7 @@ def describe_plan(given: Given, content: PlanContent) -> PlanManifest:
         model_version=tokenizer.model_version,
         adapter_versions=versions,
         max_model_len=tokenizer.max_model_len,
-        label_token_ids=given.label_token_ids,
-        pooling=given.pooling,
+        answers=given.answers,
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
         **{field.name: getattr(content, field.name) for field in fields(content)},
@@ -270,7 +269,7 @@ def _find_prefixes(given: Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
     requests, ranked = make_requests(
         rows.prompts, ranked, rows.row_idxs(), rows.output_tokens(), merge=merge
     )
-    if given.pooling is not None and given.pooling.reason_against_sharing is not None:
+    if given.answers.reason_against_sharing is not None:
         ranked = ranked.apart()
     return requests, ranked
 

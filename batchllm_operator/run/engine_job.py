@@ -35,15 +35,13 @@ def engine_job(
         num_later_requests: those of further shards that are expected.
     """
     profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
-    pooling = plan.manifest.pooling
     job = EngineJob(
         max_model_len=plan.manifest.max_model_len,
         num_requests=run.work.num_requests + num_later_requests,
         step_cost=_step_cost(plan.manifest),
         profiles=profiles,
         trace_folder=trace_folder,
-        label_token_ids=plan.manifest.label_token_ids,
-        embedding_size=pooling.embedding_size if pooling is not None else None,
+        answers=plan.manifest.answers,
     )
     if (placement := run.placement) is None:
         return job

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from typing import Final
 
 from batchllm_operator.amounts import counted
+from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.errors import FencedError
 from batchllm_operator.progress import Progress
 from batchllm_operator.run.doomed import check_failures
 from batchllm_operator.run.engine_job import engine_job, pin_revision
-from batchllm_operator.run.label_mass import LabelMass
 from batchllm_operator.run.retries import Retries
 from batchllm_operator.run.shard_run import Holder, ShardRun
 from batchllm_operator.run.shard_source import Shards
@@ -65,7 +65,8 @@ class Worker:
         self._engine: Engine | None = None
         self._context = ExitStack()
         """Of the engine."""
-        self._retries, self._mass = Retries(plan.manifest.spec), LabelMass(plan.manifest.spec)
+        self._retries = Retries(plan.manifest.spec)
+        self._watches = Answers.of(plan.manifest.spec).watches()
         self._progress: Progress | None = None
         self._expected: set[int] = set()
         """Shards whose rows are in the progress line's total from the beginning."""
@@ -96,7 +97,8 @@ class Worker:
                     error.add_note(kept)
                 raise
             finally:
-                self._mass.judge()
+                for watch in self._watches:
+                    watch.judge()
                 self._close_engine()
 
     def _run_all(self, lines: ExitStack) -> Iterator[float]:
@@ -183,8 +185,10 @@ class Worker:
             self._give_up(run, error)
             return
         assert self._progress is not None
-        self._mass.count(output)
-        self._progress.advance(num_rows, run.tally.note() + self._mass.note)
+        for watch in self._watches if output.is_served else ():
+            watch.count(output.text or "", output.raw)
+        notes = (watch.note for watch in self._watches)
+        self._progress.advance(num_rows, "".join([run.tally.note(), *notes]))
         if run.num_failed_rows != num_failed:
             check_failures(self._plan, self._runs, self._shards)
         if not run.num_left and not run.is_given_up:

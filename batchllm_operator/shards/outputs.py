@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import pyarrow as pa
 from pyarrow import types
 
-from batchllm_operator.answers import Answers
+from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
-from batchllm_operator.stored_plan.pooling import PlannedPooling
 
 STATUS_COLUMN: Final = "status"
 ERROR_FIELD: Final = pa.field(
@@ -20,20 +18,11 @@ ERROR_FIELD: Final = pa.field(
 )
 
 
-def planned_answers(
-    spec: JobSpec, pooling: PlannedPooling | None, label_prior: Sequence[float] | None = None
-) -> Answers:
-    """The kinds of a job's answers, with what its plan says of vectors, and the labels' prior."""
-    if pooling is None:
-        return Answers.of(spec, label_prior=label_prior)
-    return Answers.of(spec, vector_size=pooling.embedding_size, score_labels=pooling.score_labels)
-
-
 def output_schema(
     spec: JobSpec,
     rows_schema: pa.Schema,
     table_schema: pa.Schema | None,
-    pooling: PlannedPooling | None,
+    planned: PlannedAnswers,
 ) -> pa.Schema:
     """Columns of the output table: key, the job's own, carried ones.
 
@@ -41,10 +30,9 @@ def output_schema(
         spec: the job's.
         rows_schema: holds the key and the carried columns.
         table_schema: the table's columns (`LakeTable.columns`); None if there is no table yet.
-        pooling: the plan's.
+        planned: what the plan has found out about the answers.
     """
-    answers = planned_answers(spec, pooling)
-    own = {field.name: field for field in (*PART_SCHEMA, *answers.fields)}
+    own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(spec, planned).fields)}
     names = list(spec.output_columns)
     if _has_status(spec, table_schema):
         own[ERROR_COLUMN] = ERROR_FIELD

@@ -138,7 +138,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         progress.extend(len(ranges))
         del sample  # may be a quarter of a gigabyte
         learned = _learn(spec, ds)
-        shares = given.pooling is None or given.pooling.reason_against_sharing is None
+        shares = given.answers.reason_against_sharing is None
         task = Task(reading, numbers, staging, ranges, where, is_exact)
         about = RangeTask(task, learned, given.target, given.replicas, shares)
         with counted(spark, progress, len(parts) + len(ranges), PHASES[2]):

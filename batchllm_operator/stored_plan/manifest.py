@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import pyarrow as pa
 from pydantic import Field, ValidationError, model_validator
 
+from batchllm_operator.answers import PlannedAnswers
 from batchllm_operator.cost.gpu import GPU
 from batchllm_operator.cost.model_shape import ModelShape
 from batchllm_operator.errors import PlanError
@@ -22,7 +23,6 @@ from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 from batchllm_operator.spec.faults import describe
 from batchllm_operator.stored_plan.counts import Count, Frozen
-from batchllm_operator.stored_plan.pooling import PlannedPooling
 from batchllm_operator.stored_plan.shard_files import shard_file
 
 PLAN_VERSION: Final = 1
@@ -251,10 +251,7 @@ class PlanManifest(Frozen):
     """The hub's commit (`commit:...`) or a digest of the model's folder."""
     adapter_versions: tuple[str, ...] = ()
     """Those of `model.adapters`, in the order of their names: as `model_version`."""
-    label_token_ids: tuple[Count, ...] = ()
-    """First tokens of the labels, in the order of the spec's, if its task is to classify."""
-    pooling: PlannedPooling | None = None
-    """For the tasks `embed` and `pool`; stored for them only."""
+    answers: PlannedAnswers = PlannedAnswers()
     max_model_len: Count
     counts: PlanCounts
     planned_saving_ratio: float
@@ -309,8 +306,7 @@ class PlanManifest(Frozen):
 
     def to_bytes(self) -> bytes:
         """The stored form: JSON with a digest of itself."""
-        unused = {name for name in ("pooling", "row_parts") if not getattr(self, name)}
-        body = self.model_dump(mode="json", exclude=unused)
+        body = self.model_dump(mode="json")
         return _dump({**body, "manifest_sha256": _digest(body)})
 
     @classmethod

@@ -70,7 +70,7 @@ def prepare(folder: Path, name: str, num_documents: int) -> Shape:
         name,
         folder,
         [encoding.ids for encoding in encodings],
-        plan.manifest.label_token_ids,
+        plan.manifest.answers.label_token_ids,
         plan.folder.uri,
     )
 

@@ -8,68 +8,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from prompts.test_tokenizer import build_tokenizer
-from support.answers_job import asking, published, run_and_commit
+from support.answers_job import NEXT, asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, write_table
-from support.lake_tables import LAKES
 
+from batchllm_operator.answers.fakes import fake_logprobs
 from batchllm_operator.commit.report import load_report
-from batchllm_operator.engine.fake import fake_logprobs
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.summary import format_summary
 from batchllm_operator.spec import JobSpec
 
-NEXT = "2026-02-01"
 LABELS = {"relevant": "yes", "partly": "so", "irrelevant": "no"}
-VALUES = {"1": 1.0, "2": 2.0, "5": 5.0}
 
 
 def classifying(folder: Path | str, **changes: Any) -> JobSpec:
     return asking(folder, **{"task": "classify", **changes})
-
-
-def check_row(found: dict[str, Any], row: dict[str, Any], labels: list[str]) -> None:
-    """The row's columns, computed apart from its log-probabilities."""
-    logprobs = fake_logprobs(list(expected_prompt(row).encode()), len(labels))
-    total = sum(map(math.exp, logprobs))
-    wanted = {label: math.exp(value) / total for label, value in zip(labels, logprobs, strict=True)}
-    assert found["probabilities"] == pytest.approx(wanted)
-    assert found["label"] == max(labels, key=lambda label: wanted[label])
-    assert found["generated_text"] == found["label"]
-    assert found["probability"] == pytest.approx(max(wanted.values()))
-    first, second, *_ = sorted(logprobs, reverse=True)
-    assert found["logit_margin"] == pytest.approx(first - second)
-    assert found["label_mass"] == pytest.approx(min(total, 1))
-    assert found["num_output_tokens"] == 1
-    if "score" in found:
-        score = sum(VALUES[label] * each for label, each in wanted.items())
-        assert found["score"] == pytest.approx(score)
-
-
-@pytest.mark.parametrize("given", [{"labels": LABELS}, {"label_values": VALUES}])
-def test_each_row_has_its_label_and_probabilities(tmp_path: Path, given: dict[str, Any]) -> None:
-    rows = document_rows(4, 3)
-    rows[2] = {**rows[2], "document": None}
-    rows[5] = {**rows[8], "row_key": "a duplicate"}
-    write_table(tmp_path / "documents", rows)
-    spec = classifying(tmp_path, **given, max_failed_fraction=0.1)
-    run_and_commit(spec)
-    labels = sorted(LABELS if "labels" in given else VALUES)
-    found = published(spec)
-    assert [row["row_key"] for row in found] == [row["row_key"] for row in rows]
-    for published_row, row in zip(found, rows, strict=True):
-        if row["document"] is None:
-            assert published_row["error"]["kind"] == "null_value"
-            assert published_row["label"] is published_row["probabilities"] is None
-            assert published_row["probability"] is None
-        else:
-            check_row(published_row, row, labels)
-    assert ("score" in found[0]) == ("label_values" in given)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf])
@@ -84,7 +40,7 @@ def test_labels_without_probabilities_are_a_row_error(
         given = fake_logprobs(prompt_token_ids, num_labels)
         return [wrong] * num_labels if is_third else [*given[:-1], -math.inf]
 
-    monkeypatch.setattr("batchllm_operator.engine.fake.fake_logprobs", logprobs)
+    monkeypatch.setattr("batchllm_operator.answers.fakes.fake_logprobs", logprobs)
     spec = classifying(tmp_path, labels=LABELS, max_failed_fraction=0.5)
     run_and_commit(spec)
     first, _, third, _ = published(spec)
@@ -93,75 +49,6 @@ def test_labels_without_probabilities_are_a_row_error(
     assert third["label"] is third["probability"] is None
     assert sum(first["probabilities"].values()) == pytest.approx(1)
     assert first["probabilities"]["relevant"] == 0
-
-
-def test_column_types(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(1, 2))
-    run_and_commit(classifying(tmp_path, label_values=VALUES))
-    schema = pq.read_schema(tmp_path / "out" / f"ds={DS}" / "data.parquet")
-    number = pa.float64()
-    kinds = {name: schema.field(name).type for name in schema.names}
-    assert kinds["label"] == pa.string()
-    assert kinds["probabilities"] == pa.struct([(label, number) for label in sorted(VALUES)])
-    assert kinds["probability"] == kinds["logit_margin"] == kinds["score"] == number
-    assert kinds["label_mass"] == number
-
-
-@pytest.mark.parametrize("kind", LAKES)
-def test_every_format_holds_labels(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = LAKES[kind]
-    source, target = (make(str(tmp_path), tmp_path, monkeypatch, name) for name in ("docs", "out"))
-    rows = document_rows(3, 2)
-    source.append(DS, pa.Table.from_pylist(rows))
-    spec = classifying(
-        tmp_path,
-        label_values=VALUES,
-        input={"uri": source.address, "key": "row_key"},
-        output={"uri": target.address, "staging_uri": target.staging},
-    )
-    run_and_commit(spec)
-    found = {row["row_key"]: row for row in published(spec)}
-    assert len(found) == len(rows)
-    for row in rows:
-        check_row(found[row["row_key"]], row, sorted(VALUES))
-
-
-@pytest.mark.parametrize("kind", LAKES)
-def test_every_format_holds_labels_of_any_name(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = LAKES[kind](str(tmp_path), tmp_path, monkeypatch, "out")
-    rows = document_rows(2, 2)
-    write_table(tmp_path / "documents", rows)
-    labels = {"not relevant": "no", " yes": "yes", "a.b=c, {d};": "a", "無関係": "無", "Ü": "Ü"}
-    output = {"uri": target.address, "staging_uri": target.staging}
-    spec = classifying(tmp_path, labels=labels, output=output)
-    run_and_commit(spec)
-    found = {row["row_key"]: row for row in published(spec)}
-    for row in rows:
-        check_row(found[row["row_key"]], row, sorted(labels))
-
-
-def test_a_later_day_reuses_labels(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(3, 2))
-    spec = classifying(tmp_path, labels=LABELS, reuse_outputs=True)
-    run_and_commit(spec)
-    later = [*document_rows(3, 2), {"row_key": "new", "document": "Another.", "query": "now?"}]
-    write_table(tmp_path / "documents", later, NEXT)
-    plan = run_and_commit(spec, NEXT)
-    assert plan.manifest.counts.num_reused_rows == 6
-    for found, row in zip(published(spec, NEXT), later, strict=True):
-        check_row(found, row, sorted(LABELS))
-
-
-def test_other_labels_reuse_nothing(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(3, 2))
-    run_and_commit(classifying(tmp_path, labels=LABELS, reuse_outputs=True))
-    others = {**LABELS, "irrelevant": "never"}
-    spec = classifying(tmp_path, labels=others, reuse_outputs=True)
-    assert plan_job(spec, DS).manifest.counts.num_reused_rows == 0
 
 
 def test_labels_that_begin_alike_are_refused_by_name(tmp_path: Path) -> None:
@@ -205,31 +92,7 @@ def test_a_first_piece_is_an_answer_where_a_label_asks_for_it(model: Path, tmp_p
         model={"path": str(model)},
         engine={"backend": "fake"},
     )
-    assert len(plan_job(spec, DS).manifest.label_token_ids) == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"labels": ["yes"]}, "from 2 to 128"),
-        ({"labels": ["yes", "no", "yes"]}, "names a label twice"),
-        ({"labels": {"a": "yes", "b": "yes"}}, "the same answer"),
-        ({"labels": {"Yes": "1", "yes": "2"}}, "differ by case only"),
-        ({"labels": {}}, "from 2 to 128"),
-        ({"labels": {f"{n}": f"{n}" for n in range(129)}}, "from 2 to 128"),
-        ({"label_values": {"relevant": 1}}, "a number for each of labels"),
-        ({"label_values": {**dict.fromkeys(LABELS, 1.0), "more": 2}}, "a number for each"),
-        ({"sampling": {"max_tokens": 8}}, "leave sampling out"),
-        ({"sampling": {"max_tokens": 1, "temperature": 1}}, "leave sampling out"),
-        ({"task": "generate"}, "are for task: classify"),
-        ({"task": "generate", "labels": {}, "calibrate": "prior"}, "are for task: classify"),
-        ({"calibrate": "mean"}, "calibrate"),
-        ({"output": {"uri": "/lake/out", "carry": ["label"]}}, "writes a column of that name"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        classifying("/lake", **{"labels": LABELS, **changes})
+    assert len(plan_job(spec, DS).manifest.answers.label_token_ids) == 2
 
 
 def biased_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
@@ -240,7 +103,7 @@ def biased_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]
 
 @pytest.fixture
 def biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchllm_operator.engine.fake.fake_logprobs", biased_logprobs)
+    monkeypatch.setattr("batchllm_operator.answers.fakes.fake_logprobs", biased_logprobs)
 
 
 GRADES = {"1": 1.0, "2": 2.0, "5": 5.0, "9": 9.0}

@@ -7,20 +7,21 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from support.answers_job import asking
 
-from batchllm_operator.answers.structured import JsonColumns
+from batchllm_operator.answers import Answers
 from batchllm_operator.errors import SpecError
-from batchllm_operator.spec import JsonSchemaFormat
 
 NAME = "value"
 
 
-def columns_of(schema: dict[str, Any], **more: Any) -> JsonColumns:
+def columns_of(schema: dict[str, Any], **more: Any) -> Answers:
     whole = {"type": "object", "properties": {NAME: schema}, **more}
-    return JsonColumns(JsonSchemaFormat(type="json_schema", json_schema=whole))  # type: ignore[arg-type]
+    form = {"type": "json_schema", "json_schema": whole}
+    return Answers.of(asking("/lake", response_format=form))
 
 
-def value_of(columns: JsonColumns, value: object) -> Any:
+def value_of(columns: Answers, value: object) -> Any:
     text = json.dumps({NAME: value})
     assert columns.fault(text, {}) is None
     outputs = pa.table({"generated_text": [text], "error": pa.nulls(1, pa.string())})

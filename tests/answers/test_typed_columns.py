@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.answers_job import asking, published, run_and_commit
+from support.answers_job import PROPERTIES, SCHEMA, TYPED, asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, write_table
 from support.lake_tables import LAKES
 
-from batchllm_operator.answers import Answers
+from batchllm_operator.answers import Answers, FakePrompt
+from batchllm_operator.answers.fakes import digest_of
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.engine.fake_answers import digest_of, fake_answer
 from batchllm_operator.errors import BatchLLMError, SpecError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.spec import JsonSchemaFormat
 
-NEXT = "2026-02-01"
-PROPERTIES: dict[str, Any] = {
-    "summary": {"type": "string"},
-    "count": {"type": "integer"},
-    "rating": {"type": ["number", "null"]},
-    "urgent": {"type": "boolean"},
-    "seen_at": {"type": "string", "format": "date-time"},
-    "day": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
-    "tags": {"type": "array", "items": {"enum": ["new", "old"]}},
-    "person": {"$ref": "#/$defs/person"},
-    "rest": {"type": "object"},
-}
-PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
-SCHEMA = {
-    "type": "object",
-    "properties": PROPERTIES,
-    "required": list(PROPERTIES),
-    "additionalProperties": False,
-    "$defs": {"person": PERSON},
-}
-FORM: dict[str, Any] = {"type": "json_schema", "json_schema": SCHEMA}
 SAMPLED = {"temperature": 1.0, "seed": 5}
 
 
@@ -51,86 +27,28 @@ def fake(**arguments: Any) -> dict[str, Any]:
     return {"backend": "fake", "max_model_len": 4096, "extra_args": extra_args}
 
 
-def answer_to(row: dict[str, Any]) -> dict[str, Any]:
+def answer_to(row: dict[str, Any]) -> str:
     """The fake engine's answer to a row."""
     prompt = list(expected_prompt(row).encode())
-    answer: dict[str, Any] = json.loads(fake_answer(JsonSchemaFormat(**FORM), prompt))
-    return answer
+    text, _ = Answers.of(asking("/lake", response_format=TYPED)).fake(FakePrompt(prompt, 0))
+    return text
 
 
 def is_hit(row: dict[str, Any], every: int) -> bool:
     return digest_of(list(expected_prompt(row).encode())) % every == 0
 
 
-def check_row(found: dict[str, Any], row: dict[str, Any]) -> None:
-    wanted = answer_to(row)
-    assert json.loads(found["generated_text"]) == wanted
-    assert found["error"] is None
-    assert found["seen_at"] == datetime.fromisoformat(wanted["seen_at"]).astimezone(UTC)
-    assert found["day"] == (wanted["day"] and date.fromisoformat(wanted["day"]))
-    assert json.loads(found["rest"]) == wanted["rest"]
-    for name in ("summary", "count", "rating", "urgent", "tags", "person"):
-        assert found[name] == wanted[name]
-
-
-@pytest.mark.parametrize("kind", LAKES)
-def test_every_format_holds_typed_columns(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = (
-        LAKES[kind](str(tmp_path), tmp_path, monkeypatch, name) for name in ("docs", "out")
-    )
-    rows = document_rows(4, 2)
-    rows[2] = {**rows[2], "document": None}
-    rows[5] = {**rows[7], "row_key": "a duplicate"}
-    source.append(DS, pa.Table.from_pylist(rows))
-    spec = asking(
-        tmp_path,
-        response_format=FORM,
-        input={"uri": source.address, "key": "row_key"},
-        output={"uri": target.address, "staging_uri": target.staging},
-        max_failed_fraction=0.2,
-    )
-    run_and_commit(spec)
-    found = {row["row_key"]: row for row in published(spec)}
-    assert len(found) == len(rows)
-    for row in rows:
-        if row["document"] is None:
-            assert found[row["row_key"]]["error"]["kind"] == "null_value"
-            assert all(found[row["row_key"]][name] is None for name in PROPERTIES)
-        else:
-            check_row(found[row["row_key"]], row)
-
-
-def test_column_types_and_order(tmp_path: Path) -> None:
+def test_columns_stand_after_the_text_in_the_schemas_order(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(1, 2))
-    run_and_commit(asking(tmp_path, response_format={**FORM, "prefix_columns": "answer_"}))
-    schema = pq.read_schema(tmp_path / "out" / f"ds={DS}" / "data.parquet")
-    names = [f"answer_{name}" for name in PROPERTIES]
-    first = schema.names.index("generated_text") + 1
-    assert schema.names[first : first + len(names)] == names
-    person = pa.struct([("name", pa.string()), ("age", pa.int64())])
-    assert [schema.field(name).type for name in names] == [
-        *(pa.string(), pa.int64(), pa.float64(), pa.bool_()),
-        *(pa.timestamp("us", "UTC"), pa.date32(), pa.list_(pa.string()), person, pa.string()),
-    ]
-
-
-def test_a_later_day_reuses_typed_columns(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(3, 2))
-    spec = asking(tmp_path, response_format=FORM, reuse_outputs=True)
-    run_and_commit(spec)
-    later = [*document_rows(3, 2), {"row_key": "new", "document": "Another.", "query": "now?"}]
-    write_table(tmp_path / "documents", later, NEXT)
-    plan = run_and_commit(spec, NEXT)
-    assert plan.manifest.counts.num_reused_rows == 6
-    for found, row in zip(published(spec, NEXT), later, strict=True):
-        check_row(found, row)
+    run_and_commit(asking(tmp_path, response_format={**TYPED, "prefix_columns": "answer_"}))
+    names = pq.read_schema(tmp_path / "out" / f"ds={DS}" / "data.parquet").names
+    first = names.index("generated_text") + 1
+    assert names[first : first + len(PROPERTIES)] == [f"answer_{name}" for name in PROPERTIES]
 
 
 def test_another_schema_reuses_nothing_but_another_prefix_does(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(3, 2))
-    run_and_commit(asking(tmp_path, response_format=FORM, reuse_outputs=True))
+    run_and_commit(asking(tmp_path, response_format=TYPED, reuse_outputs=True))
 
     def num_reused(form: dict[str, Any]) -> int:
         output = {"uri": str(tmp_path / "out"), "add_columns": True}
@@ -138,9 +56,9 @@ def test_another_schema_reuses_nothing_but_another_prefix_does(tmp_path: Path) -
         return plan_job(spec, DS).manifest.counts.num_reused_rows
 
     properties = dict(reversed(PROPERTIES.items()))  # the model writes them in another order
-    other = {**FORM, "json_schema": {**SCHEMA, "properties": properties}}
+    other = {**TYPED, "json_schema": {**SCHEMA, "properties": properties}}
     assert num_reused(other) == 0
-    assert num_reused({**FORM, "prefix_columns": "answer_"}) == 6
+    assert num_reused({**TYPED, "prefix_columns": "answer_"}) == 6
 
 
 def test_an_invalid_answer_is_a_row_error_with_its_text(tmp_path: Path) -> None:
@@ -148,7 +66,7 @@ def test_an_invalid_answer_is_a_row_error_with_its_text(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", rows)
     spec = asking(
         tmp_path,
-        response_format=FORM,
+        response_format=TYPED,
         engine=fake(invalid_every=3),
         max_failed_fraction=1,
         reuse_outputs=True,
@@ -160,12 +78,12 @@ def test_an_invalid_answer_is_a_row_error_with_its_text(tmp_path: Path) -> None:
             num_invalid += 1
             assert found["status"] == found["error"]["kind"] == "invalid_output"
             assert found["error"]["message"].startswith("isn't JSON: ")
-            assert answer_to(row)["summary"] not in found["error"]["message"]
-            assert json.dumps(answer_to(row)).startswith(found["generated_text"])
+            assert json.loads(answer_to(row))["summary"] not in found["error"]["message"]
+            assert answer_to(row).startswith(found["generated_text"])
             assert all(found[name] is None for name in PROPERTIES)
             assert found["finish_reason"] == "length"
         else:
-            check_row(found, row)
+            assert found["error"] is None and found["generated_text"] == answer_to(row)
     assert 0 < num_invalid < len(rows)
     again = plan_job(spec.model_copy(update={"on_empty": "commit"}), DS)
     assert again.manifest.counts.num_reused_rows == len(rows) - num_invalid
@@ -174,7 +92,7 @@ def test_an_invalid_answer_is_a_row_error_with_its_text(tmp_path: Path) -> None:
 
 def test_too_many_invalid_answers_refuse_the_commit(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(3, 2))
-    spec = asking(tmp_path, response_format=FORM, engine=fake(invalid_every=1))
+    spec = asking(tmp_path, response_format=TYPED, engine=fake(invalid_every=1))
     with pytest.raises(BatchLLMError, match="invalid_output"):
         run_and_commit(spec)
 
@@ -210,7 +128,7 @@ def test_invalid_rows_are_generated_again_and_no_others(
     write_table(tmp_path / "documents", rows)
     spec = asking(
         tmp_path,
-        response_format=FORM,
+        response_format=TYPED,
         sampling=SAMPLED,
         retry_invalid=2,
         engine=fake(invalid_every=3, invalid_tries=2, max_in_flight=4),
@@ -219,7 +137,7 @@ def test_invalid_rows_are_generated_again_and_no_others(
     with caplog.at_level(logging.INFO):
         run_and_commit(spec)
     for found, row in zip(published(spec), rows, strict=True):
-        check_row(found, row)
+        assert found["error"] is None and found["generated_text"] == answer_to(row)
     num_hit = sum(is_hit(row, 3) for row in rows)
     said = [each.args for each in caplog.records if each.message.startswith("retry_invalid")]
     assert num_hit > 1
@@ -231,7 +149,7 @@ def test_a_row_that_stays_invalid_is_given_up(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", rows)
     spec = asking(
         tmp_path,
-        response_format=FORM,
+        response_format=TYPED,
         sampling=SAMPLED,
         retry_invalid=1,
         engine=fake(invalid_every=2, invalid_tries=2),

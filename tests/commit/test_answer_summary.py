@@ -15,10 +15,12 @@ from markupsafe import escape
 from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, write_table
 
+from batchllm_operator.answers import PlannedAnswers
+from batchllm_operator.answers.fakes import fake_logprobs, fake_text
+from batchllm_operator.answers.vectors import FAKE_SIZE
 from batchllm_operator.commit.answer_summary import summarize_answers
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.report import load_report
-from batchllm_operator.engine.fake import FAKE_SIZE, fake_logprobs, fake_text
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report.comparison import compare
 from batchllm_operator.report.page import render_report
@@ -110,7 +112,7 @@ def few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     def logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
         return [value - math.log(8) for value in fake_logprobs(prompt_token_ids, num_labels)]
 
-    monkeypatch.setattr("batchllm_operator.engine.fake.fake_logprobs", logprobs)
+    monkeypatch.setattr("batchllm_operator.answers.fakes.fake_logprobs", logprobs)
 
 
 def test_labels_that_the_model_does_not_choose_are_warned_of(
@@ -206,12 +208,13 @@ def scored(tmp_path: Path) -> JobSpec:
 
 def test_only_finite_numbers_of_answers_without_an_error_have_a_mean(tmp_path: Path) -> None:
     parts = Parts([[-1.0], [-3.0], [float("-inf")], [], [-9.0]], [None, None, None, None, "x: y"])
-    found = summarize_answers(scored(tmp_path), [parts])
+    found = summarize_answers(scored(tmp_path), PlannedAnswers(), [parts])
     assert found is not None and found.means == {"mean_logprob": -2.0}
 
 
 def test_without_an_answer_there_is_no_mean(tmp_path: Path) -> None:
-    found = summarize_answers(scored(tmp_path), [Parts([None], ["engine_error: x"])])
+    failed = Parts([None], ["engine_error: x"])
+    found = summarize_answers(scored(tmp_path), PlannedAnswers(), [failed])
     assert found is not None and found.means == {}
 
 

@@ -13,10 +13,10 @@ import pytest
 from conftest import Batchllm
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit import partition
 from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
 from batchllm_operator.commit.report import load_report
-from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_shard

@@ -14,8 +14,9 @@ from support.fake_job import DS, document_rows, expected_prompt
 from support.lake_tables import LAKES, Lake, open_lake
 
 from batchllm_operator.answers import Answers
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import EngineOutput, EngineRequest
-from batchllm_operator.engine.fake import FakeEngine, fake_text
+from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import TableError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.shards import outputs

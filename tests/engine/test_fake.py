@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support.fake_job import fake_spec
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import EngineDiedError, EngineRequest
-from batchllm_operator.engine.fake import FakeEngine, fake_text
+from batchllm_operator.engine.fake import FakeEngine
 
 
 def engine(**args: object) -> FakeEngine:

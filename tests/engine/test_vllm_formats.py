@@ -155,8 +155,8 @@ def test_an_engine_that_starts_refuses_it_once(model: Path) -> None:
     ("seed", "wanted"), [(None, None), (5, 5 + 2 * 1024), ((1 << 63) - 1, -(1 << 63) + 2047)]
 )
 def test_each_try_has_a_seed_of_its_own(seed: int | None, wanted: int | None) -> None:
-    sampling = fake_spec("/lake").sampling.model_copy(update={"temperature": 1.0, "seed": seed})
-    answers = vllm_answers.GeneratedAnswers(sampling, EngineJob(max_model_len=64))
+    spec = fake_spec("/lake", sampling={"temperature": 1.0, "seed": seed})
+    answers = vllm_answers.GeneratedAnswers(spec, EngineJob(max_model_len=64))
 
     def request(num_tries: int) -> EngineRequest:
         return EngineRequest(0, [1], 0, 0, num_tries=num_tries)

@@ -14,7 +14,7 @@ from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, write_table
 from support.lake_tables import LAKES
 
-from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.advise import advise
 from batchllm_operator.plan.plan_job import plan_job

@@ -15,11 +15,11 @@ import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec
 from support.lake_tables import LAKES, Lake, open_lake
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
 from batchllm_operator.commit.partition import write_partition
 from batchllm_operator.commit.report import load_report
 from batchllm_operator.engine import Engine, EngineJob
-from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import (
     ConflictError,
     EmptyPartitionError,

@@ -15,7 +15,7 @@ from support.adapters import write_adapter
 from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, write_table
 
-from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.errors import ModelError, PlanError, SpecError
 from batchllm_operator.inspect.simulations import _read_workload
 from batchllm_operator.plan.advise import advise

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 from support.lake_tables import LAKES
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.inspect.verify import verify_shard

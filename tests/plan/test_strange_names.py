@@ -13,9 +13,9 @@ from conftest import Batchllm
 from support.fake_job import DS, fake_spec, job_fields, write_table
 from support.lake_tables import LAKES, Lake, ParquetLake, of_plan, open_lake, publish
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
 from batchllm_operator.commit.report import load_report
-from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_shard

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
-from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import PlanError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.engine_job import pin_revision

@@ -14,6 +14,29 @@ from batchllm_operator.run.run_shards import run_shard
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
+NEXT = "2026-02-01"
+PROPERTIES: dict[str, Any] = {
+    "summary": {"type": "string"},
+    "count": {"type": "integer"},
+    "rating": {"type": ["number", "null"]},
+    "urgent": {"type": "boolean"},
+    "seen_at": {"type": "string", "format": "date-time"},
+    "day": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+    "tags": {"type": "array", "items": {"enum": ["new", "old"]}},
+    "person": {"$ref": "#/$defs/person"},
+    "rest": {"type": "object"},
+}
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+SCHEMA = {
+    "type": "object",
+    "properties": PROPERTIES,
+    "required": list(PROPERTIES),
+    "additionalProperties": False,
+    "$defs": {"person": PERSON},
+}
+TYPED: dict[str, Any] = {"type": "json_schema", "json_schema": SCHEMA}
+"""A response format with a column of each type."""
+
 
 def asking(folder: Path | str, **changes: Any) -> JobSpec:
     """The spec of a job without sampling; `changes` are of its fields."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
+from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
-from batchllm_operator.engine.fake import FakeEngine, fake_text
+from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from batchllm_operator.answers import PlannedAnswers
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits, RunaheadGroup
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
@@ -105,8 +106,7 @@ def job_to_json(job: EngineJob, trace_folder: Path | None) -> dict[str, Any]:
     return {
         "max_model_len": job.max_model_len,
         "num_requests": job.num_requests,
-        "label_token_ids": job.label_token_ids,
-        "embedding_size": job.embedding_size,
+        "answers": job.answers.model_dump(),
         "step_cost": asdict(job.step_cost) if job.step_cost is not None else None,
         "trace_folder": str(trace_folder) if trace_folder is not None else None,
     }
@@ -118,8 +118,7 @@ def job_from_json(content: Mapping[str, Any]) -> EngineJob:
     return EngineJob(
         max_model_len=content["max_model_len"],
         num_requests=content["num_requests"],
-        label_token_ids=tuple(content["label_token_ids"]),
-        embedding_size=content["embedding_size"],
+        answers=PlannedAnswers(**content["answers"]),
         step_cost=StepCost(**step_cost) if step_cost is not None else None,
         trace_folder=Path(folder) if folder is not None else None,
     )

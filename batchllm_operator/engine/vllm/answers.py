@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, Final
 
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from batchllm_operator.answers.labels import LOGPROBS_FIELD
-from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
+from batchllm_operator.answers import Answers
 from batchllm_operator.answers.reasoning import REASONING_FIELD
-from batchllm_operator.answers.samples import TEXTS_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.vllm.formats import structured_outputs
 from batchllm_operator.engine.vllm.logs import one_line
 from batchllm_operator.engine.vllm.reasoning import ReasoningSplitter
-from batchllm_operator.spec import ResponseFormat, SamplingSpec
+from batchllm_operator.errors import SpecError
+from batchllm_operator.spec import JobSpec, ResponseFormat, SamplingSpec
 from batchllm_operator.spec.sections import MAX_SAMPLES
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
 _ENDS: Final = ("stop", "length")
 _SEEDS: Final = 1 << 64
 """Seeds are signed integers of 64 bits."""
+_POOLING_TASKS: Final = {"embed": "embed", "pool": "classify"}
+"""vLLM's names."""
 
 
 class GeneratedAnswers:
     """Answers of a model that generates.
 
     Args:
-        sampling: how tokens are chosen.
+        spec: the job's.
         job: the engine's work.
         splitter: takes reasoning and answer apart, if the job asks for it.
 
@@ -39,22 +41,21 @@ class GeneratedAnswers:
         num_samples: vLLM's requests for each of ours.
 
     Raises:
-        ValueError: vLLM refuses the sampling parameters.
+        SpecError: vLLM refuses the sampling parameters.
     """
 
     def __init__(
-        self,
-        sampling: SamplingSpec,
-        job: EngineJob,
-        splitter: ReasoningSplitter | None = None,
-        form: ResponseFormat | None = None,
+        self, spec: JobSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
     ) -> None:
-        self._sampling, self._label_token_ids = sampling, job.label_token_ids
-        self._splitter = splitter
-        self.params = sampling_params(sampling, job.label_token_ids, form)
+        self._answers, self._splitter = Answers.of(spec, job.answers), splitter
+        label_token_ids = job.answers.label_token_ids
+        try:
+            self.params = sampling_params(spec.sampling, label_token_ids, spec.response_format)
+        except ValueError as error:
+            raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
         if splitter is not None:
             splitter.adjust(self.params)
-        self.num_samples = sampling.n
+        self.num_samples = spec.sampling.n
 
     def params_of(self, request: EngineRequest, *, hint: bool = False) -> SamplingParams:
         """vLLM's parameters of one request; each try of it has another seed.
@@ -72,20 +73,15 @@ class GeneratedAnswers:
         return params
 
     def _hints(self, request: EngineRequest) -> RequestHints:
-        if self.num_samples > 1:
-            # All of its prompt is a prefix of its samples. What it shares with other requests is
-            # found in the cache, and counted as shared with the group before.
-            return RequestHints(
-                group_id=request.request_idx,
-                num_prefix_tokens=len(request.prompt_token_ids),
-                group_size=self.num_samples,
-                num_output_tokens=request.num_output_tokens,
-            )
-        return RequestHints(
-            group_id=request.group_id,
-            num_prefix_tokens=request.num_prefix_tokens,
-            group_size=request.group_size,
-            num_output_tokens=request.num_output_tokens,
+        if self.num_samples == 1:
+            return _hints(request)
+        # All of its prompt is a prefix of its samples. What it shares with other requests is found
+        # in the cache, and counted as shared with the group before.
+        return replace(
+            _hints(request),
+            group_id=request.request_idx,
+            num_prefix_tokens=len(request.prompt_token_ids),
+            group_size=self.num_samples,
         )
 
     def convert(self, request: EngineRequest, output: Any, num_cached_tokens: int) -> EngineOutput:
@@ -93,7 +89,7 @@ class GeneratedAnswers:
         ends = [completion.finish_reason for completion in output.outputs]
         if wrong := [end for end in ends if end not in _ENDS]:
             return EngineOutput.failed(request, f"vLLM ended it with {wrong[0]!r}")
-        first, raw = output.outputs[0], self._raw(output.outputs)
+        first, raw = output.outputs[0], self._answers.read(output)
         text = first.text
         if self._splitter is not None:
             try:
@@ -113,26 +109,44 @@ class GeneratedAnswers:
             raw=raw,
         )
 
-    def _raw(self, completions: Sequence[Any]) -> dict[str, Any]:
-        raw: dict[str, Any] = {}
-        first = completions[0]
-        if self._label_token_ids:
-            found = first.logprobs[0]
-            raw[LOGPROBS_FIELD.name] = [found[each].logprob for each in self._label_token_ids]
-        if self._sampling.n > 1:
-            raw[TEXTS_FIELD.name] = [completion.text for completion in completions]
-        if (num_top := self._sampling.logprobs) is not None:
-            places = list(zip(first.token_ids, first.logprobs, strict=True))
-            raw[TOKENS_FIELD.name] = [found[token_id].logprob for token_id, found in places]
-            if num_top:
-                raw[TOP_FIELD.name] = [_likeliest(found, num_top) for _, found in places]
-        return raw
+
+class PooledAnswers:
+    """Vectors of a model that pools; as `GeneratedAnswers`."""
+
+    num_samples = 1
+
+    def __init__(self, spec: JobSpec, job: EngineJob) -> None:
+        self.params, self._answers = pooling_params(spec), Answers.of(spec, job.answers)
+
+    def params_of(self, request: EngineRequest, *, hint: bool = False) -> PoolingParams:
+        """See `GeneratedAnswers.params_of`."""
+        params = copy(self.params)  # vLLM makes a deep copy itself
+        if hint:
+            # The prompt's last step counts as one token.
+            params.extra_kwargs = replace(_hints(request), num_output_tokens=1).to_extra_args()
+        return params
+
+    def convert(self, request: EngineRequest, output: Any, num_cached_tokens: int) -> EngineOutput:
+        """The output of a finished request."""
+        return EngineOutput(
+            request_idx=request.request_idx,
+            text="",
+            finish_reason="stop",
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=0,
+            error=None,
+            raw=self._answers.read(output),
+        )
 
 
-def _likeliest(found: Mapping[int, Any], num_top: int) -> list[dict[str, Any]]:
-    """vLLM gives the token that was chosen, too, which may be none of them."""
-    ranked = sorted(found.values(), key=lambda each: each.rank)[:num_top]
-    return [{"token": each.decoded_token, "logprob": each.logprob} for each in ranked]
+def _hints(request: EngineRequest) -> RequestHints:
+    return RequestHints(
+        group_id=request.group_id,
+        num_prefix_tokens=request.num_prefix_tokens,
+        group_size=request.group_size,
+        num_output_tokens=request.num_output_tokens,
+    )
 
 
 def sampling_params(
@@ -166,3 +180,53 @@ def sampling_params(
         logprob_token_ids=list(label_token_ids) or None,
         structured_outputs=structured_outputs(form),
     )
+
+
+def pooling_params(spec: JobSpec) -> PoolingParams:
+    """vLLM's parameters for a spec's task."""
+    if spec.task == "embed":
+        return PoolingParams(
+            task="embed",
+            use_activation=spec.embedding.normalize,
+            dimensions=spec.embedding.dimensions,
+        )
+    return PoolingParams(task="classify")
+
+
+def choose_scheduler(spec: JobSpec, config: Any) -> None:
+    """Leave a model without a KV cache, which ours plans, to vLLM's own scheduler.
+
+    Args:
+        config: vLLM's, which is changed.
+    """
+    if spec.is_pooled and config.model_config.attn_type == "encoder_only":
+        config.scheduler_config.scheduler_cls = None
+
+
+def check_pooling(spec: JobSpec, job: EngineJob, engine: Any) -> None:
+    """Refuse what the model can't, with vLLM's reason, before the first request.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+
+    Raises:
+        SpecError: the model can't do the task or has no such dimensions, or its embeddings have
+            another size than planned.
+    """
+    config = engine.vllm_config
+    task, known = _POOLING_TASKS[spec.task], engine.get_supported_tasks()
+    if task not in known:
+        raise SpecError(
+            f"task {spec.task}: vLLM can't on this model: it has the tasks {', '.join(known)}, not"
+            f" {task}"
+        )
+    try:
+        pooling_params(spec).verify(config.model_config)
+    except ValueError as error:
+        raise SpecError(f"embedding: vLLM refuses it: {error}") from error
+    size = spec.embedding.dimensions or config.model_config.embedding_size
+    if job.answers.embedding_size not in (None, size):
+        raise SpecError(
+            f"model {spec.model.path}: its embeddings have {size} numbers here, but"
+            f" {job.answers.embedding_size} by the files that the plan has read"
+        )

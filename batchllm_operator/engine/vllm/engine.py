@@ -50,9 +50,13 @@ from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
-from batchllm_operator.engine.vllm import pooling  # noqa: E402
 from batchllm_operator.engine.vllm.adapters import load_adapters  # noqa: E402
-from batchllm_operator.engine.vllm.answers import GeneratedAnswers  # noqa: E402
+from batchllm_operator.engine.vllm.answers import (  # noqa: E402
+    GeneratedAnswers,
+    PooledAnswers,
+    check_pooling,
+    choose_scheduler,
+)
 from batchllm_operator.engine.vllm.arguments import engine_args  # noqa: E402
 from batchllm_operator.engine.vllm.attention import (  # noqa: E402
     check_model,
@@ -157,7 +161,7 @@ class VLLMEngine:
                 raise EngineError(f"vLLM can't start: {one_line(error)}") from error
             raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
         check_model(spec, config)
-        pooling.choose_scheduler(spec, config)
+        choose_scheduler(spec, config)
         choose_parser(spec.model.reasoning_parser, config)
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
@@ -171,7 +175,7 @@ class VLLMEngine:
             raise EngineError(f"vLLM can't start: {one_line(error)}") from error
         try:
             if spec.is_pooled:
-                pooling.check_pooling(spec, job, self._engine)
+                check_pooling(spec, job, self._engine)
             _log.info("%s", start_attention(spec, self._engine))
             self._adapters = load_adapters(spec.model, self._engine)
             reasons = spec.model.reasoning_parser is not None
@@ -283,11 +287,5 @@ class VLLMEngine:
 
 def _answers(
     spec: JobSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
-) -> GeneratedAnswers | pooling.PooledAnswers:
-    """Raises SpecError if vLLM refuses the sampling parameters."""
-    if spec.is_pooled:
-        return pooling.PooledAnswers(spec)
-    try:
-        return GeneratedAnswers(spec.sampling, job, splitter, spec.response_format)
-    except ValueError as error:
-        raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
+) -> GeneratedAnswers | PooledAnswers:
+    return PooledAnswers(spec, job) if spec.is_pooled else GeneratedAnswers(spec, job, splitter)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from batchllm_operator.answers import Answers
+from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.engine import check_format
 from batchllm_operator.errors import SpecError, TableError
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, check_names
@@ -14,7 +14,6 @@ from batchllm_operator.shards.outputs import STATUS_COLUMN, output_schema
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder, check_conditional_writes
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
-from batchllm_operator.stored_plan.pooling import PlannedPooling
 from batchllm_operator.stored_plan.stored_plan import job_folder
 
 _NEVER_NULL: Final = frozenset({STATUS_COLUMN, "model", "run_id"})
@@ -40,7 +39,7 @@ def check_columns_fit(
     ds: str,
     snapshot: Snapshot,
     output: LakeTable,
-    pooling: PlannedPooling | None,
+    planned: PlannedAnswers,
 ) -> StoredColumns:
     """Check that the output table takes the job's columns; returns them as it stores them.
 
@@ -48,7 +47,7 @@ def check_columns_fit(
         TableError: see `LakeTable.check_outputs`; or rows that fail would have nulls where the
             table allows none.
     """
-    columns = output_schema(spec, snapshot.schema, output.columns(ds), pooling)
+    columns = output_schema(spec, snapshot.schema, output.columns(ds), planned)
     stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     for name in set(spec.output_columns) & set(stored.schema.names) - _NEVER_NULL:
         if stored.schema.field(name).nullable:

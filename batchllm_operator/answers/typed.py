@@ -1,53 +1,48 @@
-"""Answers in a form that the spec describes: columns of a JSON object, a choice, a pattern."""
+"""Answers that are JSON objects of a schema, whose properties become columns."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.answers.json_columns import ValueFaultError, property_columns
+from batchllm_operator.answers import fakes
+from batchllm_operator.answers.json_columns import JsonColumn, ValueFaultError, property_columns
+from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
 from batchllm_operator.answers.subschemas import parts
 from batchllm_operator.errors import SpecError
-from batchllm_operator.spec import ChoiceFormat, JsonSchemaFormat, RegexFormat, matcher
+from batchllm_operator.spec import JobSpec, JsonSchemaFormat, matcher
 from batchllm_operator.spec.limits import shown
 from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
 _MAX_NAME: Final = 100
 
 
-class JsonColumns:
-    """The properties of JSON objects.
+class TypedAnswers(AnswerKind):
+    """The properties of JSON objects. Parts keep no more of them than the text.
 
     Raises:
         SpecError: the schema isn't a JSON schema, or has no columns; see `property_columns`.
     """
 
-    raw_fields = ()
-
-    def __init__(self, form: JsonSchemaFormat) -> None:
-        from jsonschema import validators
-
-        schema = form.schema_fields
-        kind = validators.validator_for(schema, default=validators.Draft202012Validator)
-        _check_schema(schema, kind)
-        self._columns = property_columns(schema)
-        self._validator = validators.extend(kind, {"pattern": _pattern_faults})(schema)
+    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        form = spec.response_format
+        assert isinstance(form, JsonSchemaFormat)
+        self._schema = form.schema_fields
+        self._columns, self._validator = _compiled(form.json_schema)
         self.fields = tuple(
             pa.field(name, column.type)
             for name, column in zip(form.columns, self._columns.values(), strict=True)
         )
 
     @classmethod
-    @lru_cache(maxsize=8)
-    def of(cls, form: JsonSchemaFormat) -> JsonColumns:
-        """The kind of a format; made once, because a commit asks for it often."""
-        return cls(form)
+    def is_asked(cls, spec: JobSpec) -> bool:
+        return isinstance(spec.response_format, JsonSchemaFormat)
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
         answered = pc.if_else(pc.is_null(outputs["error"]), outputs["generated_text"], None)
@@ -71,6 +66,11 @@ class JsonColumns:
             return f"{INVALID_OUTPUT}: is nested too deeply"
         return None
 
+    def fake_text(self, prompt: FakePrompt) -> str:
+        digest = fakes.digest_of(prompt.token_ids)
+        text = json.dumps(fakes.json_value(self._schema, self._schema, digest))
+        return fakes.cut(text) if prompt.is_invalid else text
+
     def _values(self, answer: Mapping[str, Any]) -> list[Any]:
         """The columns' values of a row."""
         values = []
@@ -82,27 +82,16 @@ class JsonColumns:
         return values
 
 
-class ChosenText:
-    """Texts that are one of some, or match a pattern; they have no columns of their own."""
+@lru_cache(maxsize=8)  # a commit asks for the same schema often
+def _compiled(schema_text: str) -> tuple[dict[str, JsonColumn], Any]:
+    """The columns of a schema's properties, and its validator."""
+    from jsonschema import validators
 
-    raw_fields = ()
-    fields = ()
-    averaged = ()
-
-    def __init__(self, form: ChoiceFormat | RegexFormat) -> None:
-        self.counted = ("generated_text",) if isinstance(form, ChoiceFormat) else ()
-        self._fits: Callable[[str], object]
-        if isinstance(form, ChoiceFormat):
-            self._fits, self._reason = frozenset(form.choices).__contains__, "isn't a choice"
-        else:
-            self._fits = matcher(form.regex, whole=True)
-            self._reason = "doesn't match the regex"
-
-    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        return {}
-
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        return None if self._fits(text) else f"{INVALID_OUTPUT}: {self._reason}"
+    schema = json.loads(schema_text)
+    kind = validators.validator_for(schema, default=validators.Draft202012Validator)
+    _check_schema(schema, kind)
+    validator = validators.extend(kind, {"pattern": _pattern_faults})(schema)
+    return property_columns(schema), validator
 
 
 def _check_schema(schema: Mapping[str, Any], kind: Any) -> None:
