@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
+from pydantic import ValidationInfo
+
+FOLDER: Final = "folder"
+"""Name in the context of validation: where relative paths start, because a plan is read in other
+working directories."""
 _ICEBERG: Final = "iceberg://"
 _DELTA: Final = "delta+"
 _SCHEME: Final = re.compile(
@@ -72,17 +77,11 @@ class TableAddress:
     def uri(self) -> str:
         return {"iceberg": _ICEBERG, "delta": _DELTA, "parquet": ""}[self.format] + self.location
 
-    def made_absolute(self, absolute: Callable[[str], str]) -> TableAddress:
-        """The address with a folder's path made absolute by `absolute`."""
-        if self.format == "iceberg":
-            return self
-        return TableAddress(self.format, absolute(self.location))
-
     def overlaps(self, other: TableAddress) -> bool:
         """Whether both are one table, or one is in the other's folder."""
         if "iceberg" in (self.format, other.format):
             return self == other
-        ours, theirs = (f"{each._real_location.rstrip('/')}/" for each in (self, other))
+        ours, theirs = (f"{table._real_location.rstrip('/')}/" for table in (self, other))
         return ours.startswith(theirs) or theirs.startswith(ours)
 
     @property
@@ -114,6 +113,42 @@ def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
         raise ValueError(f"{scheme}:// isn't a storage that works here; write {forms}")
     if not re.match("s3a?://[^/]", uri):
         raise ValueError(f"names no bucket; write {forms}")
+
+
+def is_model_folder(path: str) -> bool:
+    """Whether a model's path is a folder, not a name on the hub."""
+    return path.startswith(("/", "./", "../", "~/"))
+
+
+def absolute(uri: str, info: ValidationInfo) -> str:
+    """A field's validator: a local path starts at the context's `FOLDER`, if there is one."""
+    folder = (info.context or {}).get(FOLDER)
+    if folder is None:
+        return uri
+    uri = uri.removeprefix("file://")
+    if scheme_of(uri) is not None:
+        return uri.rstrip("/")
+    try:
+        path: Path = folder / Path(uri).expanduser()
+    except RuntimeError as error:  # ~user
+        raise ValueError(f"there is no home folder {uri.partition('/')[0]}") from error
+    # Links stay as they are written, for other machines; but `..` starts at a link's target.
+    written = "/" + os.path.normpath(path).lstrip("/")
+    real = os.path.realpath(path)
+    return written if os.path.realpath(written) == real else real
+
+
+def absolute_table(uri: str, info: ValidationInfo) -> str:
+    """As `absolute`, of a table's address."""
+    table = TableAddress.parse(uri)
+    is_folder = table.format != "iceberg"
+    location = absolute(table.location, info) if is_folder else table.location
+    return TableAddress(table.format, location).uri
+
+
+def absolute_model(path: str, info: ValidationInfo) -> str:
+    """As `absolute`, of a model's folder or name on the hub."""
+    return absolute(path, info) if is_model_folder(path) else path
 
 
 def scheme_of(uri: str) -> str | None:

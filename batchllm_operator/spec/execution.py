@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from batchllm_operator.spec.addresses import scheme_of
+from batchllm_operator.spec.addresses import absolute, scheme_of
 from batchllm_operator.spec.sections import (
     MAX_BYTES,
     MAX_COUNT,
@@ -42,6 +42,7 @@ def _check_file(path: str) -> str:
     return path
 
 
+GpuTable = Annotated[NonEmpty, AfterValidator(_check_file), AfterValidator(absolute)]
 _SWITCH: Final = BeforeValidator(  # in YAML, a bare on is true
     _as_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool
 )
@@ -188,7 +189,7 @@ class PlannerSpec(Section):
     target_gpu: Neutral[NonEmpty | None] = "H100"
     """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
     for no prediction. Built in: A100, H100, H200, MI300X."""
-    gpu_table: Neutral[Annotated[NonEmpty, AfterValidator(_check_file)] | None] = None
+    gpu_table: Neutral[GpuTable | None] = None
     """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
     built-in `cost/gpus.toml`: rates, achievable shares, prices."""
     part_rows: OfPlan[int] = Field(default=500, ge=1, le=MAX_COUNT)

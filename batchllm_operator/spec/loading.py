@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.spec.addresses import TableAddress, scheme_of
+from batchllm_operator.spec.addresses import FOLDER
 from batchllm_operator.spec.faults import describe
 from batchllm_operator.spec.limits import MAX_FILE_BYTES, LimitError, check_tree, shown
 from batchllm_operator.spec.model import SPEC_VERSION, JobSpec
@@ -59,7 +58,8 @@ def load_spec(source: str | Path | Mapping[str, Any] | JobSpec) -> JobSpec:
     if isinstance(source, JobSpec):
         return source
     if isinstance(source, Mapping):
-        return _load_fields(source, Path.cwd(), "job spec")
+        fields, folder = _with_schema(source, Path.cwd(), "job spec"), Path.cwd()
+        return parse_spec(fields, source="job spec", folder=folder)
     path = Path(source)
     name = f"job spec {path}"
     data, fault = _parse_yaml(_read_text(path, name))
@@ -67,20 +67,16 @@ def load_spec(source: str | Path | Mapping[str, Any] | JobSpec) -> JobSpec:
         raise SpecError(f"{name}: {fault}")
     if not isinstance(data, dict):
         raise SpecError(f"{name}: must be a mapping of fields, such as 'name: my_job'")
-    return _load_fields(data, path.absolute().parent, name)
+    folder = path.absolute().parent
+    return parse_spec(_with_schema(data, folder, name), source=name, folder=folder)
 
 
-def _load_fields(data: Mapping[str, Any], folder: Path, source: str) -> JobSpec:
-    """The spec with these fields, whose relative paths start at `folder`."""
-    spec = parse_spec(_with_schema(data, folder, source), source=source)
-    try:
-        return _absolute_paths(spec, folder)
-    except ValueError as error:
-        raise SpecError(f"{source}: {error}") from error
+def parse_spec(data: Mapping[str, object], *, source: str, folder: Path | None = None) -> JobSpec:
+    """Validate `data` as a `JobSpec`.
 
-
-def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
-    """Validate `data` as a `JobSpec`; `source` names it in errors.
+    Args:
+        source: names it in errors.
+        folder: where relative paths start; None leaves them, as a stored spec has none.
 
     Raises:
         SpecError: naming every offending field.
@@ -91,7 +87,7 @@ def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
             f"{source}: spec_version is {version}; this release reads version {SPEC_VERSION}"
         )
     try:
-        return JobSpec.model_validate(data)
+        return JobSpec.model_validate(data, context={FOLDER: folder})
     except ValidationError as error:
         faults = describe(error, JobSpec)
     raise SpecError(f"{source}: {faults}")  # not chained: the cause may show a value
@@ -170,8 +166,8 @@ def _parse_yaml(text: str) -> tuple[object, str | None]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        said = (getattr(error, name, None) for name in ("context", "problem"))
-        problem = ", ".join(filter(None, said)) or "not valid YAML"
+        reasons = (getattr(error, name, None) for name in ("context", "problem"))
+        problem = ", ".join(filter(None, reasons)) or "not valid YAML"
         if mark and text[mark.index : mark.index + 1] == "\t":
             problem += "; indent with spaces"
         return None, f"not YAML{where}: {shown(problem)}"
@@ -198,57 +194,3 @@ def _unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"field {shown(name)!r} is given twice")
         fields[name] = value
     return fields
-
-
-def _absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
-    """Make local paths absolute, because a plan is read in other working directories."""
-
-    def absolute(uri: str, field: str) -> str:
-        if uri.startswith("file://"):
-            uri = uri.removeprefix("file://")
-        if scheme_of(uri) is not None:
-            return uri.rstrip("/")
-        try:
-            return _absolute(folder / Path(uri).expanduser())
-        except RuntimeError as error:  # ~user
-            user = uri.partition("/")[0]
-            raise ValueError(f"{field}: there is no home folder {user}") from error
-
-    def absolute_table(uri: str, field: str) -> str:
-        return TableAddress.parse(uri).made_absolute(lambda folder: absolute(folder, field)).uri
-
-    changes: dict[str, dict[str, Any]] = {
-        "input": {"uri": absolute_table(spec.input.uri, "input.uri")},
-        "output": {"uri": absolute_table(spec.output.uri, "output.uri")},
-    }
-    if _is_folder(spec.model.path):
-        changes["model"] = {"path": absolute(spec.model.path, "model.path")}
-    changes.setdefault("model", {})["adapters"] = {
-        name: absolute(path, f"model.adapters.{name}") if _is_folder(path) else path
-        for name, path in spec.model.adapters.items()
-    }
-    if spec.planner.gpu_table is not None:
-        table = absolute(spec.planner.gpu_table, "planner.gpu_table")
-        changes["planner"] = {"gpu_table": table}
-    if spec.output.staging_uri is not None:
-        folder_uri = absolute(spec.output.staging_uri, "output.staging_uri")
-        changes["output"]["staging_uri"] = folder_uri
-    sections = {
-        name: getattr(spec, name).model_copy(update=fields) for name, fields in changes.items()
-    }
-    return spec.model_copy(update=sections)
-
-
-def _absolute(path: Path) -> str:
-    """An absolute path without `.` and `..`, and with the links that stand in it.
-
-    Where a link comes before a `..`, which starts at the link's target, links are resolved.
-    """
-    written = "/" + os.path.normpath(path).lstrip("/")
-    real = os.path.realpath(path)
-    return written if os.path.realpath(written) == real else real
-
-
-def _is_folder(path: str) -> bool:
-    """Whether a model's path is a folder, not a name on the hub."""
-    return path.startswith(("/", "./", "../", "~/"))

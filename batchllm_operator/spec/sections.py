@@ -21,7 +21,14 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from batchllm_operator.spec.addresses import TableAddress, check_folder, scheme_of
+from batchllm_operator.spec.addresses import (
+    TableAddress,
+    absolute,
+    absolute_model,
+    absolute_table,
+    check_folder,
+    scheme_of,
+)
 
 _Value = TypeVar("_Value")
 TARGET_FILE_BYTES: Final = 512 << 20
@@ -83,8 +90,11 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Int64 = Annotated[int, Field(ge=-MAX_BYTES - 1, le=MAX_BYTES)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], _LIST]
-TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
-ModelPath = Annotated[NonEmpty, AfterValidator(_check_model)]
+TableUri = Annotated[
+    str, Field(min_length=1), AfterValidator(_check_address), AfterValidator(absolute_table)
+]
+StagingUri = Annotated[NonEmpty, AfterValidator(_check_staging_address), AfterValidator(absolute)]
+ModelPath = Annotated[NonEmpty, AfterValidator(_check_model), AfterValidator(absolute_model)]
 Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(by_name)]
 
 
@@ -336,7 +346,7 @@ class OutputSpec(Section):
     uri: OfPlan[TableUri]
     """The table's address, in any of the input's forms; the first commit creates the table, which
     is partitioned by the same column as the input."""
-    staging_uri: Neutral[Annotated[NonEmpty, AfterValidator(_check_staging_address)] | None] = None
+    staging_uri: Neutral[StagingUri | None] = None
     """Folder under whose `_batchllm/` the job keeps plans, parts and reports: a local path
     (relative to the spec file) or `s3://bucket/folder`. Unset: the output table's own folder, where
     readers skip that name. An Iceberg table has no folder of ours, so there it is required."""
