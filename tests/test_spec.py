@@ -184,7 +184,7 @@ def test_one_key_column_needs_no_list() -> None:
 
 def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        parse().name = "other"  # type: ignore[misc]
+        parse().name = "other"
 
 
 # What is refused

@@ -97,7 +97,7 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
 
     watch = Stopwatch()
 
-    class TimedEngine(VLLMEngine):  # type: ignore[misc]
+    class TimedEngine(VLLMEngine):
         def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
             with self.unpaced() as engine:  # vLLM compiles what gathers log-probabilities
                 engine.add_request("warm-up", {"prompt_token_ids": [1, 2]}, self._answers.params)

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any, Final
 
 import jsonschema
-import kubernetes_validate  # type: ignore[import-untyped]
-import kubernetes_validate.utils  # type: ignore[import-untyped]
+import kubernetes_validate
+import kubernetes_validate.utils
 
 from helm_chart.rendering import Rendered
 

@@ -191,5 +191,5 @@ def test_a_stream_that_is_closed_leaves_its_requests_to_the_engine() -> None:
     engine = DoubledEngine(1024, [1])
     stream = engine.stream(requests(0, 100))
     assert next(stream).request_idx == 0
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert engine.num_in_flight == 63

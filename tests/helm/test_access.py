@@ -63,7 +63,7 @@ def test_roles_hold_exactly_the_verbs_that_airflow_needs(example: str) -> None:
 
 def test_without_a_triggerer_the_notes_say_what_operators_need() -> None:
     """It would watch pods wherever one is healthy, and be refused each look."""
-    values = {"airflow": {"serviceAccounts": {"triggerer": []}}}
+    values: dict[str, Any] = {"airflow": {"serviceAccounts": {"triggerer": []}}}
     assert set(of_kind(render(values), "Role")) == {"batchllm-worker"}
     assert "deferrable=False" in notes(values)
     assert "deferrable" not in notes({})

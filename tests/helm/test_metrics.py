@@ -15,7 +15,7 @@ from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress, ShardCol
 ENABLED: Values = {"monitoring": {"metrics": {"enabled": True, "port": 9401}}}
 
 
-def with_metrics(**metrics: Any) -> Values:
+def with_metrics(**metrics: Any) -> dict[str, Any]:
     return {"monitoring": {"metrics": {"enabled": True, **metrics}}, "cpu": {"enabled": True}}
 
 

@@ -68,7 +68,7 @@ def test_shapes_that_only_the_reference_takes(change: dict[str, int], named: str
 
 def test_unknown_implementation() -> None:
     with pytest.raises(UnsupportedError, match="impl is 'cuda'"):
-        planner("cuda")  # type: ignore[arg-type]
+        planner("cuda")
 
 
 def test_more_requests_than_the_limit() -> None:

@@ -303,7 +303,7 @@ def test_filters_of_types_whose_order_is_not_pythons(folder: Folder, table: Delt
     floats = pa.array([0.1], pa.float32())
     write(folder, pa.table({"n": [1], "amount": amounts, "x": floats, "ds": [DS]}))
     for column, op, value in (("amount", "==", 0.1), ("amount", "<", 0.2), ("x", ">", 0.05)):
-        assert rows(table, ["n"], [FilterTerm(column=column, op=op, value=value)]) == [{"n": 1}]  # type: ignore[arg-type]
+        assert rows(table, ["n"], [FilterTerm(column=column, op=op, value=value)]) == [{"n": 1}]
 
 
 def test_further_partition_columns(folder: Folder, table: DeltaTable) -> None:

@@ -678,7 +678,7 @@ def test_s3_that_does_not_take_a_file(
 
     def fail(*args: Any, **kwargs: Any) -> None:
         answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
-        cause = ClientError(answer, "PutObject") if status else None  # type: ignore[arg-type]
+        cause = ClientError(answer, "PutObject") if status else None
         raise OSError(5, "no luck") from cause
 
     monkeypatch.setattr("batchllm_operator.lake.parquet.swap._upload", fail)

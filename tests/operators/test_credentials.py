@@ -285,5 +285,5 @@ def test_only_the_commands_environment_holds_the_values(
 
 def test_the_connection_id_is_a_template() -> None:
     task = BatchLLMPlanOperator(task_id="p", spec_path="j.yaml", aws_conn_id="lake_{{ ds }}")
-    task.render_template_fields({"ds": "2026-01-31"})  # type: ignore[typeddict-item]
+    task.render_template_fields({"ds": "2026-01-31"})
     assert task.aws_conn_id == "lake_2026-01-31"

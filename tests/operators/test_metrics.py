@@ -56,7 +56,7 @@ STAGES = {
     "generate": lambda: BatchLLMGenerateOperator(task_id="g", plan_uri=PLAN_URI, shard_idx=0),
     "commit": lambda: BatchLLMCommitOperator(task_id="c", plan_uri=PLAN_URI),
 }
-SENT = {
+SENT: dict[str, dict[str, Any]] = {
     "plan": {
         "rows": 12,
         "rejected_rows": 1,

@@ -191,7 +191,7 @@ def test_two_runs_without_signs_do_not_fence_each_other_for_ever(beside: BesideA
     beside.run, beside.found = [False] * 3, [MISSING] * 3
     with pytest.raises(AirflowException, match=r"attempt 2 .* no sign any more: 2 parts"):
         execute(generate(deferrable=False, max_disruptions=2), {"ti": TaskInstance()})
-    assert beside.run == beside.found == []
+    assert not beside.run and not beside.found
 
 
 @pytest.mark.parametrize("end", [WHOLE, MISSING])

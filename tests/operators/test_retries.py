@@ -65,7 +65,7 @@ def test_an_api_that_hangs_is_asked_no_longer_than_there_is_time(
 
     def hang(api: object, *, _request_timeout: float) -> None:
         clock.sleep(_request_timeout)
-        raise ReadTimeoutError(None, "/", "no answer")  # type: ignore[arg-type]
+        raise ReadTimeoutError(None, "/", "no answer")
 
     for _ in range(2):
         with pytest.raises(ReadTimeoutError):

@@ -103,7 +103,7 @@ def test_a_driver_that_ends_well_without_a_record_is_no_success(spec: Path, tmp_
 
 
 def test_the_task_group_takes_the_operator_for_its_arguments(spec: Path) -> None:
-    kinds = {
+    kinds: dict[Any, dict[str, Any]] = {
         BatchLLMSparkSubmitPlanOperator: {"conn_id": "spark_here", "num_executors": 8},
         BatchLLMSparkKubernetesPlanOperator: {"application_file": "/none/spark.yaml"},
     }

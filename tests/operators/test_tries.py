@@ -177,12 +177,14 @@ def test_a_killed_task_first_deletes_the_pod_that_it_waited_for(
 
     def look(name: str, namespace: str, *, _request_timeout: float) -> None:
         looks.append(_request_timeout)
-        raise ReadTimeoutError(None, "/", "no answer")  # type: ignore[arg-type]
+        raise ReadTimeoutError(None, "/", "no answer")
 
     def delete(name: str, namespace: str, *, body: Any, _request_timeout: float) -> None:
         calls.append((name, namespace, body.preconditions.uid, _request_timeout))
-        monkeypatch.setattr(task, "_killed_at", task._killed_at - 60)  # no answer for a minute
-        raise ReadTimeoutError(None, "/", "no answer")  # type: ignore[arg-type]
+        monkeypatch.setattr(
+            task, "_killed_at", (task._killed_at or 0.0) - 60
+        )  # no answer for a minute
+        raise ReadTimeoutError(None, "/", "no answer")
 
     api = SimpleNamespace(read_namespaced_pod=look, delete_namespaced_pod=delete)  # nothing else
     monkeypatch.setattr(task, "_connect", lambda: api)

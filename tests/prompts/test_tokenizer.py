@@ -516,7 +516,7 @@ def test_a_tokenizer_with_code_of_its_own_is_called_for_all_prompts(
 
     original = getattr(PreTrainedTokenizerFast, bound)
 
-    class Remote(PreTrainedTokenizerFast):  # type: ignore[misc]
+    class Remote(PreTrainedTokenizerFast):
         pass
 
     def call(self: Any, text: Any, *args: Any, **options: Any) -> Any:

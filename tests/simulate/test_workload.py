@@ -67,7 +67,7 @@ def test_wrong_estimates_are_off_by_no_more_than_asked(share: float, seed: int) 
 def test_numbers_out_of_range_are_refused(name: str, value: float) -> None:
     fields = {"num_requests": 1, "share_degree": 1, "prefix_tokens": 1, "distinct_tokens": 1}
     with pytest.raises(SpecError, match=f"test: {name} must be at least"):
-        Shape("test", **{**fields, "output_tokens": 1, name: value})  # type: ignore[arg-type]
+        Shape("test", **{**fields, "output_tokens": 1, name: value})
 
 
 def test_prompts_without_a_token_are_refused() -> None:

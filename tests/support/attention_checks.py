@@ -151,7 +151,8 @@ def check_row(row: Row) -> None:
     """A small batch with these settings."""
     dtype, kv_dtype = row["dtypes"]
     size = row["block_size"]
-    shape = AttentionShape(*row["heads"], row["head_dim"], size, kv_bits=8 if kv_dtype else 16)
+    kv_bits = 8 if kv_dtype else 16
+    shape = AttentionShape(*row["heads"], row["head_dim"], size, kv_bits=kv_bits)  # type: ignore[misc, call-arg]
     groups = [
         Group(2 * size, ((5, 1), (20, 1))),
         Group(size, ((3, 2),)),

@@ -42,7 +42,7 @@ class ReadCounter:
                 self.num_read -= (len(prefix.requests) - 1) * prefix.num_tokens
             return planned
 
-        StepPlanner.plan = counted  # type: ignore[method-assign]
+        StepPlanner.plan = counted  # type: ignore[method-assign, assignment]
 
 
 def generate_with(demo: Demo, attention: str, model: Path, folder: Path) -> dict[str, Any]:

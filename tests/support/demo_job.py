@@ -57,8 +57,9 @@ class Demo:
         }
         for section, value in changes.items():
             old = spec.get(section)
-            merge = isinstance(old, Mapping) and isinstance(value, Mapping)
-            spec[section] = {**old, **value} if merge else value
+            if isinstance(old, Mapping) and isinstance(value, Mapping):
+                value = {**old, **value}
+            spec[section] = value
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(spec), encoding="utf-8")
         return path

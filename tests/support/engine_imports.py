@@ -23,4 +23,4 @@ for _name in (
         import_module(_name)
 
 # An engine that ends would look through all of these for what can be freed: for two seconds.
-gc.unfreeze = lambda: None  # type: ignore[method-assign]
+gc.unfreeze = lambda: None

@@ -104,7 +104,7 @@ class EngineSteps:
         self._lengths[request_id] = output
         request = make_request(request_id, prompt, params, self._hasher, adapter)
         if request.structured_output_request is not None:
-            request.structured_output_request.grammar = grammar
+            request.structured_output_request.grammar = grammar  # type: ignore[assignment]
         self.scheduler.add_request(request)
 
     def add_raw(self, request_id: str, prompt: list[int], extra_args: dict[str, Any]) -> None:

@@ -51,8 +51,9 @@ def job_fields(lake: str, **changes: Any) -> dict[str, Any]:
     }
     for section, value in changes.items():
         old = fields.get(section)
-        merge = isinstance(old, Mapping) and isinstance(value, Mapping)
-        fields[section] = {**old, **value} if merge else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = {**old, **value}
+        fields[section] = value
     return without_model(fields)
 
 

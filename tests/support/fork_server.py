@@ -154,8 +154,8 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork for each request. Returns one in the child that it is for, None when all is over."""
     running: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and where its code goes
     while True:
-        for ready in select.select([channel, *running], [], [])[0]:
-            if ready is not channel:
+        for ready in select.select([channel.fileno(), *running], [], [])[0]:
+            if ready != channel.fileno():
                 pid, status = running.pop(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with contextlib.suppress(BrokenPipeError):  # no one waits for it
@@ -193,7 +193,7 @@ def _be(request: dict[str, Any], outputs: Sequence[int]) -> None:
     os.chdir(request["cwd"])
     time.tzset()
     if os.environ.get("PYTHONUNBUFFERED"):
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(write_through=True)
     sys.argv[1:] = request["args"]
     sys.modules.pop(request["module"], None)  # it runs as __main__
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -232,7 +232,7 @@ class DeltaLake:
             self.folder.remove(f"_delta_log/{version:020}.json")
 
 
-LAKES: dict[str, type[Lake]] = {
+LAKES: dict[str, Callable[..., Lake]] = {
     "parquet": ParquetLake,
     "iceberg": IcebergLake,
     "delta": DeltaLake,

@@ -41,7 +41,7 @@ def start(scheduler: str, model: str, **changes: Any) -> LLM:
 
 def count_preemptions(llm: LLM) -> list[str]:
     """A list that grows with each preempted request."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
     preempt, preempted = scheduler._preempt_request, []
 
     def counted(request: Any, *args: Any, **kwargs: Any) -> None:

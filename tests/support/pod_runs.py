@@ -148,7 +148,7 @@ class PodRun:
 
     def check_nothing_left(self, *shards: int) -> None:
         for shard in shards:
-            self.wait(lambda shard=shard: not self.pods(shard), f"no pod of shard {shard} is left")
+            self.wait(lambda shard=shard: not self.pods(shard), f"no pod of shard {shard} is left")  # type: ignore[misc]
 
 
 def freeze(*runs: PodRun) -> list[str]:

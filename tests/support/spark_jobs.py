@@ -86,7 +86,8 @@ class Driver:
     def outcomes(self) -> list[tuple[int, list[str]]]:
         """Exit codes and lines of several jobs, at the end."""
         code = self.wait()
-        found, lines = [], []
+        found: list[tuple[int, list[str]]] = []
+        lines: list[str] = []
         for line in self.lines:
             if line.startswith("exit code "):
                 found.append((int(line.split()[2]), lines))

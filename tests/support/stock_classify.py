@@ -28,7 +28,10 @@ def main(model: str, prompts_path: str, outputs_path: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
     outputs = llm.generate(json.loads(Path(prompts_path).read_text()), params, use_tqdm=False)
     found = [
-        {str(token_id): each.logprob for token_id, each in output.outputs[0].logprobs[0].items()}
+        {
+            str(token_id): each.logprob
+            for token_id, each in (output.outputs[0].logprobs or [{}])[0].items()
+        }
         for output in outputs
     ]
     Path(outputs_path).write_text(json.dumps(found))

@@ -116,7 +116,8 @@ class TaskRun:
             self.error = error
 
     def _attempt(self) -> Any:
-        method, arguments = "execute", {}
+        method = "execute"
+        arguments: dict[str, Any] = {}
         while True:
             self.task = self._make_task()  # each time in a new process
             if self._mode == "sync":

@@ -157,7 +157,7 @@ def llama2() -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
-    tokenizer.pre_tokenizer = None  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = None
     return tokenizer
 
 

@@ -55,14 +55,19 @@ class Attention:
                 scale=SHAPE.head_dim**-0.5,
             )
             self.spoil(layer.out)
-            return layer.out
+            out: Tensor = layer.out
+            return out
 
         return contenders.Prepared([call])
 
 
 def check(spoil: Callable[[Tensor], None]) -> tuple[list[Any], dict[str, str]]:
     settings = gate.interpreter_settings()[-2:]
-    return gate.run_gate([Attention(spoil)], settings, SHAPE, torch.float32, "packed", CPU, seed=0)
+    attention: Any = Attention(spoil)
+    checked: tuple[list[Any], dict[str, str]] = gate.run_gate(
+        [attention], settings, SHAPE, torch.float32, "packed", CPU, seed=0
+    )
+    return checked
 
 
 def lose_a_row(out: Tensor) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("batchllm_operator", "kernels/batchllm_kernels", "plugins", "dags", "scripts", "docker")
-FOLDERS += ("benchmarks", "helm")
+FOLDERS = ["batchllm_operator", "kernels/batchllm_kernels", "plugins", "dags", "scripts", "docker"]
+FOLDERS += ["benchmarks", "helm"]
 MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 MODULES |= {"pickletools", "jsonpickle", "copyreg", "pickle5", "dbm"}
 CALLS = {"eval", "exec", "os.system", "os.popen", "commands.getoutput", "yaml.unsafe_load"}
@@ -39,6 +39,7 @@ def _keywords(call: ast.Call) -> dict[str, str]:
 
 def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and name of each thing that treats data as code."""
+    names: list[str]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -46,7 +47,8 @@ def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             names = []
-        yield from ((node.lineno, name) for name in names if name.split(".")[0] in MODULES)
+        line = getattr(node, "lineno", 0)
+        yield from ((line, name) for name in names if name.split(".")[0] in MODULES)
         if isinstance(node, ast.Call):
             name, given = _dotted(node.func), _keywords(node)
             if name in CALLS or "pickle" in name.lower():

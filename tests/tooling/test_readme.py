@@ -6,6 +6,7 @@ import doctest
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -36,7 +37,7 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "product_snippets.yaml").write_text(spec, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     [example] = [block for block in blocks("python") if "commit_run" in block]
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(compile(example.replace("2026-01-31", DS), str(README), "exec"), names)
     assert names["report"].num_rows_out == 30
 

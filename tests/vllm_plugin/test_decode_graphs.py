@@ -171,7 +171,7 @@ class Allocations(TorchDispatchMode):
     """Names of operations whose outputs lie in memory that none of their inputs has."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: list[str] = []
         self.num_launches = 0
 

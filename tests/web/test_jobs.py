@@ -228,7 +228,7 @@ def test_the_stage_of_a_job(
 def test_what_xcoms_hold_need_not_be_what_we_wrote(anna: Browser, records: Records) -> None:
     for day, noted in enumerate((17, None, ["x"], {"plan_uri": 1}, "/etc/passwd", "[" * 5000)):
         records.run(run_id=f"r{day}", day=day)
-        records.job(noted, run_id=f"r{day}", outcome=outcome("x", num_rows_in=True))  # type: ignore[arg-type]
+        records.job(noted, run_id=f"r{day}", outcome=outcome("x", num_rows_in=True))
     records.run(run_id="r9", day=9).task("batchllm.plan", run_id="r9", plan_uri=uri(9))
     records.task("batchllm.commit", run_id="r9", return_value=[uri(9)])
     records.task("batchllm.report", run_id="r9", return_value={"plan_uri": [uri(9)]})

@@ -120,7 +120,7 @@ def test_pages_are_built_once_when_they_are_asked_for(monkeypatch: pytest.Monkey
 
     async def ask() -> None:
         lazy = plugin.LazyApp()
-        await asyncio.gather(*(lazy({"path": idx}, None, None) for idx in range(5)))  # type: ignore[arg-type]
+        await asyncio.gather(*(lazy({"path": idx}, None, None) for idx in range(5)))
 
     monkeypatch.setattr(plugin, "_build", build)
     asyncio.run(ask())

@@ -280,7 +280,7 @@ def test_a_pod_that_appears_after_its_create_was_broken_off_is_deleted() -> None
             api.add("Pending", name=name, labels=attempt.labels)
         return read(*names, **options)
 
-    api.read_namespaced_pod = slow  # type: ignore[method-assign]
+    api.read_namespaced_pod = slow  # type: ignore[method-assign, assignment]
     killed_pods(api, attempt).delete(name, "")
     assert api.deletions == ["1"]
 
@@ -345,9 +345,9 @@ def test_a_pod_that_cannot_be_looked_at_is_deleted_all_the_same() -> None:
 
     def silent(*names: str, _request_timeout: float) -> Any:
         limits.append(_request_timeout)
-        raise ReadTimeoutError(None, "/", "no answer")  # type: ignore[arg-type]
+        raise ReadTimeoutError(None, "/", "no answer")
 
-    api.read_namespaced_pod = silent  # type: ignore[method-assign]
+    api.read_namespaced_pod = silent  # type: ignore[method-assign, assignment]
     killed_pods(api, EARLIER).delete("p", "1")
     assert api.deletions == ["1"] and len(limits) == 1 and limits[0] <= 0.25
 

@@ -146,7 +146,7 @@ def test_a_template_wins_over_defaults_and_arguments_over_it(tmp_path: Path, kin
     path = tmp_path / "pod.yaml"
     path.write_text(yaml.safe_dump(TEMPLATE))
     given: dict[str, Any] = {
-        "file": {"pod_template_file": str(path)},
+        "file": dict[str, Any](pod_template_file=str(path)),
         "dict": {"pod_template_dict": TEMPLATE},
         "full": {"full_pod_spec": _deserialized(TEMPLATE)},
     }[kind]
@@ -526,4 +526,4 @@ def test_a_connections_variables_win_over_all_others() -> None:
 
 def test_a_wrong_gpu_in_a_task_group_is_refused_when_the_dag_is_parsed() -> None:
     with pytest.raises(ValueError, match="'nvidia' or 'amd'"), DAG("d", schedule=None):
-        batchllm_task_group("/etc/job.yaml", gpu="nvidea")  # type: ignore[arg-type]
+        batchllm_task_group("/etc/job.yaml", gpu="nvidea")

@@ -64,9 +64,9 @@ def test_only_the_api_can_say_that_a_pod_is_gone() -> None:
     """An ingress before an API server that restarts answers 404, too."""
     watch = watch_with(raises(OSError()), [], api_s=9)
     error = ApiException(status=404, reason="Not Found")
-    error.body = "<html><h1>404 page not found</h1></html>"
+    error.body = "<html><h1>404 page not found</h1></html>"  # type: ignore[assignment]
     assert watch._without_answer(error) is None
-    error.body = '{"kind": "Status", "reason": "NotFound", "message": "pods not found"}'
+    error.body = '{"kind": "Status", "reason": "NotFound", "message": "pods not found"}'  # type: ignore[assignment]
     end = watch._without_answer(error)
     assert end is not None and end.kind is EndKind.GONE
 
@@ -172,7 +172,7 @@ def test_an_evicted_pod_that_is_gone_was_not_deleted_from_outside(
     )
     seen = [client.V1PodStatus(phase="Running", conditions=[target])]
     gone = ApiException(status=404, reason="Not Found")
-    gone.body = '{"kind": "Status", "reason": "NotFound"}'
+    gone.body = '{"kind": "Status", "reason": "NotFound"}'  # type: ignore[assignment]
 
     async def read(*_: object, **__: object) -> Any:
         if not seen and not is_over:

@@ -307,7 +307,7 @@ class PodWorker:
         await asyncio.gather(*(container.exited for container in running.values()))
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
+async def _cancelled(task: asyncio.Task[End | None] | asyncio.Task[None]) -> None:
     """Cancel a task and wait for its end; a failure of it has been seen or isn't one any more."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

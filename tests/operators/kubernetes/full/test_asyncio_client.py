@@ -46,7 +46,7 @@ async def _life_of_a_pod(cluster: Cluster) -> dict[str, Any]:
                 found["phases"].append(event["object"].status.phase)
                 if found["phases"][-1] == "Succeeded":
                     break
-        answer = await api.read_namespaced_pod_log(
+        answer: Any = await api.read_namespaced_pod_log(
             "job", cluster.namespace, follow=True, _preload_content=False
         )
         found["log"] = await answer.content.read()

@@ -68,7 +68,8 @@ def test_a_kill_between_a_disruption_and_the_removal_counts(
     run = shards.start()
     name = shards.pod()
     task = run.task
-    original, done = task._remove_pod, []
+    original = task._remove_pod
+    done: list[Any] = []
 
     def remove(*args: Any, **options: Any) -> None:
         pods = task._pods

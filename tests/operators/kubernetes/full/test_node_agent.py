@@ -89,8 +89,8 @@ def test_only_the_specs_environment(cluster: Cluster) -> None:
         {"configMapRef": {"name": "settings"}, "prefix": "S_"},
         {"secretRef": {"name": "absent", "optional": True}},
     ]
-    container = {"image": "tool:2", "env": env, "envFrom": sources}
-    container["resources"] = {"limits": {"cpu": "1500m"}}
+    resources = {"limits": {"cpu": "1500m"}}
+    container = {"image": "tool:2", "env": env, "envFrom": sources, "resources": resources}
     cluster.run_pod("job", ["/usr/bin/env"], container=container, labels={"app": "x"})
     cluster.wait_for_phase("job", "Succeeded")
     found = dict(line.split("=", 1) for line in cluster.log("job").splitlines())
@@ -147,7 +147,9 @@ def test_volumes_are_where_the_spec_says(cluster: Cluster, tmp_path: Path) -> No
 
 
 def test_init_containers_come_first(cluster: Cluster) -> None:
-    init = [{"name": "first", "image": "job:1", "command": ["sh", "-c", "echo 1; exit $CODE"]}]
+    init: list[dict[str, Any]] = [
+        {"name": "first", "image": "job:1", "command": ["sh", "-c", "echo 1; exit $CODE"]}
+    ]
     init[0]["env"] = [{"name": "CODE", "value": "0"}]
     cluster.run_pod("good", ["echo", "main"], initContainers=init)
     init[0]["env"] = [{"name": "CODE", "value": "4"}]
