@@ -5,7 +5,7 @@ from batchllm_operator.model.adapters import Adapter, find_adapters, warn_of_oth
 from batchllm_operator.model.chat_template import ChatRefusedError, ChatTemplate
 from batchllm_operator.model.files import ModelFiles
 from batchllm_operator.model.folder import folder_digest
-from batchllm_operator.model.length import ModelLength, find_length
+from batchllm_operator.model.length import choose_length, find_length
 from batchllm_operator.model.sampling import with_models_sampling
 from batchllm_operator.model.stored_tokenizer import StoredTokenizer, read_stored
 from batchllm_operator.model.transformers_tokenizer import TransformersTokenizer
@@ -16,11 +16,11 @@ __all__ = [
     "ChatRefusedError",
     "ChatTemplate",
     "ModelFiles",
-    "ModelLength",
     "StoredTokenizer",
     "TransformersTokenizer",
     "check_adapter_tokenizers",
     "check_weights",
+    "choose_length",
     "find_adapters",
     "find_length",
     "folder_digest",

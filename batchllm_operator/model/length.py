@@ -49,20 +49,29 @@ class ModelLength:
     source: str
     """The file and the setting that limit it."""
 
-    def chosen(self, wanted: int | None, path: str) -> int:
-        """The length of a job whose spec wants this many tokens, or doesn't say.
 
-        Raises:
-            SpecError: it wants more than the engine would allow.
-        """
-        if wanted is None:
-            return self.usual
-        if wanted > self.most and not _is_allowed_any():
-            raise SpecError(
-                f"engine.max_model_len: {wanted} is more than model {path} allows: {self.most}"
-                f" ({self.source}); leave it out, or write at most that"
+def choose_length(length: ModelLength | None, wanted: int | None, path: str) -> int:
+    """The length of a job whose spec wants this many tokens, or doesn't say.
+
+    Raises:
+        SpecError: it wants more than the engine would allow.
+        ModelError: neither the spec nor the model says a length.
+    """
+    if wanted is None:
+        if length is None:
+            raise ModelError(
+                f"model {path}: its config.json doesn't say how long a prompt may be; set"
+                " engine.max_model_len"
             )
-        return wanted
+        return length.usual
+    # vLLM's own switch lets it read beyond the positions that a model knows.
+    is_any = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    if length is not None and wanted > length.most and not is_any:
+        raise SpecError(
+            f"engine.max_model_len: {wanted} is more than model {path} allows: {length.most}"
+            f" ({length.source}); leave it out, or write at most that"
+        )
+    return wanted
 
 
 def find_length(
@@ -176,8 +185,3 @@ def _checked(limit: object, source: str, files: ModelFiles) -> int:
             f"{files.where}: {source} is {limit}, which is no length of a prompt; correct the file"
         )
     return int(limit)
-
-
-def _is_allowed_any() -> bool:
-    """Whether vLLM's own switch lets it read beyond the positions that a model knows."""
-    return os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import pyarrow as pa
 from pyarrow import types
@@ -28,14 +28,9 @@ INVALID_MESSAGES: Final = "invalid_messages"
 Messages = list[dict[str, Any]]
 
 
-class Renderer(Protocol):
-    """Renders batches of rows."""
-
-    def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
-        """Render each row of `batch`, which must hold all columns of the prompt."""
-
-
-def renderer_of(prompt: PromptSpec, control: ControlTokens | None = None) -> Renderer:
+def renderer_of(
+    prompt: PromptSpec, control: ControlTokens | None = None
+) -> PromptRenderer | _TurnsRenderer | _MessagesRenderer:
     """The renderer of a spec's prompt. Chats are as `read_chat` reads them.
 
     Args:
@@ -50,8 +45,8 @@ def renderer_of(prompt: PromptSpec, control: ControlTokens | None = None) -> Ren
 
 def read_chat(text: str) -> Messages:
     """The messages of a row."""
-    found: Messages = json.loads(text)
-    return found
+    messages: Messages = json.loads(text)
+    return messages
 
 
 def sample_chat(prompt: PromptSpec) -> pa.RecordBatch:

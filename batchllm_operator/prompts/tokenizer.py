@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +15,22 @@ from numpy.typing import NDArray
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model import (
     ChatRefusedError,
-    ChatTemplate,
     ModelFiles,
-    ModelLength,
     StoredTokenizer,
     TransformersTokenizer,
+    choose_length,
     find_length,
     folder_digest,
     read_stored,
 )
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prefixes.token_table import MAX_TOKEN_ID
-from batchllm_operator.prompts.chats import INVALID_MESSAGES, read_chat, renderer_of, sample_chat
+from batchllm_operator.prompts.chats import (
+    INVALID_MESSAGES,
+    read_chat,
+    renderer_of,
+    sample_chat,
+)
 from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import EMPTY_PROMPT, RenderedPrompts, rendered_prompts
@@ -40,41 +45,30 @@ _MOST_NAMED: Final = 5
 _log = logging.getLogger(__name__)
 
 
-class Tokenizer(Protocol):
-    """Turns prompt texts into token ids."""
+class Tokenizer(ABC):
+    """Turns prompt texts into token ids.
 
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the tokenizer does."""
+    Attributes:
+        fingerprint: changes when the tokenizer does.
+        model_version: changes when the model does: the hub's commit, or a digest of its folder.
+        files: the model's; None if there is no model.
+        max_model_len: most tokens of a prompt and its output together.
+        max_prompt_len: most tokens of a prompt.
+        max_prompt_bytes: most bytes of a text that can be a prompt; a longer one isn't tokenized.
+        vocabulary_bound: above all token ids.
+        control_tokens: what renderers have to know of its control tokens.
+    """
 
-    @property
-    def model_version(self) -> str:
-        """Changes when the model does: the hub's commit, or a digest of the model's folder."""
+    fingerprint: str
+    model_version: str
+    files: ModelFiles | None
+    max_model_len: int
+    max_prompt_len: int
+    max_prompt_bytes: int
+    vocabulary_bound: int
+    control_tokens = ControlTokens()
 
-    @property
-    def files(self) -> ModelFiles | None:
-        """The model's files; None if there is no model."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
-
-    @property
-    def max_prompt_len(self) -> int:
-        """Most tokens of a prompt."""
-
-    @property
-    def max_prompt_bytes(self) -> int:
-        """Most bytes of a text that can be a prompt; a longer one isn't worth tokenizing."""
-
-    @property
-    def vocabulary_bound(self) -> int:
-        """Above all token ids."""
-
-    @property
-    def control_tokens(self) -> ControlTokens:
-        """What renderers have to know of its control tokens."""
-
+    @abstractmethod
     def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text, chat template and special tokens included.
 
@@ -83,7 +77,7 @@ class Tokenizer(Protocol):
             ModelError: the chat template refuses a text, or the tokenizer fails at one.
         """
 
-    def be_exact(self) -> None:
+    def be_exact(self) -> None:  # noqa: B027
         """Encode without a fast library from now on: its ids have differed in another process."""
 
     def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
@@ -91,10 +85,13 @@ class Tokenizer(Protocol):
 
         A row whose chat the template refuses gets an error.
         """
+        return prompts
 
+    @abstractmethod
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
         """The tokens by which a model gives each answer to a prompt."""
 
+    @abstractmethod
     def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
         """The places of the tokens of texts by themselves: [num_tokens, 2] begin and end in a text.
 
@@ -102,11 +99,12 @@ class Tokenizer(Protocol):
         texts of more than a million characters. None has no tokens.
         """
 
+    @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, for people: invalid bytes are replaced."""
 
 
-class ModelTokenizer:
+class ModelTokenizer(Tokenizer):
     """The model's own tokenizer: read from its folder, or loaded by transformers.
 
     transformers takes a second and hundreds of megabytes to import, so it is used only if a chat
@@ -134,8 +132,8 @@ class ModelTokenizer:
         vocabulary = own.vocabulary()
         self.vocabulary_bound = _vocabulary_bound(vocabulary, model.path)
         length = find_length(own.config, files, spec.engine, is_pooled=spec.is_pooled)
-        self.max_model_len = _chosen_length(spec, length)
-        self.max_prompt_len = _max_prompt_len(spec, self.max_model_len)
+        self.max_model_len = choose_length(length, spec.engine.max_model_len, model.path)
+        self.max_prompt_len = self.max_model_len - (not spec.is_pooled)  # room for one of output
         longest = max((len(token.encode(errors="replace")) for token in vocabulary), default=1)
         self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len * longest)
         self.model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
@@ -200,26 +198,21 @@ class ModelTokenizer:
     def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
         if self._chat is None or not self._prompt.is_chat:
             return prompts
-        chats = [read_chat(text) for text in prompts.present()]
-        try:
-            texts = self._chat.render(chats) if chats else []
-        except ChatRefusedError:
-            return self._one_by_one(self._chat, prompts)
-        left = iter(texts)
-        rows = prompts.texts.is_valid().to_pylist()
-        return rendered_prompts([next(left) if row else None for row in rows], prompts.errors)
-
-    def _one_by_one(self, template: ChatTemplate, prompts: RenderedPrompts) -> RenderedPrompts:
         texts, errors = prompts.texts.to_pylist(), dict(prompts.errors)
-        for row, text in enumerate(texts):
-            try:
-                texts[row] = None if text is None else template.render([read_chat(text)])[0]
-            except ChatRefusedError as error:
-                reason = shown(" ".join(error.reason.split()))
-                texts[row], errors[row] = (
-                    None,
-                    f"{INVALID_MESSAGES}: the model's chat template refuses them: {reason}",
-                )
+        chats = {row: read_chat(text) for row, text in enumerate(texts) if text is not None}
+        try:
+            rendered = self._chat.render(list(chats.values())) if chats else []
+            for row, text in zip(chats, rendered, strict=True):
+                texts[row] = text
+        except ChatRefusedError:
+            for row, chat in chats.items():
+                try:
+                    texts[row] = self._chat.render([chat])[0]
+                except ChatRefusedError as error:
+                    reason, texts[row] = shown(" ".join(error.reason.split())), None
+                    errors[row] = (
+                        f"{INVALID_MESSAGES}: the model's chat template refuses them: {reason}"
+                    )
         return rendered_prompts(texts, errors)
 
     def _rendered(self, texts: Sequence[str]) -> Sequence[str]:
@@ -236,26 +229,19 @@ class ModelTokenizer:
         return self._decode(token_ids)
 
 
-class Utf8Tokenizer:
+class Utf8Tokenizer(Tokenizer):
     """One token per UTF-8 byte: for the `fake` engine without a model."""
 
     fingerprint = "utf-8"
     model_version = "none"
     vocabulary_bound = 256
-    control_tokens = ControlTokens()
 
     def __init__(self, spec: JobSpec) -> None:
         self.files = _local_files(spec.model.path)
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
-        self.max_prompt_len = _max_prompt_len(spec, self.max_model_len)
+        self.max_prompt_len = self.max_model_len - (not spec.is_pooled)
         self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len)
         self._answer_prefix = spec.prompt.answer_prefix or ""
-
-    def be_exact(self) -> None:
-        """There is no fast library."""
-
-    def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
-        return prompts
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
         whole = (text + self._answer_prefix for text in texts)
@@ -267,12 +253,11 @@ class Utf8Tokenizer:
         return [list(answer.encode("utf-8", errors="replace")[:1]) for answer in answers]
 
     def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
-        found = []
-        for text in texts:
-            sizes = [len(char.encode("utf-8", errors="replace")) for char in text or ""]
-            places = np.repeat(np.arange(len(sizes)), sizes)
-            found.append(np.stack([places, places + 1], axis=1))
-        return found
+        def places(text: str) -> NDArray[np.int64]:
+            sizes = [len(char.encode("utf-8", errors="replace")) for char in text]
+            return np.repeat(np.arange(len(sizes)), sizes)
+
+        return [np.stack([starts := places(text or ""), starts + 1], axis=1) for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")
@@ -330,20 +315,3 @@ def _vocabulary_bound(vocabulary: dict[str, int], path: str) -> int:
             f" {MAX_TOKEN_ID} can't be planned"
         )
     return token_id + 1
-
-
-def _chosen_length(spec: JobSpec, known: ModelLength | None) -> int:
-    wanted, path = spec.engine.max_model_len, spec.model.path
-    if known is not None:
-        return known.chosen(wanted, path)
-    if wanted is None:
-        raise ModelError(
-            f"model {path}: its config.json doesn't say how long a prompt may be; set"
-            " engine.max_model_len"
-        )
-    return wanted
-
-
-def _max_prompt_len(spec: JobSpec, max_model_len: int) -> int:
-    """Most tokens of a prompt: one of output needs room, unless nothing is generated."""
-    return max_model_len if spec.is_pooled else max_model_len - 1

@@ -75,9 +75,9 @@ def describe(error: ValidationError, spec: type[BaseModel]) -> str:
             reason = f"has no value; it {reason}"
         reason = shown(reason, _MAX_REASON_LEN)
         faults[f"{shown(where)}: {reason}" if where else reason] = None
-    found = list(faults)
-    more = [f"and {len(found) - _MAX_FAULTS} more"] if len(found) > _MAX_FAULTS else []
-    return "; ".join(found[:_MAX_FAULTS] + more)
+    reasons = list(faults)
+    more = [f"and {len(reasons) - _MAX_FAULTS} more"] if len(reasons) > _MAX_FAULTS else []
+    return "; ".join(reasons[:_MAX_FAULTS] + more)
 
 
 def _of_name(fault: ErrorDetails) -> ErrorDetails:
@@ -182,11 +182,11 @@ def _forms(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section in a field's type, also as an option or as an element; the first of a union."""
     return next(_sections_in(annotation), None)
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections in a field's type, also as options or as elements."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for each in get_args(annotation):

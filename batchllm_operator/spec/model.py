@@ -31,7 +31,6 @@ from batchllm_operator.spec.tasks import (
     Labels,
     Task,
     check_task,
-    ends_answers,
     fill_task,
     output_columns,
 )
@@ -117,12 +116,9 @@ class JobSpec(Section):
         return fill_task(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
-    def _check_task(self) -> JobSpec:
+    def _check_rules(self) -> JobSpec:
+        """Check what no field's type says, across sections."""
         check_task(self)
-        return self
-
-    @model_validator(mode="after")
-    def _check_columns(self) -> JobSpec:
         fields = {"input.key": self.input.key, "output.carry": self.output.carry}
         for field, column in ((name, each) for name in fields for each in fields[name]):
             if column in self.output_columns:
@@ -135,19 +131,11 @@ class JobSpec(Section):
                     f"{field}: column {column!r} is the partition column, which is always kept;"
                     " leave it out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_reuse(self) -> JobSpec:
         if self.reuse_outputs and not self.sampling.is_greedy:
             raise ValueError(
                 "reuse_outputs needs greedy sampling (sampling.temperature: 0): a sampled text is"
                 " one of many, and reusing it would sample once for all days"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_runahead(self) -> JobSpec:
         if self.planner.runahead == "on" and (reason := self.reason_against_chains):
             raise ValueError(f"planner.runahead is on, but {reason}")
         return self
@@ -171,8 +159,12 @@ class JobSpec(Section):
 
     @property
     def ends_answers(self) -> bool:
-        """Whether the model ends its answers, so that one that a limit ends lacks a part."""
-        return ends_answers(self)
+        """Whether the model ends its answers, so that one that a limit ends lacks a part.
+
+        In a form (`response_format`) an answer is whole, or invalid.
+        """
+        is_free = self.task == "generate" and self.response_format is None
+        return is_free and not self.sampling.ignore_eos
 
     @property
     def decodes(self) -> bool:

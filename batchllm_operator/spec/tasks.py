@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
 from batchllm_operator.spec.limits import shown
 from batchllm_operator.spec.response_format import JsonSchemaFormat
-from batchllm_operator.spec.sections import EmbeddingSpec, NonEmpty, SamplingSpec
+from batchllm_operator.spec.sections import EmbeddingSpec, NonEmpty, SamplingSpec, by_name
 
 if TYPE_CHECKING:
     from batchllm_operator.spec.model import JobSpec
@@ -32,18 +32,13 @@ def _as_labels(value: object) -> object:
     if isinstance(value, list | tuple):
         if len(set(map(str, value))) < len(value):
             raise ValueError("names a label twice")
-        return {each: each for each in value}
+        return {label: label for label in value}
     return value
-
-
-def _by_name(labels: dict[str, Any]) -> dict[str, Any]:
-    """In an order that a stored spec keeps: JSON's objects have none."""
-    return dict(sorted(labels.items()))
 
 
 Labels = Annotated[
     dict[NonEmpty, NonEmpty],
-    AfterValidator(_by_name),
+    AfterValidator(by_name),
     BeforeValidator(_as_labels, json_schema_input_type=dict[str, str] | tuple[str, ...]),
 ]
 
@@ -80,8 +75,16 @@ def check_task(spec: JobSpec) -> None:
         )
     if spec.task != "embed" and spec.embedding != EmbeddingSpec():
         raise ValueError("embedding is for task: embed")
-    if spec.is_pooled:
-        _check_pooled(spec)
+    if not spec.is_pooled:
+        return
+    if spec.sampling != SamplingSpec(max_tokens=1):
+        raise ValueError(f"sampling: task {spec.task} generates no tokens; leave sampling out")
+    if spec.prompt.answer_prefix is not None:
+        raise ValueError(f"prompt.answer_prefix: task {spec.task} has no answer that it can begin")
+    if spec.planner.estimated_output_tokens is not None:
+        raise ValueError(
+            f"planner.estimated_output_tokens: task {spec.task} generates no tokens; leave it out"
+        )
 
 
 def _check_classify(spec: JobSpec) -> None:
@@ -97,15 +100,6 @@ def _check_classify(spec: JobSpec) -> None:
         raise ValueError(
             "sampling: task classify reads the probabilities of one token; leave sampling out"
         )
-
-
-def ends_answers(spec: JobSpec) -> bool:
-    """Whether the model ends its answers, so that one that a limit ends lacks a part.
-
-    In a form (`response_format`) an answer is whole, or invalid.
-    """
-    is_free = spec.task == "generate" and spec.response_format is None
-    return is_free and not spec.sampling.ignore_eos
 
 
 def _check_response_format(spec: JobSpec) -> None:
@@ -128,17 +122,6 @@ def _check_response_format(spec: JobSpec) -> None:
                 " or rename the property"
             )
         taken.add(name.casefold())
-
-
-def _check_pooled(spec: JobSpec) -> None:
-    if spec.sampling != SamplingSpec(max_tokens=1):
-        raise ValueError(f"sampling: task {spec.task} generates no tokens; leave sampling out")
-    if spec.prompt.answer_prefix is not None:
-        raise ValueError(f"prompt.answer_prefix: task {spec.task} has no answer that it can begin")
-    if spec.planner.estimated_output_tokens is not None:
-        raise ValueError(
-            f"planner.estimated_output_tokens: task {spec.task} generates no tokens; leave it out"
-        )
 
 
 def output_columns(spec: JobSpec) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from batchllm_operator.errors import ModelError, SpecError
-from batchllm_operator.model import ModelFiles, find_length
+from batchllm_operator.model import ModelFiles, choose_length, find_length
 from batchllm_operator.spec import EngineSpec
 
 vllm_model = pytest.importorskip("vllm.config.model")
@@ -150,11 +150,11 @@ def test_lengths_are_those_that_vllm_allows(tmp_path: Path, name: str, is_pooled
         return
     assert found.usual == vllms(tmp_path, None, arguments, is_pooled=is_pooled)
     assert found.most == vllms(tmp_path, found.most, arguments, is_pooled=is_pooled)
-    assert found.chosen(found.most, "m") == found.most
+    assert choose_length(found, found.most, "m") == found.most
     with pytest.raises(ValueError, match="greater than the derived"):
         vllms(tmp_path, found.most + 1, arguments, is_pooled=is_pooled)
     with pytest.raises(SpecError, match=rf"engine\.max_model_len: .* allows: {found.most} \("):
-        found.chosen(found.most + 1, "m")
+        choose_length(found, found.most + 1, "m")
 
 
 @pytest.mark.parametrize("name", ["llama", "linear", "dynamic, by its older name", "llama3"])
@@ -209,4 +209,4 @@ def test_vllms_own_switch_lifts_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
     found = find_length(SimpleNamespace(**LLAMA), files, EngineSpec(), is_pooled=False)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert found is not None
-    assert found.chosen(9000, "m") == 9000 == vllms(tmp_path, 9000, {}, is_pooled=False)
+    assert choose_length(found, 9000, "m") == 9000 == vllms(tmp_path, 9000, {}, is_pooled=False)

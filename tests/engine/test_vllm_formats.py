@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -134,21 +133,6 @@ def test_an_engine_compiles_the_form_before_it_starts(
     monkeypatch.setattr(vllm_engine.VLLMEngine, "_start", Mock(side_effect=AssertionError))
     with pytest.raises(SpecError, match=r"properties\.code: .*can't compile it"):
         vllm_engine.VLLMEngine(spec_of(model, schema_of(code=HARD)), EngineJob(max_model_len=64))
-
-
-def test_an_engine_that_starts_refuses_it_once(model: Path) -> None:
-    form = schema_of(stars={"type": "integer", "multipleOf": 2})
-    params = vllm_answers.sampling_params(
-        spec_of(model, form).sampling, form=spec_of(model, form).response_format
-    )
-    config = vllm_formats.StructuredOutputsConfig(backend="xgrammar")
-    engine = Mock(get_tokenizer=lambda: vllm_formats.get_tokenizer(str(model)))
-    engine.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(is_diffusion=False), structured_outputs_config=config
-    )
-    with pytest.raises(SpecError, match="response_format: vLLM refuses it"):
-        vllm_formats.check_engine(params, engine)
-    engine.engine_core.shutdown.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ from batchllm_operator.engine.vllm.attention import (  # noqa: E402
     check_model,
     start_attention,
 )
-from batchllm_operator.engine.vllm.formats import check_engine, check_planned  # noqa: E402
+from batchllm_operator.engine.vllm.formats import check_planned  # noqa: E402
 from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings  # noqa: E402
 from batchllm_operator.engine.vllm.reasoning import ReasoningSplitter, choose_parser  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
@@ -99,8 +99,6 @@ class VLLMEngine:
             self._start(spec, self._args, job)
         self._answers = _answers(spec, job, self._splitter)
         config = self._engine.vllm_config
-        if isinstance(self._answers, GeneratedAnswers):
-            check_engine(self._answers.params, self._engine)
         self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
         self._first_samples: dict[str, Any] = {}

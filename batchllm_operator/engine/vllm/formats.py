@@ -125,7 +125,9 @@ class _Compiler:
     def compile(self, form: ResponseFormat) -> None:
         """Compile a format. Raises whatever vLLM and its backends raise."""
         params = SamplingParams(structured_outputs=structured_outputs(form))
-        _validate(params, SimpleNamespace(is_diffusion=False), self._config, self._tokenizer)
+        model_config: Any = SimpleNamespace(is_diffusion=False)
+        with _yaml_as_it_is():
+            params._validate_structured_outputs(model_config, self._config, self._tokenizer)
         outputs: Any = params.structured_outputs
         backend = self._backend(str(outputs._backend))
         if outputs._backend == "xgrammar" and isinstance(form, JsonSchemaFormat):
@@ -183,30 +185,6 @@ def _faulty_part(schema: Mapping[str, Any], compiler: _Compiler) -> tuple[str, s
 def _alone(part: Any) -> JsonSchemaFormat:
     schema = {"type": "object", "properties": {"value": part}, "required": ["value"]}
     return JsonSchemaFormat(type="json_schema", json_schema=json.dumps(schema))
-
-
-def check_engine(params: SamplingParams, engine: Any) -> None:
-    """Check the structured outputs of `params` with an `LLMEngine`, and end it if they don't fit.
-
-    Raises:
-        SpecError: vLLM refuses them.
-    """
-    if params.structured_outputs is None:
-        return
-    config = engine.vllm_config
-    try:
-        given = config.structured_outputs_config
-        _validate(params.clone(), config.model_config, given, engine.get_tokenizer())
-    # Its backends are libraries with errors of their own.
-    except Exception as error:
-        engine.engine_core.shutdown()
-        raise SpecError(f"response_format: vLLM refuses it: {one_line(error)}") from error
-
-
-def _validate(params: SamplingParams, model_config: Any, config: Any, tokenizer: Any) -> None:
-    """Check the structured outputs of `params`, as vLLM does for each request."""
-    with _yaml_as_it_is():
-        params._validate_structured_outputs(model_config, config, tokenizer)
 
 
 @contextmanager
