@@ -29,6 +29,14 @@ SCRIPTS = [0x20, 0xA0, 0x370, 0x400, 0x590, 0x600, 0x900, 0xE00, 0x1100, 0x1E00,
 SCRIPTS += [0x3040, 0x4E00, 0xAC00, 0xFB00, 0xFF00, 0x1F600]
 
 
+class Compared(list[str]):
+    """A reference for `qwen2` that keeps the texts it was given."""
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        self.extend(texts)
+        return whole(family("qwen2"), list(texts))
+
+
 def encoder(name: str, *, special: bool = True) -> PromptEncoder:
     tokenizer = family(name)
     return PromptEncoder(
@@ -81,7 +89,6 @@ def test_long_and_random_texts(name: str) -> None:
         batch.append("".join(generator.choices([*letters, *FRAGMENTS], k=60)))
     found = encoder(name)
     assert found.encode(batch).to_lists() == whole(family(name), batch)
-    assert found.encode(batch[::-1]).to_lists() == whole(family(name), batch[::-1])
 
 
 @pytest.mark.parametrize("text", ["v" * 50_000, " " * 50_000, " v" * 25_000, "\n v" * 20_000, "\0"])
@@ -95,6 +102,7 @@ def test_degenerate_texts(name: str, text: str) -> None:
 def test_many_empty_texts() -> None:
     tokens = encoder("llama3", special=False).encode([""] * 100_000)
     assert len(tokens) == 100_000 and tokens.num_tokens == 0
+    assert tokens.token_ids.dtype == np.int32 and tokens.offsets.dtype == np.int64
 
 
 def test_half_a_surrogate_pair_is_refused_as_by_the_tokenizers_library() -> None:
@@ -133,16 +141,10 @@ def test_of_a_huge_text_only_the_beginning_is_compared(monkeypatch: pytest.Monke
     """`tokenizers` would take hundreds of bytes of memory for each of its bytes."""
     monkeypatch.setattr(prompt_encoder, "_HUGE_CHARS", 1000)
     monkeypatch.setattr(prompt_encoder, "_BEGINNING_CHARS", 100)
-    compared: list[str] = []
-    tokenizer = family("qwen2")
-
-    def reference(texts: Sequence[str]) -> list[list[int]]:
-        compared.extend(texts)
-        return whole(tokenizer, list(texts))
-
+    compared, tokenizer = Compared(), family("qwen2")
     batch = ["fox " + long_text(1, 300) * 9, "fox", long_text(2, 300) * 9]
     for is_wrong in (False, True):
-        found = PromptEncoder(reference, tokenizer, "t", add_special_tokens=True)
+        found = PromptEncoder(compared, tokenizer, "t", add_special_tokens=True)
         if is_wrong:
             spoil(found, "fox ")
         compared.clear()
@@ -153,14 +155,8 @@ def test_of_a_huge_text_only_the_beginning_is_compared(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("size", [1, 7, 100, 513])
 def test_one_prompt_in_512_is_compared_whatever_the_batches(size: int) -> None:
-    compared: list[str] = []
-    tokenizer = family("qwen2")
-
-    def reference(texts: Sequence[str]) -> list[list[int]]:
-        compared.extend(texts)
-        return whole(tokenizer, list(texts))
-
-    found = PromptEncoder(reference, tokenizer, "t", add_special_tokens=True)
+    compared = Compared()
+    found = PromptEncoder(compared, family("qwen2"), "t", add_special_tokens=True)
     compared.clear()  # of the test texts
     for start in range(0, 3000, size):
         found.encode([str(idx) for idx in range(start, min(start + size, 3000))])
@@ -254,8 +250,3 @@ def test_a_tokenizer_without_a_backend_is_called_itself() -> None:
     assert found.library == "transformers"
     assert found.encode(["a", "", "abc"]).to_lists() == [[1], [0], [3]]
     assert found.encode([]).to_lists() == []
-
-
-def test_token_ids_are_numbers_of_32_bits() -> None:
-    tokens = encoder("qwen2").encode(["fox"])
-    assert tokens.token_ids.dtype == np.int32 and tokens.offsets.dtype == np.int64
