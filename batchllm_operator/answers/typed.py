@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from batchllm_operator.answers import fakes
 from batchllm_operator.answers.json_columns import JsonColumn, ValueFaultError, property_columns
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
-from batchllm_operator.answers.subschemas import parts
+from batchllm_operator.answers.subschemas import parts, resolved
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec, JsonSchemaFormat, matcher
 from batchllm_operator.spec.limits import shown
@@ -33,8 +33,7 @@ class TypedAnswers(AnswerKind):
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
         form = spec.response_format
         assert isinstance(form, JsonSchemaFormat)
-        self._schema = form.schema_fields
-        self._columns, self._validator = _compiled(form.json_schema)
+        self._schema, self._columns, self._validator = _compiled(form.json_schema)
         self.fields = tuple(
             pa.field(name, column.type)
             for name, column in zip(form.columns, self._columns.values(), strict=True)
@@ -68,7 +67,7 @@ class TypedAnswers(AnswerKind):
 
     def fake_text(self, prompt: FakePrompt) -> str:
         digest = fakes.digest_of(prompt.token_ids)
-        text = json.dumps(fakes.json_value(self._schema, self._schema, digest))
+        text = json.dumps(fakes.json_value(self._schema, digest))
         return fakes.cut(text) if prompt.is_invalid else text
 
     def _values(self, answer: Mapping[str, Any]) -> list[Any]:
@@ -83,15 +82,16 @@ class TypedAnswers(AnswerKind):
 
 
 @lru_cache(maxsize=8)  # a commit asks for the same schema often
-def _compiled(schema_text: str) -> tuple[dict[str, JsonColumn], Any]:
-    """The columns of a schema's properties, and its validator."""
+def _compiled(schema_text: str) -> tuple[dict[str, Any], dict[str, JsonColumn], Any]:
+    """A schema without references, the columns of its properties, and its validator."""
     from jsonschema import validators
 
     schema = json.loads(schema_text)
     kind = validators.validator_for(schema, default=validators.Draft202012Validator)
     _check_schema(schema, kind)
     validator = validators.extend(kind, {"pattern": _pattern_faults})(schema)
-    return property_columns(schema), validator
+    whole = resolved(schema)
+    return whole, property_columns(whole), validator
 
 
 def _check_schema(schema: Mapping[str, Any], kind: Any) -> None:

@@ -111,7 +111,7 @@ def test_a_schema_of_references_that_grows_without_end_is_refused() -> None:
         return {"type": "object", "properties": {key: {"$ref": f"#/$defs/{name}"} for key in "xy"}}
 
     defs = {f"d{depth}": pair(f"d{depth + 1}") for depth in range(30)} | {"d30": {}}
-    with pytest.raises(SpecError, match="one of more than 2,000 columns"):
+    with pytest.raises(SpecError, match="more than 20,000 parts"):
         columns_of({"$ref": "#/$defs/d0"}, **{"$defs": defs})
     chain = {f"d{depth}": {"$ref": f"#/$defs/d{depth + 1}"} for depth in range(3000)}
     with pytest.raises(SpecError, match="nested too deeply"):

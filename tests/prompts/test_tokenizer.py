@@ -264,9 +264,6 @@ def limited(num_tokens: int, task: str = "generate") -> Tokenizer:
         *((task, 10, None) for task in ("embed", "pool")),
         ("embed", 11, "prompt_too_long: 11 tokens, the model allows 10"),
         ("pool", 11, "prompt_too_long: 11 tokens, the model allows 10"),
-            (task, 11, "prompt_too_long: 11 tokens, the model allows 10")
-            for task in ("embed", "pool")
-        ),
     ],
 )
 def test_a_prompt_has_tokens_and_leaves_room_for_an_output(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-from batchllm_operator.answers.subschemas import parts, without_references
+from batchllm_operator.answers.subschemas import parts, resolved
 from batchllm_operator.engine.limited import first_failure
 from batchllm_operator.engine.vllm.logs import configure_logs, one_line
 from batchllm_operator.errors import SpecError
@@ -167,8 +167,8 @@ def _check_patterns(schema: Mapping[str, Any]) -> None:
 
 def _faulty_part(schema: Mapping[str, Any], compiler: _Compiler) -> tuple[str, str] | None:
     """The innermost part of a schema that fails alone, and the reason; None if none does."""
-    found, part = None, without_references(schema)
-    while part is not None:
+    found, part = None, resolved(schema)
+    while True:
         inside = [("", {"type": "boolean"}), *parts(part)]  # the first: does the backend work?
         attempts: list[Callable[[], object]] = [
             partial(compiler.compile, _alone(each)) for _, each in inside
