@@ -1,21 +1,8 @@
 """An engine without a model, to try and test everything around it.
 
 It answers a prompt with a digest of its token ids and its adapter's name, so outputs are
-deterministic and differ between prompts. `engine.extra_args` can ask for faults, delays, and plans
-without a model's tokenizer:
-
-    byte_tokens        the tokens of a prompt are its bytes (default false: the model's)
-    delay_s            seconds for each request
-    error_token_id     a request whose prompt has this token gets an error
-    fatal_token_id     ... kills the engine
-    invalid_every      of so many prompts, about one has answers without the `response_format`
-    invalid_tries      ... until it has been tried so often (default: always)
-    max_in_flight      requests that run at a time (default 16)
-    nan_token_id       a vector of a prompt with this token isn't of numbers
-    num_characters     of each text (default 21)
-
-What a prompt has in common with the one before counts as cached, in whole KV blocks.
-`arguments` checks their names and types before an engine starts.
+deterministic and differ between prompts. What a prompt has in common with the one before counts as
+cached, in whole KV blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +11,9 @@ import time
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from operator import eq
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from batchllm_operator.answers import Answers, FakePrompt
 from batchllm_operator.answers.fakes import NUM_CHARACTERS, adapter_ids, digest_of
@@ -35,16 +22,34 @@ from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, Eng
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.sections import MAX_COUNT
 
+
+class FakeArguments(BaseModel):
+    """`engine.extra_args` of this engine; `check_arguments` refuses others."""
+
+    model_config = ConfigDict(frozen=True)
+
+    byte_tokens: bool = False
+    """The tokens of a prompt are its bytes, so that no model's tokenizer is needed."""
+    delay_s: float = Field(default=0.0, ge=0)
+    """Seconds for each request."""
+    error_token_id: int | None = None
+    """A request whose prompt has this token gets an error."""
+    fatal_token_id: int | None = None
+    """A request whose prompt has this token kills the engine."""
+    invalid_every: int | None = Field(default=None, ge=1)
+    """Of so many prompts, about one has answers without the `response_format`."""
+    invalid_tries: int = Field(default=MAX_COUNT, ge=1)
+    """How often such a prompt is tried until its answer has the form."""
+    max_in_flight: int = Field(default=16, ge=1)
+    """Requests that run at a time."""
+    nan_token_id: int | None = None
+    """A vector of a prompt with this token has no numbers."""
+    num_characters: int = Field(default=NUM_CHARACTERS, ge=0)
+    """Length of each text."""
+
+
 ARGUMENTS: Final[dict[str, Any]] = {
-    "byte_tokens": bool,
-    "delay_s": Annotated[float, Field(ge=0)],
-    "error_token_id": int,
-    "fatal_token_id": int,
-    "invalid_every": Annotated[int, Field(ge=1)],
-    "invalid_tries": Annotated[int, Field(ge=1)],
-    "max_in_flight": Annotated[int, Field(ge=1)],
-    "nan_token_id": int,
-    "num_characters": Annotated[int, Field(ge=0)],
+    name: field.rebuild_annotation() for name, field in FakeArguments.model_fields.items()
 }
 """Types by name."""
 
@@ -53,28 +58,19 @@ class FakeEngine:
     """Serves requests in waves of `max_in_flight`, with made-up outputs."""
 
     def __init__(self, spec: JobSpec, max_model_len: int) -> None:
-        args = {name: each for name, each in spec.engine.extra_args.items() if each is not None}
-        self._delay_s = float(str(args.get("delay_s", 0)))
-        self._error_token_id = args.get("error_token_id")
-        self._fatal_token_id = args.get("fatal_token_id")
-        self._invalid_every = int(str(args.get("invalid_every", 0)))
-        self._invalid_tries = int(str(args.get("invalid_tries", MAX_COUNT)))
-        self._nan_token_id = args.get("nan_token_id")
-        self._max_in_flight = int(str(args.get("max_in_flight", 16)))
-        self._num_characters = int(str(args.get("num_characters", NUM_CHARACTERS)))
-        self._answers = Answers.of(spec)
+        given = {name: arg for name, arg in spec.engine.extra_args.items() if arg is not None}
+        self._args, self._answers = FakeArguments.model_validate(given), Answers.of(spec)
         self._max_tokens = 0 if spec.is_pooled else spec.sampling.max_tokens
-        self._block_size = block_size_of(spec)
-        self._max_model_len = max_model_len
+        self._block_size, self._max_model_len = block_size_of(spec), max_model_len
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         before: list[int] = []  # with the adapter
-        while wave := list(islice(requests, self._max_in_flight)):
+        while wave := list(islice(requests, self._args.max_in_flight)):
             for idx, request in enumerate(wave):
-                if self._fatal_token_id in request.prompt_token_ids:
+                if self._args.fatal_token_id in request.prompt_token_ids:
                     raise EngineDiedError("fatal token in the batch", wave[idx:])
-                if self._delay_s:
-                    time.sleep(self._delay_s)
+                if self._args.delay_s:
+                    time.sleep(self._args.delay_s)
                 prompt = _with_adapter(request)
                 num_shared = sum(takewhile(bool, map(eq, before, prompt[:-1])))
                 num_shared -= len(prompt) - len(request.prompt_token_ids)
@@ -86,17 +82,15 @@ class FakeEngine:
         pass
 
     def _answer(self, request: EngineRequest, num_cached_tokens: int) -> EngineOutput:
-        if self._error_token_id in request.prompt_token_ids:
+        if self._args.error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
         num_prompt_tokens, token_ids = len(request.prompt_token_ids), _with_adapter(request)
-        every = self._invalid_every
+        every, is_tried = self._args.invalid_every, request.num_tries >= self._args.invalid_tries
         prompt = FakePrompt(
             token_ids,
-            self._num_characters,
-            is_invalid=bool(every)
-            and not digest_of(token_ids) % every
-            and request.num_tries < self._invalid_tries,
-            is_nan=self._nan_token_id in token_ids,
+            self._args.num_characters,
+            is_invalid=every is not None and not is_tried and not digest_of(token_ids) % every,
+            is_nan=self._args.nan_token_id in token_ids,
         )
         text, raw = self._answers.fake(prompt)
         return EngineOutput(
