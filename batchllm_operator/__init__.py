@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchllm_operator.commit.commit_run import commit_run as commit_run
     from batchllm_operator.plan.plan_job import plan_job as plan_job
-    from batchllm_operator.run.run_shards import run_shard as run_shard
     from batchllm_operator.run.run_shards import run_worker as run_worker
     from batchllm_operator.spec import load_spec as load_spec
 
 __version__ = "0.1.0"
-__all__ = ["commit_run", "load_spec", "plan_job", "run_shard", "run_worker"]
+__all__ = ["commit_run", "load_spec", "plan_job", "run_worker"]
 
 _ROOMS = {
     "commit_run": "commit.commit_run",
     "load_spec": "spec",
     "plan_job": "plan.plan_job",
-    "run_shard": "run.run_shards",
     "run_worker": "run.run_shards",
 }
 

@@ -63,7 +63,7 @@ class _Command(Protocol):
 _COMMANDS: Final[Mapping[str, tuple[_Command, str]]] = {
     "job": (job, "Plan a job, generate for all its shards here, commit and report; resumes."),
     "plan": (plan, "Plan a job for one partition of its input table."),
-    "run": (run, "Generate for one shard of a plan; resumes where it was stopped."),
+    "run": (run, "Generate for a plan's shards until none is left; resumes where it was stopped."),
     "verify": (verify, "Check that what a stage was to leave in the lake is there, whole."),
     "commit": (commit, "Check that every row is answered, and publish."),
     "report": (report, "Print what a committed run did, or compare two."),

@@ -35,14 +35,12 @@ class ExitCode(IntEnum):
     TOO_MANY_FAILED_ROWS = 4  # more than max_failed_fraction
     INCOMPLETE = 5  # commit before every shard has finished
     CONFLICT = 6  # another client has published the partition meanwhile
-    FENCED = 7  # a later attempt at the shard has taken over
     INTERRUPTED = 130  # 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
 
 
 FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS, ExitCode.CONFLICT)
-"""Failures that a retry can't mend. An empty partition is not among them, as data may come late;
-nor is a fenced attempt, whose task waits for the other's results, and retries if there are none."""
+"""Failures that a retry can't mend. An empty partition is not among them, as data may come late."""
 
 
 class BatchLLMError(Exception):
@@ -130,8 +128,6 @@ class CommitUnknownError(BatchLLMError):
 
 class FencedError(BatchLLMError):
     """A later attempt at the same shard has taken over; this one must stop."""
-
-    exit_code = ExitCode.FENCED
 
 
 class StorageError(BatchLLMError):

@@ -28,7 +28,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec
 from benchmarks.faults.tables import iceberg_settings, set_environment
 from benchmarks.plan_stage import DS, git_sha
@@ -112,8 +112,7 @@ def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
     make_table(lake, num_rows)
     spec = make_spec(lake, ADDRESSES[kind])
     plan = plan_job(spec, DS)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     shutil.copytree(lake / "staging", before)
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     with spark_cluster(root / "spark") as cluster:

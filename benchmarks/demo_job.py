@@ -153,7 +153,7 @@ def _run_batchllm(folder: Path, engine: dict[str, Any], max_tokens: int) -> dict
     started_at = time.perf_counter()
     plan = _batchllm(folder, "plan", "--job", str(folder / "job.yaml"), "--ds", DS)
     plan_s = time.perf_counter() - started_at
-    _batchllm(folder, "run", "--plan", plan["plan_uri"], "--shard", "0")
+    _batchllm(folder, "run", "--plan", plan["plan_uri"])
     started_at = time.perf_counter()
     report = _batchllm(folder, "commit", "--plan", plan["plan_uri"])
     return {

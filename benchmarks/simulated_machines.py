@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import count, islice
 from typing import Final
+from unittest.mock import patch
 
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import ProgressWriter
+from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import Holder, Lap
-from batchllm_operator.run.shard_source import Shards
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.run.worker import Worker
 from batchllm_operator.shards.attempts import attempt_name
@@ -53,11 +55,13 @@ class Simulation:
         heapq.heappush(self._events, (clock_s, next(self._numbers), act))
 
     def run(self) -> None:
-        while self._events:
-            self.clock_s, _, act = heapq.heappop(self._events)
-            pause_s = act()
-            if pause_s is not None:
-                self.at(self.clock_s + pause_s, act)
+        """Let all happen; progress is written by events, not by threads in real time."""
+        with patch.object(ProgressWriter, "start", lambda writer: None):
+            while self._events:
+                self.clock_s, _, act = heapq.heappop(self._events)
+                pause_s = act()
+                if pause_s is not None:
+                    self.at(self.clock_s + pause_s, act)
 
 
 class Machine:
@@ -77,7 +81,7 @@ class Machine:
         self,
         simulation: Simulation,
         plan: StoredPlan,
-        shards: Shards,
+        shards: ShardQueue,
         seconds: Seconds,
         *,
         look_ahead: int,
@@ -93,13 +97,14 @@ class Machine:
         """Until the next output."""
         self._tallies: list[ShardTally] = []
         """Of attempts that it has begun and not ended."""
-        holder = Holder(Drain(), Lap(), num_gpus=1, every_s=None, observe=self._observe)
+        holder = Holder(
+            Drain(), Lap(), 1, DEFAULT_INTERVAL_S, shards.worker, shards.num_workers, self._observe
+        )
         worker = Worker(plan, shards, self._start_engine, holder, clock=simulation.clock)
         self._steps = worker.steps()
         self.has_ended = False
         simulation.at(begins_at, self._step)
-        if shards.worker is not None:  # by which other workers judge it
-            simulation.at(begins_at, self._write_progress)
+        simulation.at(begins_at, self._write_progress)
 
     @property
     def _is_dead(self) -> bool:

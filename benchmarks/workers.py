@@ -17,14 +17,10 @@ to 10 % more or less than planned, drawn by the seed. An engine starts in 60 s. 
 shard's 50 requests, as vLLM does with 2,048 of 5,000, and so the worker claims its next shard that
 much earlier. A part is half of a shard.
 
-    makespan        seconds until the last shard is finished / ideal, for workers
-    makespan_fixed  the same for eight shards, one for each worker (`run --shard`): joining
-                    workers find nothing to do; the killed one's shard is run again, from its
-                    finished parts, once its progress is silent for 60 s and one of the seven
-                    other machines is free
-    num_takeovers   attempts at shards beyond the first, for workers
+    makespan        seconds until the last shard is finished / ideal
+    num_takeovers   attempts at shards beyond the first
     runs            these for each seed, and `ideal_s`; a row has those of the seed with the
-                    longest makespan for workers
+                    longest makespan
 
 The ideal is when the machines would have done the work if it could be cut at any point and nothing
 were lost. Each works at its own speed, from the end of its engine's first start until it is
@@ -45,7 +41,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -60,9 +55,7 @@ from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineRequest
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_source import Claimed, OneShard, Shards
-from batchllm_operator.shards.attempts import attempt_numbers, claim_attempt
-from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.attempts import attempt_numbers
 from batchllm_operator.spec import parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from benchmarks.provenance import provenance
@@ -73,7 +66,6 @@ NUM_WORKERS: Final = 8
 SHARD_S: Final = 120.0
 NOISE: Final = 0.1
 START_S: Final = 60.0
-SILENT_S: Final = 60.0
 LOOK_AHEAD: Final = 0.4
 """Requests in an engine: share of a shard's."""
 _NUM_PARTS: Final = 2
@@ -133,8 +125,8 @@ class Job:
     def seconds(self, request: EngineRequest) -> float:
         return float(self._document_s[int(bytes(request.prompt_token_ids[:_DIGITS]))])
 
-    def plan(self, name: str, num_shards: int | None = None) -> StoredPlan:
-        """A plan for a table of its own, as fine as workers want it, or with `num_shards`."""
+    def plan(self, name: str) -> StoredPlan:
+        """A plan for a table of its own."""
         spec = {
             "spec_version": 1,
             "name": name,
@@ -145,7 +137,7 @@ class Job:
             "output": {"uri": f"{self._lake}/{name}"},
             "engine": {"backend": "fake", "extra_args": {"byte_tokens": True}},
             "planner": {
-                "num_shards": num_shards or self._num_shards,
+                "num_shards": self._num_shards,
                 "part_rows": math.ceil(self._shard_requests / _NUM_PARTS),
             },
         }
@@ -204,7 +196,7 @@ class Run:
         self.simulation = Simulation()
         self._machines: list[Machine] = []
 
-    def add(self, shards: Shards, place: Place) -> None:
+    def add(self, shards: ShardQueue, place: Place) -> None:
         self._machines.append(
             Machine(
                 self.simulation,
@@ -227,26 +219,6 @@ class Run:
             clocks = {"clock": simulation.clock, "now": simulation.now}
             self.add(ShardQueue(self.plan, number, num_workers, **clocks), place)
 
-    def fixed(self, places: Sequence[Place]) -> None:
-        """One shard for each worker of the beginning."""
-        for shard_idx, place in enumerate(places[:NUM_WORKERS]):
-            self._claim(shard_idx, place)
-            if place.dies_at < math.inf:
-                self.simulation.at(place.dies_at + SILENT_S, partial(self._retry, shard_idx))
-
-    def _claim(self, shard_idx: int, place: Place) -> None:
-        folder = self.plan.run_folder(shard_idx)
-        entries = read_ledger(folder, self.plan.manifest.plan_id)
-        claimed = Claimed(shard_idx, claim_attempt(folder), entries)
-        self.add(OneShard(claimed, self.plan.shard(shard_idx).num_rows), place)
-
-    def _retry(self, shard_idx: int) -> float | None:
-        """On the first machine that is free."""
-        if not any(machine.has_ended for machine in self._machines):
-            return 1.0
-        self._claim(shard_idx, Place(begins_at=self.simulation.clock_s))
-        return None
-
     def finish(self) -> float:
         """Simulated seconds until the last shard was finished; the table is published."""
         self.simulation.run()
@@ -266,11 +238,8 @@ def measure(job: Job, case: Case) -> dict[str, Any]:
     ideal = ideal_s(job.work_s, places)
     workers = Run(job, job.plan(f"{case.name}_workers"))
     workers.workers(places)
-    fixed = Run(job, job.plan(f"{case.name}_fixed", NUM_WORKERS))
-    fixed.fixed(places)
     return {
         "makespan": round(workers.finish() / ideal, 4),
-        "makespan_fixed": round(fixed.finish() / ideal, 4),
         "ideal_s": round(ideal, 1),
         "num_takeovers": workers.num_takeovers(),
     }
@@ -287,7 +256,6 @@ def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "case": case.name,
         "makespan": worst["makespan"],
-        "makespan_fixed": worst["makespan_fixed"],
         "target": case.target,
         "num_takeovers": worst["num_takeovers"],
         "num_shards": args.num_shards,

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import uuid
@@ -19,9 +20,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-pytest.register_assert_rewrite("support")  # before the first import from there
+if "support" not in sys.modules:  # tests import this module, too
+    pytest.register_assert_rewrite("support")  # before the first import from there
 
-from support.fork_server import ForkServer  # noqa: E402
+from support.fork_server import ForkServer
 
 # No test depends on how fast the machine is. `make test` tries the same few examples each time,
 # `make test-all` (--hypothesis-profile=full) as many as a test asks for.

@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from support.fake_job import without_model
+from support.staged_job import run_only
 
 from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DS = "2026-01-31"
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -79,9 +81,8 @@ class Job:
         return Path(json.loads(result.read_text(encoding="utf-8"))["plan_uri"])
 
     def run_all(self, plan: Path | str) -> None:
-        for shard in range(len(list(Path(plan).glob("shard-*.parquet")))):
-            outcome = self.batchllm("run", "--plan", plan, "--shard", shard)
-            assert outcome.code == 0, outcome.err
+        outcome = self.batchllm("run", "--plan", plan)
+        assert outcome.code == 0, outcome.err
 
     def commit(self, plan: Path | str) -> Any:
         return self.batchllm("commit", "--plan", plan)
@@ -582,7 +583,7 @@ def flip(path: Path, position: int = -1) -> None:
 
 def refuse_everywhere(job: Job, plan: Path, *words: str) -> None:
     before = listing(job.out)
-    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 0), 2, str(plan), *words)
+    assert_refused(job.batchllm("run", "--plan", plan), 2, str(plan), *words)
     assert_refused(job.commit(plan), 2, str(plan), *words)
     assert_refused(job.batchllm("report", "--plan", plan), 2, str(plan), *words)
     assert listing(job.out) == before
@@ -631,15 +632,14 @@ def test_a_plan_of_another_version(job: Job, field: str) -> None:
 def test_a_corrupted_shard(job: Job) -> None:
     plan = job.planned()
     flip(plan / "shard-00000.parquet", 100)
-    outcome = job.batchllm("run", "--plan", plan, "--shard", 0)
+    outcome = job.batchllm("run", "--plan", plan)
     assert_refused(outcome, 2, str(plan), "shard-00000.parquet", "corrupted")
-    assert job.batchllm("run", "--plan", plan, "--shard", 1).code == 0
 
 
 def test_a_missing_shard(job: Job) -> None:
     plan = job.planned()
     (plan / "shard-00000.parquet").unlink()
-    outcome = job.batchllm("run", "--plan", plan, "--shard", 0)
+    outcome = job.batchllm("run", "--plan", plan)
     assert_refused(outcome, 2, str(plan), "shard-00000.parquet", "missing")
 
 
@@ -656,12 +656,6 @@ def test_the_manifest_of_another_plan(job: Job, finished: Path) -> None:
     outcome = job.commit(finished)
     assert_refused(outcome, 5, "unfinished")
     assert not (job.out / f"ds={DS}").exists()
-
-
-@pytest.mark.parametrize("shard", ["2", "-1", "99"])
-def test_a_shard_that_the_plan_does_not_have(job: Job, shard: str) -> None:
-    plan = job.planned()
-    assert_refused(job.batchllm("run", "--plan", plan, "--shard", shard), 2, "shards 0 to 1", shard)
 
 
 def test_planning_again_repairs_a_plan(job: Job) -> None:
@@ -700,7 +694,7 @@ def test_an_engine_that_keeps_dying_ends_the_run(job: Job) -> None:
     job.write_rows(*(f"row {idx} #" for idx in range(12)))
     job.write_spec(engine={"extra_args": {"fatal_token_id": ord("#")}}, planner={"num_shards": 1})
     plan = job.planned()
-    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 0), 1, "engine died")
+    assert_refused(job.batchllm("run", "--plan", plan), 1, "engine died")
     assert_refused(job.commit(plan), 5)
 
 
@@ -749,8 +743,7 @@ def test_no_row_that_can_be_prompted(job: Job) -> None:
     job.write_spec(max_failed_fraction=1.0)
     plan = job.planned()
     assert list(plan.glob("shard-*")) == []
-    assert job.batchllm("run", "--plan", plan, "--shard", 0).code == 0, "nothing to do"
-    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 9), 2, "no shards")
+    assert job.batchllm("run", "--plan", plan).code == 0, "nothing to do"
     assert job.commit(plan).code == 0
     assert [row["generated_text"] for row in job.published()] == [None, None]
 
@@ -761,7 +754,7 @@ def test_no_row_that_can_be_prompted(job: Job) -> None:
 def test_commit_before_run_names_the_shards(job: Job) -> None:
     plan = job.planned()
     assert_refused(job.commit(plan), 5, "shard 0", "shard 1", "batchllm run")
-    assert job.batchllm("run", "--plan", plan, "--shard", 0).code == 0
+    run_only(StoredPlan.open(str(plan)), 0)
     outcome = job.commit(plan)
     assert_refused(outcome, 5, "shard 1")
     assert "shard 0" not in outcome.err
@@ -781,7 +774,7 @@ def test_commit_twice_is_harmless(job: Job, finished: Path) -> None:
 
 def test_a_second_run_has_nothing_to_do(job: Job, finished: Path) -> None:
     before = listing(finished / "runs")
-    outcome = job.batchllm("run", "--plan", finished, "--shard", 0)
+    outcome = job.batchllm("run", "--plan", finished)
     assert outcome.code == 0
     parts = {name: data for name, data in before.items() if "part-" in name}
     assert {n: d for n, d in listing(finished / "runs").items() if "part-" in n} == parts
@@ -839,7 +832,7 @@ def test_report_of_a_job_needs_its_partition(job: Job, finished: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["nosuch"], ["plan"], ["run", "--plan", "x", "--shard", "one"], ["report"]]
+    "args", [[], ["nosuch"], ["plan"], ["run", "--plan", "x", "--worker", "one"], ["report"]]
 )
 def test_wrong_arguments(batchllm: Any, args: list[str]) -> None:
     outcome = batchllm(*args)
@@ -879,8 +872,7 @@ def test_a_job_on_s3(job: Job, s3_bucket: str, tmp_path: Path) -> None:
     assert job.batchllm("plan", "--job", spec, "--ds", DS, "--result", result).code == 0
     plan = json.loads(result.read_text(encoding="utf-8"))["plan_uri"]
     assert_refused(job.commit(plan), 5, "shard 0")
-    for shard in (0, 1, 0):
-        assert job.batchllm("run", "--plan", plan, "--shard", shard).code == 0
+    job.run_all(plan)
     for _ in range(2):
         assert job.commit(plan).code == 0
     report = job.batchllm("report", "--job", spec, "--ds", DS)

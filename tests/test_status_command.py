@@ -20,7 +20,7 @@ from support.staged_job import Engines, plan_one_shard
 from batchllm_operator.commands import status as status_command
 from batchllm_operator.errors import EngineError, ExitCode, Interrupted
 from batchllm_operator.report import format_status, format_totals
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import job_status
 from batchllm_operator.shards.refusal import Refusal
 from batchllm_operator.shards.status import (
@@ -244,7 +244,7 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
         raise EngineError("broken")
 
     with pytest.raises(EngineError):
-        run_shard(plan.folder.uri, 0, start=Engines(at=13, act=fail))
+        run_worker(plan, start=Engines(at=13, act=fail))
     result = tmp_path / "result.json"
     done = batchllm("status", "--plan", plan.folder.uri, "--result", result)
     assert done.code == ExitCode.OK and not done.err
@@ -256,12 +256,9 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
         False,
     )
     assert found["shards"][0]["state"] == "failed"
-    assert (found["shards"][0]["worker"], found["workers"], found["num_live_workers"]) == (
-        None,
-        [],
-        0,
-    )
-    run_shard(plan.folder.uri, 0)
+    assert (found["shards"][0]["worker"], found["num_live_workers"]) == (0, 0)
+    assert [each["state"] for each in found["workers"]] == ["failed"]
+    run_worker(plan)
     done = batchllm("status", "--plan", plan.folder.uri, "--follow", "--interval", "0.01")
     assert done.code == ExitCode.OK and "30/30 (100 %) rows" in done.out
 

@@ -65,34 +65,27 @@ def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
     return which
 
 
-def add_work(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which shards of a plan to run; `check_work` checks them."""
-    command.add_argument("--shard", type=int, metavar="I", help="one shard, from 0")
+def add_worker(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which of a plan's workers is meant; see `check_worker`."""
     command.add_argument(
-        "--worker",
-        type=int,
-        metavar="I",
-        help="in place of --shard: a worker, from 0, that runs shards until none is left",
+        "--worker", type=int, default=0, metavar="I", help="its number among them (default: 0)"
     )
     command.add_argument(
         "--num-workers",
         type=int,
+        default=1,
         metavar="N",
-        help="workers that share the plan, with --worker; not part of the plan",
+        help="workers that share the plan (default: 1); not part of the plan",
     )
 
 
-def check_work(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if (args.worker is None) != (args.num_workers is None):
-        parser.error(f"{args.name}: --worker and --num-workers go together")
-    if (args.shard is None) == (args.worker is None):
-        parser.error(f"{args.name}: give --shard, or --worker and --num-workers")
-    if args.worker is not None and not 0 <= args.worker < args.num_workers:
+def check_worker(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.num_workers < 1:
+        parser.error(f"{args.name}: --num-workers must be at least 1")
+    if not 0 <= args.worker < args.num_workers:
         parser.error(
             f"{args.name}: --worker {args.worker}: workers are numbered from 0 to --num-workers"
             f" less 1, here {args.num_workers - 1}"
-            if args.num_workers > 0
-            else f"{args.name}: --num-workers must be at least 1"
         )
 
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
 def _generate(uri: str) -> None:
     """Run `batchllm run` in its own process, whose end frees all of the engine's memory."""
-    process = start_command(["run", "--plan", uri, "--worker", 0, "--num-workers", 1])
+    process = start_command(["run", "--plan", uri])
     try:
         status = process.wait()
     except Interrupted as stop:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from batchllm_operator.amounts import counted
 from batchllm_operator.commands.arguments import (
     add_plan,
-    add_work,
+    add_worker,
     check_plan,
-    check_work,
+    check_worker,
     plan_uri,
 )
 from batchllm_operator.commands.replicas import run_replicas
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_plan(command)
-    add_work(command)
+    add_worker(command)
     command.add_argument(
         "--num-gpus",
         type=int,
@@ -36,9 +36,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--owner",
         metavar="ID",
-        help="what all tries of one task have in common: while an attempt of another owner, or by"
-        " hand, is at work on the shard, end with exit code 7 at once instead of taking over; a"
-        " worker takes over from its owner's attempts at once, and never from live ones of others",
+        help="what all tries of one task have in common: a worker takes over from its owner's"
+        " attempts at once, and never from live ones of others",
     )
     command.add_argument(
         "--drain-s",
@@ -62,51 +61,37 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     check_plan(parser, args)
-    check_work(parser, args)
+    check_worker(parser, args)
     args.metrics = _metrics_address(parser, args.metrics_port)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Generate the shard, or shards until none is left; print a line of counts and return them.
+    """Generate for shards until none is left; print a line of counts and return them.
 
     A worker whose replicas share no work is a process for each of them.
     """
     from batchllm_operator.run.draining import Drain
+    from batchllm_operator.run.run_shards import replica_environments, run_worker
 
     drain, uri = Drain(), plan_uri(args)
-    if args.worker is not None and args.replica is None:
-        from batchllm_operator.run.run_shards import replica_environments
-
-        if environments := replica_environments(uri, args.num_gpus):
-            return run_replicas(args, uri, environments)
+    if args.replica is None and (environments := replica_environments(uri, args.num_gpus)):
+        return run_replicas(args, uri, environments)
     with ExitStack() as stack:
         if args.drain_s:
             stack.enter_context(drain.on_sigterm(args.drain_s))
-        observe = _Metrics(args.metrics, stack)
-        common = {"num_gpus": args.num_gpus, "owner": args.owner, "drain": drain}
-        work = _run_shard if args.worker is None else _run_worker
-        return {"plan_uri": uri, **work(args, uri, observe=observe, **common)}
-
-
-def _run_shard(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[str, Any]:
-    from batchllm_operator.run.run_shards import run_shard
-
-    report = run_shard(uri, args.shard, **options)
-    print(
-        f"shard {report.shard_idx}: {counted(report.num_rows, 'row')},"
-        f" {report.num_failed_rows:,} failed; {counted(report.num_parts, 'part')},"
-        f" {report.num_resumed_parts:,} of them done before"
-    )
-    return report.model_dump()
-
-
-def _run_worker(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[str, Any]:
-    from batchllm_operator.run.run_shards import run_worker
-
-    report = run_worker(uri, args.worker, args.num_workers, replica=args.replica, **options)
-    result = report.to_result()
-    print(format_worker(result))
-    return result
+        report = run_worker(
+            uri,
+            args.worker,
+            args.num_workers,
+            num_gpus=args.num_gpus,
+            owner=args.owner,
+            drain=drain,
+            observe=_Metrics(args.metrics, stack),
+            replica=args.replica,
+        )
+        result = {"plan_uri": uri, **report.to_result()}
+        print(format_worker(result))
+        return result
 
 
 def format_worker(result: Mapping[str, Any]) -> str:

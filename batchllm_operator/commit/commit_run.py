@@ -109,7 +109,7 @@ def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
     if unfinished:
         raise IncompleteRunError(
             f"plan {plan.folder.uri}: unfinished: {', '.join(unfinished)}; run"
-            " `batchllm run --plan ... --shard I` for these, then commit again"
+            f" `batchllm run --plan {plan.folder.uri}`, then commit again"
         )
     return shards
 

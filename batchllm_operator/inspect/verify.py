@@ -9,13 +9,10 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
+from batchllm_operator.errors import IncompleteRunError, PlanError
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_source import WorkerReport
-from batchllm_operator.shards.attempts import check_free
-from batchllm_operator.shards.committed import committed_shard, find_committed
-from batchllm_operator.shards.parts import read_ledger
-from batchllm_operator.shards.report import ShardReport, read_report
+from batchllm_operator.shards.committed import find_committed
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
@@ -24,71 +21,8 @@ _RECORDS: Final = "records"
 _RECORD_VERSION: Final = 1
 
 
-def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> ShardReport:
-    """Check that a finished shard is complete, and return its counts by the ledger; read-only.
-
-    Either there is a report of this plan, every part is in the ledger with a file whose checksum
-    holds, and both count the same requests and rows; or the output table holds the plan's rows,
-    and the plan has the note of its commit.
-
-    Args:
-        plan_uri: the plan.
-        shard_idx: the shard of it, from 0.
-        owner: see `run_shard`; None to ignore attempts of other owners.
-
-    Raises:
-        PlanError: the plan or the shard is absent or of another version, or the report is of
-            another plan or version.
-        FencedError: the shard is incomplete, and another owner's attempt is live.
-        IncompleteRunError: the report or a part is missing, or they contradict each other.
-    """
-    plan = StoredPlan.open(plan_uri)
-    live: FencedError | None = None
-    if owner is not None and shard_idx < len(plan.manifest.shards):
-        try:  # first: if an attempt ends after this check, the next one finds its results
-            check_free(plan.run_folder(shard_idx), owner)
-        except FencedError as error:
-            live = error
-    try:
-        return _verify_shard(plan, shard_idx)
-    except IncompleteRunError:
-        if live is not None:
-            raise live from None
-        raise
-
-
-def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
-    manifest = plan.manifest
-    if manifest.is_spare(shard_idx):
-        return ShardReport.of_parts(manifest.plan_id, shard_idx, [], 0)  # as in `run_shard`
-    shard = plan.shard(shard_idx)
-    if (committed := committed_shard(plan, shard_idx)) is not None:
-        return committed
-    folder = plan.run_folder(shard_idx)
-    where = f"shard {shard_idx} of plan {plan.folder.uri}"
-    report = read_report(folder, where)
-    if (report.plan_id, report.shard_idx) != (manifest.plan_id, shard_idx):
-        raise PlanError(f"{where}: its report is that of another plan or shard")
-    entries = read_ledger(folder, manifest.plan_id)
-    missing = [part_idx for part_idx in range(shard.num_parts) if part_idx not in entries]
-    if missing:
-        raise IncompleteRunError(
-            f"{where}: there is a report, but of {counted(shard.num_parts, 'part')}"
-            f" {len(missing):,} missing or altered, the first is part {missing[0]}; run the shard"
-            " again"
-        )
-    found = ShardReport.of_parts(
-        manifest.plan_id, shard_idx, list(entries.values()), report.num_resumed_parts
-    )
-    if (found.num_requests, found.num_rows) != (report.num_requests, report.num_rows):
-        raise IncompleteRunError(
-            f"{where}: the report doesn't say what the ledger says; run the shard again"
-        )
-    return found
-
-
 def verify_worker(
-    plan_uri: str, worker: int, num_workers: int, owner: str | None = None
+    plan_uri: str, worker: int = 0, num_workers: int = 1, owner: str | None = None
 ) -> WorkerReport:
     """Check that nothing of a plan is left for a worker to run; read-only.
 
@@ -100,8 +34,8 @@ def verify_worker(
         owner: see `run_worker`; the counts are those of its shards. Without it, of all shards.
 
     Raises:
-        PlanError: the plan is absent or of another version.
-        IncompleteRunError: a shard is free to run.
+        PlanError: the plan is absent, or it or a report is of another version.
+        IncompleteRunError: a shard is free to run, or a report or a part of it is damaged.
     """
     plan = StoredPlan.open(plan_uri)
     num_shards = len(plan.manifest.shards)
@@ -115,7 +49,7 @@ def verify_worker(
     if free is not None:
         raise IncompleteRunError(
             f"plan {plan_uri}: {queue.num_finished:,} of {counted(num_shards, 'shard')} finished,"
-            f" and no worker runs shard {free}"
+            f" and no worker runs shard {free}; `batchllm run --plan {plan_uri}` does the rest"
         )
     others = queue.others()
     reports = queue.reports()

@@ -24,10 +24,6 @@ RESULT_VERSION: Final = 1
 _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator")
 
 
-class TakenOverError(AirflowException):
-    """A later attempt at the shard, of another run or by hand, has fenced the command."""
-
-
 class CommandRunner:
     """Runs `batchllm` commands, one at a time, as child processes of the task.
 
@@ -53,7 +49,6 @@ class CommandRunner:
         Raises:
             AirflowFailException: the spec, the table or the plan is wrong, too many rows
                 failed, or the command speaks another result version; a retry won't help.
-            TakenOverError: a later attempt at the shard has fenced this one.
             AirflowException: the command failed in any other way, or was stopped.
         """
         self._log.info("Running batchllm %s", _shown(command, arguments))
@@ -68,7 +63,6 @@ class CommandRunner:
         Output is logged only if the command fails.
 
         Raises:
-            TakenOverError: another attempt works on what is missing.
             AirflowException: the check failed; see `run`.
         """
         lines: list[str] = []
@@ -77,9 +71,8 @@ class CommandRunner:
             return result
         if outcome.exit_code == ExitCode.INCOMPLETE and outcome.stop_reason is None:
             return outcome.error
-        if outcome.exit_code != ExitCode.FENCED:
-            for line in lines:
-                self._log.info(line)
+        for line in lines:
+            self._log.info(line)
         _raise_failure("verify", outcome)
 
     def stop(self, reason: str) -> None:
@@ -212,8 +205,6 @@ def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:
             f"batchllm {command} was stopped: {outcome.stop_reason}; finished parts are kept"
         )
     message = f"batchllm {command}: {outcome.error or 'no message'} (exit code {outcome.exit_code})"
-    if outcome.exit_code == ExitCode.FENCED:
-        raise TakenOverError(message)
     if outcome.exit_code in FINAL_EXIT_CODES:
         raise AirflowFailException(message)
     raise AirflowException(message)

@@ -1,4 +1,4 @@
-"""The task that generates one shard, or runs shards until none is left."""
+"""The task that generates for a plan's shards until none is left."""
 
 from __future__ import annotations
 
@@ -24,32 +24,26 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
     """Generates the outputs of a plan's shards; finished parts are skipped.
 
     Runs `batchllm run` in the Airflow worker or in a pod with GPUs, as a worker that takes shards
-    until none is left, or for one shard. The return value holds the plan's URI and the counts of
-    the shards that it has finished.
+    until none is left. The return value holds the plan's URI and the counts of the shards that it
+    has finished.
 
-    The task of a shard succeeds when the shard's report and all its parts are in the lake. That of
-    a worker succeeds when each shard of the plan is finished or being run by others, whether or not
+    The task succeeds when each shard of the plan is finished or being run by others, whether or not
     its own pod has run. What one of its earlier tries or pods was running doesn't count as being
     run. Several tasks of one plan need not agree on the number of workers.
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        shard_idx: which shard of it, from 0; this or `worker` (both templated).
-        worker: which worker, from 0; its number says which shards it takes first.
+        worker: which worker, from 0 (templated); its number says which shards it takes first.
         num_workers: of how many (templated).
         look_interval: how long a worker's pod may give no sign until the task looks whether
             anything is left for it, and otherwise removes it; a sixth as often while it gives some.
         kwargs: see `BatchLLMPodOperator`.
 
     Raises:
-        ValueError: neither a shard nor a worker is given, or both, or only half of the latter; or
-            an argument or the pod template leaves no time to finish open parts.
+        ValueError: an argument or the pod template leaves no time to finish open parts.
     """
 
-    template_fields = (
-        *("plan_uri", "shard_idx", "worker", "num_workers"),
-        *BatchLLMStageOperator.template_fields,
-    )
+    template_fields = ("plan_uri", "worker", "num_workers", *BatchLLMStageOperator.template_fields)
     ui_color = "#f4dfc8"
     component: ClassVar[str] = "run"
 
@@ -57,19 +51,15 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         self,
         *,
         plan_uri: str | XComArg,
-        shard_idx: int | str | None = None,
-        worker: int | str | None = None,
-        num_workers: int | str | None = None,
+        worker: int | str = 0,
+        num_workers: int | str = 1,
         look_interval: timedelta = timedelta(minutes=5),
         **kwargs: Any,
     ) -> None:
-        if (worker is None) != (num_workers is None) or (worker is None) == (shard_idx is None):
-            raise ValueError("give shard_idx, or worker and num_workers")
         super().__init__(**kwargs)
         self.plan_uri = plan_uri
-        self.shard_idx = shard_idx
         self.worker, self.num_workers = worker, num_workers
-        self.look_interval = None if worker is None else look_interval
+        self.look_interval = look_interval
 
     @classmethod
     def _check_settings(cls, settings: PodSettings, *templates: Any) -> None:
@@ -85,17 +75,16 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         Raises:
             ValueError: it is too short for that.
         """
-        check_grace("the pod's grace period", grace_s)  # of a template that only workers have
+        check_grace("the pod's grace period", grace_s)  # of a template file
         drain_s = grace_s - DRAIN_MARGIN_S
         return [*self._run_command(context, num_gpus), "--drain-s", str(drain_s)]
 
     def verify_command(self, context: Context, pod_uid: str | None) -> list[str]:
-        return self._share() if self.worker is None else [*self._share(), *self._owner(context)]
+        return [*self._share(), *self._owner(context)]
 
     def work(self) -> str:
         """Without the number of workers: a pod that was made for another does the same work."""
-        what, index = self._which
-        return f"--plan {self.plan_uri} --{what} {index}"
+        return f"--plan {self.plan_uri} --worker {self.worker}"
 
     def table_uri(self) -> str:
         """The folder of plans: the output table's, if the job has no staging folder."""
@@ -109,14 +98,13 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return uris_and_counts(result)
 
     def stem(self) -> str:
-        return f"{self._job}-{self._which[1]}"
+        return f"{self._job}-{self.worker}"
 
     def stage_labels(self) -> dict[str, str]:
-        what, index = self._which
         return {
             f"{LABEL}/job": self._job,
             f"{LABEL}/plan": str(self.plan_uri).rstrip("/").rsplit("/", 1)[-1],
-            f"{LABEL}/{what}": index,
+            f"{LABEL}/worker": str(self.worker),
         }
 
     @property
@@ -132,12 +120,5 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return ["--owner", self._attempt(context).owner]
 
     def _share(self) -> list[str]:
-        what, index = self._which
-        share = ["--plan", str(self.plan_uri), f"--{what}", index]
-        return share if self.worker is None else [*share, "--num-workers", str(self.num_workers)]
-
-    @property
-    def _which(self) -> tuple[str, str]:
-        if self.worker is None:
-            return "shard", str(self.shard_idx)
-        return "worker", str(self.worker)
+        worker = ["--worker", str(self.worker), "--num-workers", str(self.num_workers)]
+        return ["--plan", str(self.plan_uri), *worker]

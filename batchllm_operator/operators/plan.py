@@ -19,10 +19,9 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
     that needs no GPU. Planning the same partition again gives the same plan.
 
     XComs: the return value is one `{"plan_uri": ..., "worker": ..., "num_workers": ...}` per
-    worker, or one `{"plan_uri": ..., "shard_idx": ...}` per shard, for
-    `BatchLLMGenerateOperator.partial(...).expand_kwargs(plan.output)` (Airflow maps over
-    return values only; the list is empty for a partition without rows). `plan_uri` is the
-    plan's URI, `plan` the URI and all counts. More of them than Airflow maps a task over
+    worker, for `BatchLLMGenerateOperator.partial(...).expand_kwargs(plan.output)` (Airflow maps
+    over return values only; the list is empty for a partition without rows). `plan_uri` is the
+    plan's URI, `plan` the URI and all counts. More workers than Airflow maps a task over
     (`[core] max_map_length`, 1,024) are refused before anything is planned.
 
     Args:
@@ -30,7 +29,7 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
             its content, with absolute local paths, which must be valid there, too.
         ds: the partition (templated); by default the run's logical date.
         num_workers: workers that share the plan, or one for each shard if there are fewer. The
-            plan doesn't depend on it. None: a task for each shard if the spec says how many
+            plan doesn't depend on it. None: a worker for each shard if the spec says how many
             (`planner.num_shards`), else one worker.
         kwargs: see `BatchLLMPodOperator`.
 

@@ -81,11 +81,11 @@ class Planning(BaseOperator):
         """
         if self.ds.strip() in ("", "None"):
             raise AirflowFailException(self._no_partition(f"ds is {self.ds!r}"))
-        what, count = f"{self.spec_path}: planner.num_shards", self.spec.planner.num_shards
-        if self.num_workers is not None:
-            what, count = "num_workers", self.num_workers
+        what, count = "num_workers", self.num_workers
+        if count is None:
+            what, count = f"{self.spec_path}: planner.num_shards", self.spec.planner.num_shards or 1
         limit = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
-        if count is not None and count > limit:
+        if count > limit:
             raise AirflowFailException(
                 f"{what} is {count}, but Airflow makes at most {limit} tasks of one ([core]"
                 " max_map_length); give the task group fewer num_workers, which share any number of"
@@ -105,10 +105,8 @@ class Planning(BaseOperator):
         plan_uri = str(result["plan_uri"])
         context["ti"].xcom_push(key=PLAN_URI_KEY, value=plan_uri)
         context["ti"].xcom_push(key=SUMMARY_KEY, value=uris_and_counts(result))
-        num_shards = int(result["num_shards"])
-        if self.num_workers is None and self.spec.planner.num_shards is not None:
-            return [{"plan_uri": plan_uri, "shard_idx": index} for index in range(num_shards)]
-        num_workers = min(self.num_workers or 1, num_shards)
+        wanted = self.num_workers or self.spec.planner.num_shards or 1
+        num_workers = min(wanted, int(result["num_shards"]))
         return [
             {"plan_uri": plan_uri, "worker": worker, "num_workers": num_workers}
             for worker in range(num_workers)

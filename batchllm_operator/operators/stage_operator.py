@@ -8,15 +8,12 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any, Final, NoReturn
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from airflow.sdk import Context
 
-from batchllm_operator.errors import ExitCode
-from batchllm_operator.operators.command import TakenOverError
 from batchllm_operator.operators.metrics import PODS_REPLACED, QUOTA_WAITS, count_pod_event
 from batchllm_operator.operators.pods.attempt import QuotaExceededError
 from batchllm_operator.operators.pods.calls import StoppedError
@@ -70,7 +67,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         """
         self.check()
         if self.runner == "local":
-            return self._work_here(context, num_disruptions=0)
+            return self._work_here(context)
         with self._released_when_killed(context):
             found = self._verify(context, None)
             if not isinstance(found, str):
@@ -100,19 +97,6 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         with self._released_when_killed(context):
             return self._work(context, num_disruptions, waiting_since=since)
 
-    def resume_fenced(
-        self, context: Context, event: Any, said: str, num_disruptions: int, waiting_since: str
-    ) -> Any:
-        """Check again on the attempt that has taken over; see `execute`."""
-        since = datetime.fromisoformat(waiting_since)
-        is_local = self.runner == "local"
-        with nullcontext() if is_local else self._released_when_killed(context):
-            result = self._await_successor(context, said, num_disruptions, waiting_since=since)
-            if result is not None:
-                return self.finish(context, result)
-            work = self._work_here if is_local else self._work
-            return work(context, num_disruptions + 1)
-
     def resume_execution(
         self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context
     ) -> Any:
@@ -141,17 +125,10 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         if self._pods_asked is not None:
             self._pods_asked.calls.interrupt()
 
-    def _work_here(self, context: Context, num_disruptions: int) -> Any:
-        """Run the command in the worker, again if the attempt that took over falls silent."""
+    def _work_here(self, context: Context) -> Any:
+        """Run the command in the worker."""
         command, *arguments = self.command(context)
-        while True:
-            try:
-                result: dict[str, Any] | None = self._commands().run(command, *arguments)
-            except TakenOverError as error:
-                result = self._await_successor(context, str(error), num_disruptions)
-            if result is not None:
-                return self.finish(context, result)
-            num_disruptions += 1
+        return self.finish(context, self._commands().run(command, *arguments))
 
     def _work(
         self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
@@ -241,7 +218,8 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             return self._conclude_unseen(context, end)
         found = self._verify_ended(context, end)
         if isinstance(found, str):
-            return self._without_results(context, end, found, num_disruptions)
+            self._count_replacement(context, end, found, num_disruptions)
+            return None
         if end.kind is not EndKind.EXITED or end.exit_code != 0:
             self.log.warning("%s; but its results are whole", end.explanation())
         return found
@@ -262,29 +240,22 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             self._remove_pod(context, end, is_success=not isinstance(found, str))
         return found
 
-    def _without_results(
+    def _count_replacement(
         self, context: Context, end: PodEnd, missing: str, num_disruptions: int
-    ) -> dict[str, Any] | None:
-        """Return None if another pod is to continue, or the results of the attempt that took over.
-
-        Raises:
-            AirflowException: neither; what the results lack is `missing`.
-        """
+    ) -> None:
+        """Count that another pod continues; raises if none may. The results lack `missing`."""
         if self._is_killed:
             raise AirflowException(KILLED)
-        if end.is_disruption and num_disruptions < self.max_disruptions:
-            self.log.warning(
-                "%s; making pod %d of at most %d",
-                end.explanation(),
-                num_disruptions + 2,
-                self.max_disruptions + 1,
-            )
-            self._count(PODS_REPLACED, context)
-            return None
-        message = f"{end.explanation()}. In the lake: {missing}"
-        if end.exit_code == ExitCode.FENCED:
-            return self._await_successor(context, message, num_disruptions)
-        raise (AirflowFailException if end.is_final else AirflowException)(message)
+        if not end.is_disruption or num_disruptions >= self.max_disruptions:
+            message = f"{end.explanation()}. In the lake: {missing}"
+            raise (AirflowFailException if end.is_final else AirflowException)(message)
+        self.log.warning(
+            "%s; making pod %d of at most %d",
+            end.explanation(),
+            num_disruptions + 2,
+            self.max_disruptions + 1,
+        )
+        self._count(PODS_REPLACED, context)
 
     def _conclude_unseen(self, context: Context, end: PodEnd) -> dict[str, Any]:
         """Return the results if they are complete anyway; else leave the pod to the next try."""

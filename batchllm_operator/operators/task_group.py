@@ -1,4 +1,4 @@
-"""A job as a task group: plan, generate by workers or shard by shard, commit, report."""
+"""A job as a task group: plan, generate by workers, commit, report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def batchllm_task_group(
 ) -> TaskGroup:
     """Wire plan -> generate, mapped -> commit -> report; call it inside a DAG.
 
-    Generate is mapped over workers, each of which takes shards until none is left, or over shards.
+    Generate is mapped over workers, each of which takes shards until none is left.
 
     A plan without shards (an empty partition under `on_empty: commit`, or one whose rows are all
     reused) skips generate, but commits. If plan itself is skipped, so are all tasks.
@@ -52,7 +52,7 @@ def batchllm_task_group(
         num_workers: workers that share the plan's shards, at most as many as there are shards. If
             one fails for good, and others do its work, commit still runs (after the task `ended`).
             Another run of the same plan, or one that is cleared, may have another number. None: a
-            task for each shard if the spec says how many (`planner.num_shards`), else one worker.
+            worker for each shard if the spec says how many (`planner.num_shards`), else one worker.
         gpu: `nvidia` or `amd`: generate tasks run in pods with such GPUs. None: in child processes
             of the Airflow worker, on its hardware.
         gpu_count: GPUs of a pod.
@@ -61,10 +61,10 @@ def batchllm_task_group(
         aws_conn_id: Airflow connection that all four take their AWS credentials from; see
             `BatchLLMCommandOperator`.
         connection_env: further variables from connections for all four; see there, too.
-        pool: Airflow pool of the generate tasks, with a slot per running worker or shard, over
+        pool: Airflow pool of the generate tasks, with a slot per running worker, over
             all runs and DAGs. If it doesn't exist, they wait forever; if it doesn't count deferred
             tasks (`include_deferred`), it bounds nothing while the triggerer watches the pods.
-        max_parallel_shards: upper bound of concurrent workers or shards of one run.
+        max_parallel_shards: upper bound of concurrent workers of one run.
         output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator` for
             the events.
         plan_args: further arguments of the plan task, such as `{"runner": "kubernetes"}`. With
@@ -102,24 +102,17 @@ def batchllm_task_group(
             **pool_args,
             **(generate_args or {}),
         ).expand_kwargs(plan.output)
-        # Commit runs if generate was skipped for lack of shards, not if plan was skipped.
-        generated: Any = generate
-        commit_rule = TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS
-        if num_workers is not None:
-            # The job ends when its shards are done, and others may have done those of a worker
-            # that failed. Commit refuses if not, and needs a plan that succeeded.
-            generated = EmptyOperator(task_id="ended", trigger_rule=TriggerRule.ALL_DONE)
-            generate >> generated
-            commit_rule = TriggerRule.ALL_SUCCESS
+        # The job ends when its shards are done, and others may have done those of a worker that
+        # failed. Commit refuses if not, and needs a plan that succeeded.
+        ended = EmptyOperator(task_id="ended", trigger_rule=TriggerRule.ALL_DONE)
         commit = BatchLLMCommitOperator(
             task_id="commit",
             plan_uri=plan_uri,
             outlets=[] if asset is None else [asset],
-            trigger_rule=commit_rule,
             **everywhere,
         )
         report = BatchLLMReportOperator(task_id="report", plan_uri=plan_uri, **everywhere)
-        generated >> commit >> report
+        generate >> ended >> commit >> report
     return group
 
 

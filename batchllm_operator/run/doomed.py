@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import ShardRun
-from batchllm_operator.run.shard_source import Shards
 from batchllm_operator.shards.parts import part_schema, read_ledger
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.shards.spills import read_spills, stored_errors
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
-def check_failures(plan: StoredPlan, runs: Sequence[ShardRun], shards: Shards) -> None:
+def check_failures(plan: StoredPlan, runs: Sequence[ShardRun], shards: ShardQueue) -> None:
     """Check that commit can still publish.
 
     Failed rows are those that planning has rejected, those of `runs`, and those of other shards as

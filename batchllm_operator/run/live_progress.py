@@ -17,8 +17,7 @@ from batchllm_operator.shards.progress import MOST_INTERVAL_S, PROGRESS_FILE
 from batchllm_operator.storage import Folder
 
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
-"""Environment variable: seconds between two writes; 0 or `off` for no progress object, so that
-other runs take the attempt for dead."""
+"""Environment variable: seconds between two writes."""
 _LEAST_INTERVAL_S: Final = 0.1
 _END_WAIT_S: Final = 5.0
 """Upper bound of the wait for the last write at the end of a run."""
@@ -33,19 +32,15 @@ attempt's last state. Any thread may call `ShardTally.snapshot` meanwhile."""
 _log = logging.getLogger(__name__)
 
 
-def interval_s() -> float | None:
-    """Seconds between two writes, from the environment; None for no writes."""
+def interval_s() -> float:
+    """Seconds between two writes, from the environment."""
     text = os.environ.get(INTERVAL_VARIABLE, "").strip()
     if not text:
         return DEFAULT_INTERVAL_S
-    if text.lower() == "off":
-        return None
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if seconds == 0:
-        return None
     if not 0 < seconds < math.inf:
         _log.warning("%s: %r isn't a number of seconds", INTERVAL_VARIABLE, text)
         return DEFAULT_INTERVAL_S
@@ -56,7 +51,7 @@ def interval_s() -> float | None:
 def live_progress(
     folder: Folder,
     tally: ShardTally,
-    every_s: float | None,
+    every_s: float,
     observe: Observe | None = None,
     also: Callable[[], object] = lambda: None,
 ) -> Iterator[ProgressWriter]:
@@ -66,7 +61,7 @@ def live_progress(
 
     The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
     (such as `Interrupted`), `failed` by any other. A failing storage leads to a warning; a hanging
-    one delays the end by at most five seconds. Without `every_s`, nothing is written.
+    one delays the end by at most five seconds.
     """
     writer = ProgressWriter(folder, tally, every_s, also)
     with nullcontext() if observe is None else observe(tally):
@@ -92,7 +87,7 @@ class ProgressWriter:
         self,
         folder: Folder,
         tally: ShardTally,
-        every_s: float | None,
+        every_s: float,
         also: Callable[[], object],
     ) -> None:
         self._folder, self._tally, self._every_s, self._also = folder, tally, every_s, also
@@ -104,8 +99,6 @@ class ProgressWriter:
 
     def start(self) -> None:
         """Start the thread, which writes at once."""
-        if self._every_s is None:
-            return
         # A daemon, so that a hanging write doesn't keep the process alive.
         thread = threading.Thread(target=self._run, name="batchllm-progress", daemon=True)
         try:

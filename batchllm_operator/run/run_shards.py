@@ -23,74 +23,13 @@ from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Observe, interval_s
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_run import Holder, Lap, missing_parts, store_report
-from batchllm_operator.run.shard_source import Claimed, OneShard, WorkerReport
-from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
+from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.shard_source import WorkerReport
 from batchllm_operator.run.worker import Start, Worker
-from batchllm_operator.shards.attempts import check_free, claim_attempt
-from batchllm_operator.shards.committed import committed_shard, find_committed
-from batchllm_operator.shards.parts import read_ledger
-from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.committed import find_committed
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _log = logging.getLogger(__name__)
-
-
-def run_shard(
-    plan_uri: str,
-    shard_idx: int,
-    *,
-    start: Start = start_engine,
-    num_gpus: int | None = None,
-    owner: str | None = None,
-    drain: Drain | None = None,
-    observe: Observe | None = None,
-) -> ShardReport:
-    """Generate every request of a shard that is in no finished part yet.
-
-    Parts are written as they finish. What is finished of others is spilled from time to time and
-    at the end, also after an error or a signal, and the next run goes on from there. If nothing is
-    left to do, no attempt and no engine is started: all parts are finished, the plan is committed,
-    or a small partition needs no shard of that number.
-
-    Args:
-        plan_uri: the plan.
-        shard_idx: the shard of it, from 0.
-        start: creates the engine.
-        num_gpus: GPUs of this process, for all replicas together; None for the spec's number.
-        owner: the owner of the attempt, which doesn't begin while another owner's is live; None to
-            begin in any case.
-        drain: once it has begun, no further part is opened and the open ones are finished.
-        observe: see `live_progress.Observe`.
-
-    Raises:
-        PlanError: the plan or the shard is absent, corrupted or of another version, or the
-            model isn't the one that the plan was made with.
-        ModelError: the model's tokenizer can't be loaded.
-        SpecError: the engine doesn't know a setting, or the spec needs another number of GPUs.
-        EngineError: the engine can't start, or keeps dying.
-        FencedError: a later attempt at the shard has begun, or another owner's is live.
-        FailedRowsError: so many rows have failed that commit will refuse the plan, by this shard
-            and planning alone. What is finished is kept.
-        Interrupted: `drain` has begun, and parts are left.
-    """
-    plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
-    if (settled := _settled(plan, shard_idx)) is not None:
-        return settled
-    folder = plan.run_folder(shard_idx)
-    entries = read_ledger(folder, plan.manifest.plan_id)
-    if not missing_parts(plan, shard_idx, entries):
-        return store_report(plan, shard_idx, entries, len(entries))
-    if owner is not None:
-        check_free(folder, owner)
-    with plan.open_shard(shard_idx):  # before the claim: it may be damaged
-        _check_model(plan)
-    claimed = Claimed(shard_idx, claim_attempt(folder, owner), entries)
-    if num_gpus is None:
-        num_gpus = num_gpus_of(plan.manifest.spec)
-    holder = Holder(drain or Drain(), Lap(), num_gpus, interval_s(), observe)
-    shards = OneShard(claimed, plan.shard(shard_idx).num_rows)
-    return _work(Worker(plan, shards, start, holder))[shard_idx]
 
 
 def run_worker(
@@ -111,21 +50,32 @@ def run_worker(
     attempt has left. While others run the last shards, it waits for at most two minutes. Without
     a shard to run, no engine is started.
 
+    Parts are written as they finish. Finished outputs of open parts are spilled from time to time
+    and at the end, also after an error or a signal, and the next run goes on from there.
+
     Args:
         plan: its address, or the plan that `plan_job` returned.
         worker: its number, from 0. Of two with the same number, each takes other shards.
         num_workers: may differ from one call to the next.
-        start, num_gpus, observe: see `run_shard`.
+        start: creates the engine.
+        num_gpus: GPUs of this process, for all replicas together; None for the spec's number.
         owner: attempts of the same owner count as left, others' only once they show no sign of
             life.
         drain: once it has begun, no further part is opened, and no shard claimed.
+        observe: see `live_progress.Observe`.
         replica: which of the spec's replicas this worker is, in a process with its GPUs only; None
             for all of them as one engine.
 
     Raises:
         ValueError: there is no such worker.
-        FailedRowsError: as in `run_shard`, by all shards as far as this worker has seen them.
-        PlanError, ModelError, SpecError, EngineError, Interrupted: see `run_shard`.
+        PlanError: the plan is absent, corrupted or of another version, or the model isn't the one
+            that the plan was made with.
+        ModelError: the model's tokenizer can't be loaded.
+        SpecError: the engine doesn't know a setting, or the spec needs another number of GPUs.
+        EngineError: the engine can't start, or keeps dying.
+        FailedRowsError: so many rows have failed, in all shards as far as this worker has seen
+            them, that commit will refuse the plan. Finished rows are kept.
+        Interrupted: `drain` has begun, and parts are left.
     """
     if not 0 <= worker < num_workers:
         raise ValueError(f"worker {worker} isn't one of {num_workers}")
@@ -141,12 +91,13 @@ def run_worker(
         _check_model(plan)
     if num_gpus is None or replica is not None:
         num_gpus = num_gpus_of(plan.manifest.spec)
-    # Other workers would take a shard without progress for lost.
-    every_s = interval_s() or DEFAULT_INTERVAL_S
-    holder = Holder(drain or Drain(), Lap(), num_gpus, every_s, observe, worker, num_workers)
-    reports = _work(Worker(plan, queue, start, holder))
-    others = queue.others()
-    return WorkerReport(worker, num_workers, num_shards, queue.num_finished, others, reports)
+    holder = Holder(drain or Drain(), Lap(), num_gpus, interval_s(), worker, num_workers, observe)
+    running = Worker(plan, queue, start, holder)
+    for pause_s in running.steps():
+        if pause_s:
+            time.sleep(pause_s)
+    done = (queue.num_finished, queue.others(), running.reports)
+    return WorkerReport(worker, num_workers, num_shards, *done)
 
 
 def replica_environments(plan_uri: str, num_gpus: int | None = None) -> list[dict[str, str]]:
@@ -156,7 +107,7 @@ def replica_environments(plan_uri: str, num_gpus: int | None = None) -> list[dic
     of them are one engine.
 
     Raises:
-        PlanError: see `run_shard`.
+        PlanError: see `run_worker`.
         SpecError: the spec's replicas don't fit the GPUs.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
@@ -173,24 +124,6 @@ def _as_replica(plan: StoredPlan, rank: int) -> StoredPlan:
         os.sched_setaffinity(0, replica_cores(spec.engine.replicas, rank))
     spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"replicas": 1})})
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
-
-
-def _work(worker: Worker) -> dict[int, ShardReport]:
-    for pause_s in worker.steps():
-        if pause_s:
-            time.sleep(pause_s)
-    return worker.reports
-
-
-def _settled(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
-    """The report of a shard that needs no run; None for any other."""
-    if plan.manifest.is_spare(shard_idx):
-        _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
-        return ShardReport.of_parts(plan.manifest.plan_id, shard_idx, [], 0)
-    if (committed := committed_shard(plan, shard_idx)) is not None:
-        _log.info("shard %d is committed: there is nothing left to do", shard_idx)
-        return committed
-    return None
 
 
 def _check_model(plan: StoredPlan) -> None:

@@ -113,7 +113,7 @@ class ShardQueue:
         self._has_failed: set[int] = set()
         """Shards that failed elsewhere, and were taken once."""
         self._damaged: set[int] = set()
-        """Shards with a report, but without all parts."""
+        """Shards with a report that can't be read, or whose parts it doesn't count."""
         self._is_first_look = True
         self._earlier_tries: dict[int, int] = {}
         """Attempts of the same owner from before this process, by shard. Later ones may be of the
@@ -261,16 +261,33 @@ class ShardQueue:
         is_at_work = progress is not None and progress.state in LIVE_STATES
         is_finished = not is_at_work and folder.exists(REPORT_FILE)
         # What was finished before this run may have been damaged; each worker checks its own.
-        if is_finished and self._is_first_look and self._run_of[shard_idx] == self.worker:
-            entries = read_ledger(folder, self._plan.manifest.plan_id)
-            if len(entries) < self._plan.shard(shard_idx).num_parts:
-                self._damaged.add(shard_idx)
+        is_checked = self._is_first_look and self._run_of[shard_idx] == self.worker
+        if is_finished and is_checked and not self._is_whole(shard_idx):
+            self._damaged.add(shard_idx)
         is_finished &= shard_idx not in self._damaged
         if not number and not is_finished:
             return None
         claim = read_claim(folder, number) if not is_finished else None
         done = self._done(shard_idx, progress, is_finished)
         return _Sight(number, claim, progress, is_finished, done, self._clock())
+
+    def _is_whole(self, shard_idx: int) -> bool:
+        """Whether the ledger has all parts of a shard, and its report counts them."""
+        folder, plan_id = self._plan.run_folder(shard_idx), self._plan.manifest.plan_id
+        try:
+            report = read_report(folder, f"shard {shard_idx} of plan {self._plan.folder.uri}")
+        except IncompleteRunError as error:
+            _log.warning("%s", error)
+            return False
+        entries = read_ledger(folder, plan_id)
+        if len(entries) < self._plan.shard(shard_idx).num_parts:
+            return False
+        found = ShardReport.of_parts(plan_id, shard_idx, list(entries.values()), 0)
+        same = ("plan_id", "shard_idx", "num_requests", "num_rows")
+        if all(getattr(report, name) == getattr(found, name) for name in same):
+            return True
+        _log.warning("%s/%s doesn't count: the ledger says otherwise", folder.uri, REPORT_FILE)
+        return False
 
     def _done(self, shard_idx: int, progress: ShardProgress | None, is_finished: bool) -> RowsDone:
         """Finished rows of a shard; the report is read only if the progress doesn't say it all."""

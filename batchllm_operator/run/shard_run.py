@@ -19,7 +19,7 @@ from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Observe, ProgressWriter, live_progress
 from batchllm_operator.run.open_parts import OpenPart, OpenParts
 from batchllm_operator.run.shard_source import Claimed
-from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
+from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.shards.parts import (
     PartEntry,
@@ -62,11 +62,11 @@ class Holder(NamedTuple):
     lap: Lap
     """From one part to the next, of any shard, so that the engine's time is counted once."""
     num_gpus: int
-    every_s: float | None
-    """Seconds between two progress objects; None for none."""
+    every_s: float
+    """Seconds between two progress objects."""
+    worker: int
+    num_workers: int
     observe: Observe | None = None
-    worker: int | None = None
-    num_workers: int | None = None
 
 
 class ShardRun:
@@ -87,11 +87,11 @@ class ShardRun:
         holder: Holder,
     ) -> None:
         self.plan = plan
-        self.shard_idx, self.attempt, known = claimed
+        self.shard_idx, self.attempt = claimed
         self.shard = plan.shard(self.shard_idx)
         self._drain, self._holder = holder.drain, holder
         # An earlier attempt may have finished parts until it saw the claim.
-        self._entries = read_ledger(self.attempt.shard_folder, plan.manifest.plan_id, known)
+        self._entries = read_ledger(self.attempt.shard_folder, plan.manifest.plan_id)
         self._num_resumed = len(self._entries)
         self._schema = part_schema(plan.manifest.spec)
         plan_id, folder = plan.manifest.plan_id, self.attempt.shard_folder
@@ -103,7 +103,7 @@ class ShardRun:
             self._entries.values(),
             [part.counts for part in self._spilled.values()],
             num_gpus=holder.num_gpus,
-            interval_s=holder.every_s or DEFAULT_INTERVAL_S,
+            interval_s=holder.every_s,
             worker=holder.worker,
             num_workers=holder.num_workers,
         )

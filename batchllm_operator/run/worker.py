@@ -16,8 +16,8 @@ from batchllm_operator.progress import Progress
 from batchllm_operator.run.doomed import check_failures
 from batchllm_operator.run.engine_job import engine_job, pin_revision
 from batchllm_operator.run.retries import Retries
+from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import Holder, ShardRun
-from batchllm_operator.run.shard_source import Shards
 from batchllm_operator.run.traces import traced
 from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.spec import JobSpec
@@ -51,7 +51,7 @@ class Worker:
     def __init__(
         self,
         plan: StoredPlan,
-        shards: Shards,
+        shards: ShardQueue,
         start: Start,
         holder: Holder,
         *,
@@ -81,10 +81,9 @@ class Worker:
             Seconds to pause: 0 after each output, more where only others' shards are left.
 
         Raises:
-            FencedError: a later attempt has taken over, and `shards` don't go on without the shard.
             Interrupted: draining has begun, and work is left.
             FailedRowsError: so many rows have failed that commit will refuse the plan.
-            EngineError, SpecError: see `run_shard`.
+            EngineError, SpecError: see `run_worker`.
         """
         with ExitStack() as lines:
             try:
@@ -119,7 +118,7 @@ class Worker:
                 break
             yield _POLL_S
         drain.check(num_left=self._shards.num_left())
-        if self._progress is not None and self._shards.worker is not None:
+        if self._progress is not None:
             self._progress.complete()
 
     def _claim(self) -> ShardRun | None:
@@ -145,9 +144,8 @@ class Worker:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
         num_kept = sum(run.tally.kept.num_rows for run in self._runs)
         num_kept += sum(each.num_rows for each in self._shards.elsewhere().values())
-        whose = "shard" if self._shards.worker is None else "plan"
         rows, verb = counted(self._shards.num_rows, "row"), "is" if num_kept == 1 else "are"
-        kept = f"{num_kept:,} of the {whose}'s {rows} {verb} finished and kept"
+        kept = f"{num_kept:,} of the plan's {rows} {verb} finished and kept"
         if isinstance(error, KeyboardInterrupt):
             return f"{kept}: give the same command again to go on"
         return kept if num_kept else None
@@ -240,8 +238,6 @@ class Worker:
         later = self._later(run)
         self._expected, self._counted = {run.shard_idx, *later}, {run.shard_idx}
         total = sum(self._plan.shard(idx).num_rows for idx in self._expected)
-        if self._shards.worker is None:
-            return Progress(f"shard {run.shard_idx}", total, initial=run.tally.num_rows_before)
         return Progress(f"worker {self._shards.worker}", total - run.tally.num_rows_before)
 
     def _expect(self, run: ShardRun) -> None:

@@ -12,23 +12,16 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from batchllm_operator.errors import FencedError, PlanError
-from batchllm_operator.shards.progress import (
-    LIVE_STATES,
-    MOST_INTERVAL_S,
-    PROGRESS_FILE,
-    ShardProgress,
-)
+from batchllm_operator.errors import FencedError
+from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.storage import Folder
 
 CLAIM_FILE: Final = "claim.json"
-_LOOK_AGAIN_INTERVALS: Final = 3.0
 _NAME: Final = re.compile(r"attempt-([0-9]{5,})")
 
 
@@ -48,16 +41,16 @@ class Claim(BaseModel):
     claimed_at: str
     """UTC, ISO 8601."""
     owner: str | None = None
-    """Common to all tries of one task; None for a run by hand or of an older release."""
-    worker: int | None = None
-    """The worker that runs the shard; None for a run of this shard alone."""
+    """Common to all tries of one task; None for a run by hand."""
+    worker: int
+    """The number of the worker that runs the shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     shard_folder: Folder
     number: int
-    """From 1; 0 stands for parts of older releases, in the shard's folder itself."""
+    """From 1."""
 
     @property
     def folder(self) -> Folder:
@@ -79,39 +72,8 @@ def attempt_name(number: int) -> str:
     return f"attempt-{number:05d}"
 
 
-def check_free(shard_folder: Folder, owner: str) -> None:
-    """Raise `FencedError` if the latest attempt is live and another owner's.
-
-    Otherwise two owners' tries would fence each other in turn.
-    """
-    latest = max(_claimed(shard_folder, above=0), default=None)
-    if latest is None:
-        return
-    claim = read_claim(shard_folder, latest)
-    if claim is not None and (claim.owner == owner or has_ended(claim)):
-        return
-    if _is_live(shard_folder, latest):
-        raise FencedError(
-            f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is working for another run, so"
-            " this one doesn't start"
-        )
-
-
-def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
-    """Begin an attempt with a unique number, higher than any before.
-
-    Raises:
-        StorageError: the claim can't be written.
-    """
-    number = 0
-    while True:
-        number = max([number, *attempt_numbers(shard_folder)]) + 1
-        if (attempt := claim_number(shard_folder, number, owner)) is not None:
-            return attempt
-
-
 def claim_number(
-    shard_folder: Folder, number: int, owner: str | None = None, worker: int | None = None
+    shard_folder: Folder, number: int, owner: str | None, worker: int
 ) -> Attempt | None:
     """Begin the attempt with this number; None if another process has claimed it.
 
@@ -198,28 +160,3 @@ def _who(claim: Claim | None) -> str:
     if claim is None:
         return "its claim can't be read"
     return f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
-
-
-def _is_live(shard_folder: Folder, number: int) -> bool:
-    """Whether an attempt's progress is recent, or is updated while this waits.
-
-    Clocks differ, so progress that looks old, or is from the future, is read again after a pause.
-    """
-    seen = _live_progress(shard_folder, number)
-    if seen is None:
-        return False
-    age_s = (datetime.now(UTC) - seen.updated_at).total_seconds()
-    if abs(age_s) <= seen.silent_after_s:
-        return True
-    time.sleep(_LOOK_AGAIN_INTERVALS * min(seen.interval_s, MOST_INTERVAL_S))
-    again = _live_progress(shard_folder, number)
-    return again is not None and again.updated_at != seen.updated_at
-
-
-def _live_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
-    """An attempt's progress; None if it has ended, or its progress is missing or unreadable."""
-    try:
-        progress = read_progress(shard_folder, number)
-    except PlanError:
-        return None
-    return progress if progress and progress.state in LIVE_STATES else None

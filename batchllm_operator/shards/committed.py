@@ -80,15 +80,3 @@ def holds_outputs(plan: StoredPlan) -> bool:
         _log.info("Whether the plan is committed can't be seen from here: %s", error)
         return False
     return check_publisher(table, spec, plan.manifest.ds) == plan.publication
-
-
-def committed_shard(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
-    """The report of a shard of a committed plan, see `find_committed`.
-
-    Raises:
-        PlanError: the plan has no such shard.
-        TableError, StorageError: see `find_committed`.
-    """
-    plan.shard(shard_idx)
-    committed = find_committed(plan)
-    return None if committed is None else committed.shards[shard_idx]

@@ -30,7 +30,7 @@ from batchllm_operator.stored_plan.counts import Count, Counts
 from batchllm_operator.stored_plan.manifest import describe_file
 
 _log = logging.getLogger(__name__)
-_ENTRY_PATH: Final = re.compile(r"(?:attempt-([0-9]{5,})/)?part-([0-9]{5,})\.json")
+_ENTRY_PATH: Final = re.compile(r"attempt-[0-9]{5,}/part-[0-9]{5,}\.json")
 
 PART_SCHEMA: Final = pa.schema(
     [
@@ -67,8 +67,8 @@ class StoredOutputs(Counts):
     """A file of outputs in an attempt's folder, as the entry beside it describes it."""
 
     plan_id: str
-    attempt: Count = 0
-    """The attempt whose folder it is in; 0 for the shard's own."""
+    attempt: Count
+    """The attempt whose folder it is in."""
     file: str
     """File name in the attempt's folder."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -87,18 +87,14 @@ class StoredOutputs(Counts):
         return self._in_folder(f"{self.stem}.json")
 
     def _in_folder(self, name: str) -> str:
-        return f"{attempt_name(self.attempt)}/{name}" if self.attempt else name
+        return f"{attempt_name(self.attempt)}/{name}"
 
 
 class PartEntry(StoredOutputs):
     """The ledger entry of a part."""
 
-    entry_version: Literal[1, 2] = 2
-    """Version 1, of releases without attempts, has neither `attempt` nor the requests' range."""
+    entry_version: Literal[1] = 1
     part_idx: Count
-    first_request_idx: Count | None = None
-    last_request_idx: Count | None = None
-    """The part's requests, both inclusive: `request_idx` counts through all shards."""
 
     @property
     def stem(self) -> str:
@@ -132,8 +128,6 @@ def write_part(
         plan_id=plan_id,
         part_idx=part_idx,
         attempt=attempt.number,
-        first_request_idx=outputs[0].request_idx,
-        last_request_idx=outputs[-1].request_idx,
         file=file,
         sha256=sha256,
         **dict(counts),
@@ -183,18 +177,15 @@ def write_entry(attempt: Attempt, entry: StoredOutputs) -> None:
         )
 
 
-def read_ledger(
-    folder: Folder, plan_id: str, known: Mapping[int, PartEntry] | None = None
-) -> dict[int, PartEntry]:
+def read_ledger(folder: Folder, plan_id: str) -> dict[int, PartEntry]:
     """The trusted parts of a shard, by part_idx, of all attempts together.
 
     For each part this is the entry of the latest attempt whose file has its checksum. Entries that
     are unreadable, belong elsewhere, or whose file is absent or altered don't count, with a
-    warning. `known` parts aren't checked again.
+    warning.
     """
-    trusted = dict(known or {})
-    matches = filter(None, map(_ENTRY_PATH.fullmatch, folder.find()))
-    contents = read_files(folder, (m[0] for m in matches if int(m[2]) not in trusted))
+    trusted: dict[int, PartEntry] = {}
+    contents = read_files(folder, filter(_ENTRY_PATH.fullmatch, folder.find()))
     candidates: dict[int, list[PartEntry]] = {}
     for path, data in contents.items():
         if (entry := parse_entry(PartEntry, folder, path, data, plan_id)) is not None:

@@ -297,13 +297,6 @@ class PlanManifest(Frozen):
     def run_id(self) -> str:
         return f"{self.spec.name}/{self.ds}/{self.plan_id}"
 
-    def is_spare(self, shard_idx: int) -> bool:
-        """Whether it is a shard of the spec that the plan has too few requests for.
-
-        A spec that leaves the number to the plan has one shard at least.
-        """
-        return len(self.shards) <= shard_idx < (self.spec.planner.num_shards or 1)
-
     def to_bytes(self) -> bytes:
         """The stored form: JSON with a digest of itself."""
         body = self.model_dump(mode="json")

@@ -50,9 +50,9 @@ command), as a share of their rows, and `regenerated_rows_max` the most after on
     0        of a process that ends well, by a signal, or by two while it drains
     S - 1    of one that is killed, or gets a third signal: the S-th row is finished only once the
              spill is written. The fake engine answers in order, so all are of one shard.
-    2 S - 1  of a run whose shard another takes over: the entry of S rows may be written just after
-             the other has looked; the next S-th row is its end
-    2 S + 3  of a worker and shard, likewise: it takes that row, too, and up to 3 from the engine
+    2 S + 3  of a worker whose shard another takes over, by shard: the entry of S rows may be
+             written just after the other has looked; the worker takes the next S-th row, too, and
+             up to 4 from the engine
 
 and, but for the first, beyond those that the process finished while its other thread wrote a spill.
 A worker may be taken over while it is paused, S3 fails or its owner's next try begins.

@@ -21,23 +21,16 @@ Truth = Mapping[str, tuple[str | None, str]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How the rows are cut, and who runs the shards."""
+    """How the rows are cut."""
 
     num_shards: int
     part_rows: int
     delay_s: float
     """Of the engine, for each request."""
-    by_workers: bool = False
-
-    def runs(self) -> dict[str, list[str]]:
-        """Arguments of `run`, by stage, which do all the work if nothing happens."""
-        if self.by_workers:
-            return {"run0": ["--worker", "0", "--num-workers", "1"]}
-        return {f"run{idx}": ["--shard", str(idx)] for idx in range(self.num_shards)}
 
 
-BY_SHARDS: Final = Job(num_shards=2, part_rows=10, delay_s=0.002)
-BY_WORKERS: Final = Job(num_shards=8, part_rows=5, delay_s=0.04, by_workers=True)
+BY_ONE: Final = Job(num_shards=2, part_rows=10, delay_s=0.002)
+BY_WORKERS: Final = Job(num_shards=8, part_rows=5, delay_s=0.04)
 
 
 def input_rows(version: int) -> list[dict[str, str]]:

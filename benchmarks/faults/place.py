@@ -86,7 +86,7 @@ class Place:
             self.engine_log,
             self.root,
             endpoint=self.endpoint,
-            pace=self.pace if self.job.by_workers else None,
+            pace=self.pace,
             **faults,
         )
         return self.zygote.start(command)
@@ -122,10 +122,7 @@ class Place:
 
     def stages(self, plan_uri: str) -> dict[str, list[str]]:
         """Arguments of what comes after `plan`, in order."""
-        runs = {
-            stage: ["run", "--plan", plan_uri, *args] for stage, args in self.job.runs().items()
-        }
-        return {**runs, "commit": ["commit", "--plan", plan_uri]}
+        return {stage: [stage, "--plan", plan_uri] for stage in ("run", "commit")}
 
     def end(self, child: Child) -> int:
         """Wait for a command."""

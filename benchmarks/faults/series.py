@@ -16,7 +16,7 @@ from batchllm_operator.cli import main
 from benchmarks.faults.damage import mount_disk, unmount_disk
 from benchmarks.faults.inside import read_engine_log
 from benchmarks.faults.job import (
-    BY_SHARDS,
+    BY_ONE,
     BY_WORKERS,
     Job,
     compare,
@@ -44,12 +44,11 @@ def warm_up(root: Path) -> None:
     tables = ParquetTables(root, None)
     tables.replace_input(input_rows(0))
     result = root / "plan.json"
-    spec = job_json(BY_SHARDS, tables, f"{root}/lake/staging")
+    spec = job_json(BY_ONE, tables, f"{root}/lake/staging")
     main(["plan", "--job-json", spec, "--ds", DS, "--result", str(result)])
     plan_uri = json.loads(result.read_text())["plan_uri"]
-    for args in BY_SHARDS.runs().values():
-        main(["run", "--plan", plan_uri, *args])
-    main(["commit", "--plan", plan_uri])
+    for stage in ("run", "commit"):
+        main([stage, "--plan", plan_uri])
     shutil.rmtree(root)
 
 
@@ -63,7 +62,7 @@ class Suite:
     on_s3: Sequence[str]
 
 
-SHARDS: Final = Suite(Trial, BY_SHARDS, ON_DISK, ON_S3)
+SHARDS: Final = Suite(Trial, BY_ONE, ON_DISK, ON_S3)
 WORKERS: Final = Suite(WorkerTrial, BY_WORKERS, WORKERS_ON_DISK, WORKERS_ON_S3)
 
 

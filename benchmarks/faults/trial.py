@@ -12,11 +12,11 @@ from typing import Any, Final
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.damage import damage_parts, small_disk
 from benchmarks.faults.inside import read_engine_log
-from benchmarks.faults.job import SPILL_ROWS, compare, computed_truth
+from benchmarks.faults.job import MAX_IN_FLIGHT, SPILL_ROWS, compare, computed_truth
 from benchmarks.faults.place import Onlooker, Place, StuckError
 from benchmarks.faults.s3 import FaultyProxy
 
-STAGES: Final = ("plan", "run0", "run1", "commit")
+STAGES: Final = ("plan", "run", "commit")
 ON_DISK: Final = (
     "kill_commit",
     "kill_run",
@@ -149,10 +149,11 @@ class Trial:
         elif kind == "watched_commit":
             self._watched_commit()
         elif kind == "zombie_run":
-            self._job(lambda stage, args: self._zombie(args) if stage.startswith("run") else None)
-            self._count_rows(dict.fromkeys(STAGES, FENCE_COSTS))
+            self._job(lambda stage, args: self._zombie(args) if stage == "run" else None)
+            each_shard = FENCE_COSTS + MAX_IN_FLIGHT
+            self._count_rows({"run": self.place.job.num_shards * each_shard})
         elif kind == "stop_run":
-            self._job(lambda stage, args: self._stopped(args) if stage.startswith("run") else None)
+            self._job(lambda stage, args: self._stopped(args) if stage == "run" else None)
             self._count_rows({})
         elif kind == "damage":
             self._job(lambda stage, args: self._damage(args) if stage == "commit" else None)
@@ -189,9 +190,8 @@ class Trial:
             self.version = place.num_versions
             place.new_input(self.version)
         place.finish(place.plan_args())
-        *runs, commit = place.stages(place.plan_uri()).values()
-        for args in runs:
-            place.finish(args)
+        run, commit = place.stages(place.plan_uri()).values()
+        place.finish(run)
         onlooker = Onlooker(place, self.allowed)
         self.outcome.faults += place.step_through(commit, onlooker.look)
         onlooker.look()
@@ -200,11 +200,9 @@ class Trial:
 
     def _killed(self, which: str, *, at_write: bool) -> None:
         """kill -9 at a random time of the stage, or before a random one of its writes."""
-        stages = [stage for stage in STAGES if stage.startswith(which)]
-        target = self.rng.choice(stages)
 
         def kill(stage: str, args: list[str]) -> None:
-            if stage != target:
+            if stage != which:
                 return
             if at_write:
                 number = self.rng.randint(1, self.usual.writes[stage])
@@ -216,14 +214,14 @@ class Trial:
             self.outcome.kills += child.kill()
 
         self._job(kill)
-        self._count_rows({target: KILL_COSTS * self.outcome.kills})
+        self._count_rows({which: KILL_COSTS * self.outcome.kills})
 
     def _stopped(self, args: list[str]) -> None:
         """A run is stopped by a signal, one to three times."""
         for _ in range(self.rng.randint(1, 3)):
             number = self.rng.choice([signal.SIGINT, signal.SIGTERM])
             child = self.place.start(*args)
-            child.wait(self.rng.uniform(0, self.usual.seconds["run0"]))
+            child.wait(self.rng.uniform(0, self.usual.seconds["run"]))
             child.send(number)
             code = self.place.end(child)
             self.outcome.faults += code == 128 + number
@@ -231,10 +229,11 @@ class Trial:
                 raise StuckError(f"a stopped run ended with {code}: see {self.place.log}")
 
     def _zombie(self, args: list[str]) -> None:
-        """A run is paused, another one of its shard takes over, and the first one goes on."""
-        seconds = self.usual.seconds["run0"]
+        """A run is paused, its owner's next one takes over, and the first one goes on."""
+        seconds, args = self.usual.seconds["run"], [*args, "--owner", "task"]
         first = self.place.start(*args)
         first.wait(self.rng.uniform(0, seconds))
+        self.outcome.faults += first.poll() is None
         first.send(signal.SIGSTOP)
         second = self.place.start(*args)
         if self.rng.random() < 0.5:  # side by side
@@ -244,8 +243,7 @@ class Trial:
         first.send(signal.SIGCONT)
         for child in (second, first):
             code = self.place.end(child)
-            self.outcome.faults += code == ExitCode.FENCED
-            if code not in (ExitCode.OK, ExitCode.FENCED, ExitCode.FAILURE):
+            if code not in (ExitCode.OK, ExitCode.FAILURE):
                 raise StuckError(f"one of two runs ended with {code}: see {self.place.log}")
 
     def _late_commit(self) -> None:
@@ -258,8 +256,7 @@ class Trial:
             place.new_input(version)
             place.finish(place.plan_args())
             plans.append(place.stages(place.plan_uri()))
-            for stage in place.job.runs():
-                place.finish(plans[-1][stage])
+            place.finish(plans[-1]["run"])
         with Onlooker(place, self.allowed) as onlooker:
             late = place.start(*plans[0]["commit"])
             late.wait(self.rng.uniform(0, self.usual.seconds["commit"]))
@@ -341,13 +338,13 @@ class Trial:
         """How many finished rows were generated again, and are no surprise, by stage."""
         log, outcome = read_engine_log(self.place.engine_log), self.outcome
         finished, beside_spills = log.finished, max(log.beside_spills.values(), default=0)
-        for shard, idxs in self.place.requests(self.place.plan_uri()).items():
-            again = sum(max(0, finished[idx] - 1) for idx in idxs)
-            outcome.rows += len(idxs)
-            outcome.regenerated_rows += again
-            if cost := may_cost.get(f"run{shard}", 0):
-                cost += beside_spills
-            outcome.overpaid_rows += max(0, again - cost)
+        idxs = [idx for idxs in self.place.requests(self.place.plan_uri()).values() for idx in idxs]
+        again = sum(max(0, finished[idx] - 1) for idx in idxs)
+        outcome.rows += len(idxs)
+        outcome.regenerated_rows += again
+        if cost := may_cost.get("run", 0):
+            cost += beside_spills
+        outcome.overpaid_rows += max(0, again - cost)
         if outcome.kills:
             outcome.regenerated_rows_max = outcome.regenerated_rows
 

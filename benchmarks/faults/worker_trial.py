@@ -71,7 +71,7 @@ class Hand:
     def overpaid(self, in_vain: Counter[int], beside_spills: int) -> int:
         """Rows that it finished in vain, by shard, beyond those that it may have."""
         if self.may_be_fenced:
-            # Other than a run of one shard, it takes the rest of what is in the engine.
+            # It takes the rest of what is in the engine.
             may_cost = FENCE_COSTS + MAX_IN_FLIGHT + beside_spills
             return sum(max(0, rows - may_cost) for rows in in_vain.values())
         return max(0, in_vain.total() - self.may_be_killed * (KILL_COSTS + beside_spills))
@@ -89,7 +89,7 @@ class WorkerTrial(Trial):
         self._count_costs()
 
     def _before(self, stage: str, args: list[str]) -> None:
-        if stage == "run0":
+        if stage == "run":
             self._plan_uri = args[args.index("--plan") + 1]
             self._come_and_go()
         elif stage == "commit" and (left := self._unfinished()):
@@ -138,7 +138,7 @@ class WorkerTrial(Trial):
         return {}
 
     def _some_write(self) -> int:
-        return self.rng.randint(1, max(1, self.usual.writes["run0"] // self._num_workers))
+        return self.rng.randint(1, max(1, self.usual.writes["run"] // self._num_workers))
 
     @property
     def _is_s3_fault(self) -> bool:
@@ -147,7 +147,7 @@ class WorkerTrial(Trial):
     def _arm(self, kind: str, have_started: threading.Event) -> None:
         """A burst of requests of any of the workers fails, or one of them is killed at it."""
         assert self.proxy is not None, "only on S3"
-        first = self.rng.randrange(self.usual.requests["run0"])
+        first = self.rng.randrange(self.usual.requests["run"])
         if kind != "kill":
             length = self.rng.choice([1, 2, 5] if kind == "timeout" else [1, 2, 5, 20, 60])
             self.proxy.arm(kind, range(first, first + length))

@@ -45,7 +45,7 @@ class Command:
     """A named pipe: the command waits for a byte from it before each file operation."""
     max_file_bytes: int | None = None
     """Writing more than that into one file fails (RLIMIT_FSIZE)."""
-    pace: float | None = None
+    pace: float = 1.0
     """See `inside.hurry`."""
     clock_ahead_s: float = 0.0
     """See `inside.shift_clock`."""
@@ -204,8 +204,7 @@ def _run(request: Mapping[str, Any]) -> NoReturn:
         steps = None if request["steps"] is None else Path(request["steps"])
         writes = Path(request["engine_log"] + ".writes")
         watch_writes(writes, request["kill_at_write"], steps)
-        if (pace := request["pace"]) is not None:
-            hurry(pace)
+        hurry(request["pace"])
         if ahead_s := request["clock_ahead_s"]:
             shift_clock(ahead_s)
         from batchllm_operator.cli import main

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import Batchllm
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+from support.staged_job import run_only
 
 from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit import partition
@@ -19,7 +20,7 @@ from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
 from batchllm_operator.commit.report import load_report
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import buckets
 from batchllm_operator.shards.parts import read_ledger
 from batchllm_operator.spec import JobSpec
@@ -30,8 +31,7 @@ from batchllm_operator.stored_plan.stored_plan import StoredPlan
 def run_job(spec: JobSpec) -> StoredPlan:
     """Run the job to its end, as if more rows were allowed to fail, which would end it early."""
     plan = plan_job(spec.model_copy(update={"max_failed_fraction": 1.0}), DS)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     return plan_job(spec, DS)
 
 
@@ -96,8 +96,9 @@ def test_a_whole_dataset_reader_sees_the_partition_only(tmp_path: Path) -> None:
 def test_commit_before_run_names_the_shards(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows())
     plan = plan_job(fake_spec(tmp_path), DS)
-    run_shard(plan.folder.uri, 1)
-    with pytest.raises(IncompleteRunError, match=r"unfinished: shard 0 \(0 of 3 parts\);"):
+    run_only(plan, 1)
+    missing = r"unfinished: shard 0 \(0 of 3 parts\); run `batchllm run --plan /.*`, then commit"
+    with pytest.raises(IncompleteRunError, match=missing):
         commit_run(plan.folder.uri)
     assert not (tmp_path / "out" / f"ds={DS}").exists()
 
@@ -117,7 +118,7 @@ def test_a_later_run_replaces_the_partition_and_no_other(tmp_path: Path) -> None
     write_table(tmp_path / "documents", document_rows(1, 1), ds="2026-02-01")
     spec = fake_spec(tmp_path)
     other = plan_job(spec, "2026-02-01")
-    run_shard(other.folder.uri, 0)
+    run_worker(other)
     commit_run(other.folder.uri)
     first = run_job(spec)
     commit_run(first.folder.uri)
@@ -420,7 +421,8 @@ def test_report_adds_up(tmp_path: Path) -> None:
     assert load_report(plan.folder.uri) == report
     assert report.num_logical_tokens == sum(len(expected_prompt(row)) for row in rows)
     assert report.num_output_tokens == 20 * 8
-    assert report.planned_saving_ratio == pytest.approx(report.achieved_saving_ratio)
+    # One engine keeps what neighbouring shards share.
+    assert report.planned_saving_ratio <= report.achieved_saving_ratio
     assert report.achieved_saving_ratio <= report.optimal_saving_ratio
     assert len(report.sample_rows) == 3
     assert report.sample_rows[0].generated_text == expected_text(rows[0])

@@ -28,7 +28,7 @@ from batchllm_operator.errors import (
 )
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.refusal import REFUSED_FILE, find_refusal
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
@@ -59,8 +59,7 @@ def run(plan: StoredPlan) -> StoredPlan:
     """Run the plan to its end, as if more rows were allowed to fail, which would end it early."""
     spec = plan.manifest.spec
     plan_job(spec.model_copy(update={"max_failed_fraction": 1.0}), DS)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan.folder.uri)
     return plan_job(spec, DS)
 
 
@@ -86,7 +85,7 @@ def test_failed_rows_of_a_stopped_run_are_listed_though_no_part_is_written(tmp_p
         raise Interrupted(signal.SIGINT)
 
     with pytest.raises(Interrupted):
-        run_shard(plan.folder.uri, 0, start=Engines(9, stop))
+        run_worker(plan, start=Engines(9, stop))
     found = find_failed_rows(plan.folder.uri, 10)
     assert found.num_rows_done == 10, "nine requests, and the rejected row"
     assert found.rows == (ERROR, NULL)

@@ -237,7 +237,7 @@ def test_shards_are_generated_while_their_tasks_are_deferred(
     standalone: Standalone, in_pods: PodRun, frozen: list[str]
 ) -> None:
     in_pods.wait(
-        lambda: any(line.startswith("shard ") and "ETA" in line for line in in_pods.log(0)),
+        lambda: any(line.startswith("worker ") and "ETA" in line for line in in_pods.log(0)),
         "a line with an ETA is in the log",
     )
     assert in_pods.task(0)["state"] == "deferred"
@@ -295,7 +295,7 @@ def test_a_pod_that_is_evicted_is_replaced(
     for shard, pod in enumerate(frozen):
         log = in_pods.log(shard)
         assert any(f"Made pod {pod}" in line for line in log)
-        told = [line for line in log if line.startswith((f"shard {shard}: ", f"Pod {pod}: "))]
+        told = [line for line in log if line.startswith((f"worker {shard}: ", f"Pod {pod}: "))]
         assert len(told) > 5
         assert [line for line, count in Counter(told).items() if count > 1] == []
 

@@ -15,7 +15,13 @@ import pytest
 import yaml
 from conftest import Batchllm
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
-from support.staged_job import NUM_PARTS, Engines, check_published, plan_one_shard, put_table
+from support.staged_job import (
+    Engines,
+    check_published,
+    claim_attempt,
+    plan_one_shard,
+    put_table,
+)
 
 from batchllm_operator.commands.gc import parse_age
 from batchllm_operator.commit import commit_run as commit_module
@@ -25,11 +31,11 @@ from batchllm_operator.commit.report import load_report
 from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.inspect import gc as gc_module
 from batchllm_operator.inspect.gc import Garbage, Kept, find_garbage, remove_garbage
-from batchllm_operator.inspect.verify import record_plan, verify_shard
+from batchllm_operator.inspect.verify import record_plan, verify_worker
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run import run_shards as run_module
-from batchllm_operator.run.run_shards import run_shard
-from batchllm_operator.shards.attempts import Attempt, claim_attempt
+from batchllm_operator.run import shard_queue as queue_module
+from batchllm_operator.run.run_shards import run_worker
+from batchllm_operator.shards.attempts import Attempt, claim_number
 from batchllm_operator.shards.committed import COMMITTED_FILE
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
@@ -47,8 +53,7 @@ def collect(spec: JobSpec, *, age_s: float = -DAY_S) -> tuple[list[Garbage], lis
 
 
 def run_and_commit(plan: StoredPlan) -> StoredPlan:
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan, owner="task")
     commit_run(plan.folder.uri)
     return plan
 
@@ -90,19 +95,16 @@ def test_a_cleared_task_of_a_collected_plan_pays_nothing(plan: StoredPlan) -> No
     run_and_commit(plan)
     report = load_report(plan.folder.uri)
     collect(plan.manifest.spec)
-    verified = verify_shard(plan.folder.uri, 0)
-    assert verified.num_rows == report.num_rows_in
-    assert verified.num_parts == verified.num_resumed_parts == NUM_PARTS
+    verified = verify_worker(plan.folder.uri)
+    assert verified.num_finished == 1
     engines = Engines()
-    assert run_shard(plan.folder.uri, 0, start=engines) == verified
+    assert run_worker(plan, start=engines) == verified
     assert commit_run(plan.folder.uri) == report
     # The whole DAG run is cleared: the plan is made again, and is the same.
     assert plan_job(plan.manifest.spec, DS).folder == plan.folder
-    assert run_shard(plan.folder.uri, 0, start=engines) == verified
+    assert run_worker(plan, start=engines) == verified
     assert commit_run(plan.folder.uri) == report
     assert engines.started == []
-    with pytest.raises(PlanError, match="not shard 1"):
-        run_shard(plan.folder.uri, 1)
 
 
 def test_without_its_rows_a_collected_plan_is_made_again(local_plan: StoredPlan) -> None:
@@ -111,7 +113,7 @@ def test_without_its_rows_a_collected_plan_is_made_again(local_plan: StoredPlan)
     collect(spec)
     shutil.rmtree(Path(spec.output.uri) / f"ds={DS}")
     with pytest.raises(PlanError, match=r"shard-00000\.parquet is missing; make the plan again"):
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan)
     run_and_commit(plan_job(spec, DS))
     check_published(plan)
 
@@ -121,7 +123,7 @@ def test_damaged_parts_of_a_committed_plan_cost_nothing(local_plan: StoredPlan) 
     for part in Path(local_plan.folder.path).rglob("part-*"):
         part.write_bytes(b"")
     engines = Engines()
-    run_shard(local_plan.folder.uri, 0, start=engines)
+    run_worker(local_plan, start=engines)
     assert engines.started == []
 
 
@@ -198,11 +200,11 @@ def test_a_plan_that_was_to_be_replaced_but_was_not_is_published(plan: StoredPla
     StoredPlan.mark_superseded_at(plan.folder, by="another")
     [removed], _ = collect(plan.manifest.spec)
     assert removed.what == "is published: parts and shards"
-    assert verify_shard(plan.folder.uri, 0).num_parts == NUM_PARTS
+    assert verify_worker(plan.folder.uri).num_finished == 1
 
 
 def test_a_plan_without_a_commit_goes_when_it_is_old(plan: StoredPlan) -> None:
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan)
     spec = plan.manifest.spec
     assert collect(spec, age_s=DAY_S) == ([], [])
     [removed], _ = collect(spec)
@@ -267,7 +269,7 @@ def test_a_run_in_progress_keeps_its_plan(local_plan: StoredPlan) -> None:
         found.append(collect(spec, age_s=DAY_S)[0])
 
     make_old(path)
-    run_shard(local_plan.folder.uri, 0, start=Engines(at=0, act=look))
+    run_worker(local_plan, start=Engines(at=0, act=look))
     assert found == [[]]
     make_old(path)
     (path / "runs" / "shard-00000" / "report.json").unlink()
@@ -286,7 +288,7 @@ def test_a_commit_in_progress_keeps_its_plan(
 ) -> None:
     """However old the parts, and however long ago it began when it comes to publish."""
     plan, spec = local_plan, local_plan.manifest.spec
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan)
     make_old(Path(plan.folder.path))
     found: list[list[Garbage]] = []
 
@@ -319,7 +321,7 @@ def test_who_begins_just_then_keeps_the_plan_or_is_told(
 
     def begin() -> None:
         if work == "run":
-            claim_attempt(plan.run_folder(0))
+            claim_attempt(plan.run_folder(0), "task")
             plan.check_stays()
         else:
             plan.mark_committing()
@@ -345,14 +347,14 @@ def test_a_run_whose_plan_has_just_gone_pays_nothing(
 ) -> None:
     """It was collected after the run had looked at it, before the run made its claim."""
 
-    def claim(folder: Folder, owner: str | None) -> Attempt:
+    def claim(*claimed: Any) -> Attempt | None:
         assert collect(local_plan.manifest.spec)[0]
-        return claim_attempt(folder, owner)
+        return claim_number(*claimed)
 
-    monkeypatch.setattr(run_module, "claim_attempt", claim)
+    monkeypatch.setattr(queue_module, "claim_number", claim)
     engines = Engines()
     with pytest.raises(PlanError, match="has just removed it; make the plan again"):
-        run_shard(local_plan.folder.uri, 0, start=engines)
+        run_worker(local_plan, start=engines)
     assert engines.started == []
 
 
@@ -368,7 +370,7 @@ def test_a_folder_of_another_name_stays(local_plan: StoredPlan) -> None:
 def test_what_changes_between_looking_and_removing_stays(plan: StoredPlan) -> None:
     garbage, _ = find_garbage(plan.manifest.spec, before=time.time() + DAY_S)
     assert [each.folder for each in garbage] == [plan.folder]
-    claim_attempt(plan.run_folder(0))
+    claim_attempt(plan.run_folder(0), "task")
     removed, [kept] = remove_garbage(garbage)
     assert removed == [] and kept.why == "it has changed meanwhile"
     run_and_commit(plan)
@@ -423,7 +425,7 @@ def test_records_and_temporary_files_go_one_by_one(local_plan: StoredPlan) -> No
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in [*others, young, jobs / DS / "records" / "young.json"])
     check_published(plan)
-    assert verify_shard(plan.folder.uri, 0).num_parts == NUM_PARTS
+    assert verify_worker(plan.folder.uri).num_finished == 1
 
 
 # The command

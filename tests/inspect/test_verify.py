@@ -1,16 +1,19 @@
 """`verify`: whether what a stage was to leave in the lake is there."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.staged_job import run_only
 
 from batchllm_operator.errors import IncompleteRunError, PlanError, SpecError
-from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_shard
+from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_worker
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import parse_spec_json
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 @pytest.fixture
@@ -23,72 +26,61 @@ def shard_folder(plan_uri: str) -> Path:
     return Path(plan_uri) / "runs" / "shard-00000"
 
 
-def test_a_finished_shard_is_what_its_report_says(plan_uri: str) -> None:
-    with pytest.raises(IncompleteRunError, match=r"shard 0 of plan .* there is no report"):
-        verify_shard(plan_uri, 0)
-    report = run_shard(plan_uri, 0)
-    before = sorted(shard_folder(plan_uri).rglob("*"))
-    assert verify_shard(plan_uri, 0) == report
-    assert sorted(shard_folder(plan_uri).rglob("*")) == before  # it only reads
-    with pytest.raises(IncompleteRunError):
-        verify_shard(plan_uri, 1)
-
-
-def test_a_shard_that_a_small_partition_does_not_need_is_complete(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(1, 1))
-    plan = plan_job(fake_spec(tmp_path), DS)
-    for owner in (None, "a task"):
-        assert verify_shard(plan.folder.uri, 1, owner).num_rows == 0
-        with pytest.raises(PlanError):
-            verify_shard(plan.folder.uri, 2, owner)
-
-
-def test_all_parts_without_a_report_are_not_enough(plan_uri: str) -> None:
-    run_shard(plan_uri, 0)
-    (shard_folder(plan_uri) / "report.json").unlink()
-    with pytest.raises(IncompleteRunError, match="there is no report"):
-        verify_shard(plan_uri, 0)
-
-
-def test_a_report_without_its_parts_is_not_enough(plan_uri: str) -> None:
-    run_shard(plan_uri, 0)
-    part = next(shard_folder(plan_uri).rglob("part-00001-*.parquet"))
-    whole = part.read_bytes()
-    part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(IncompleteRunError, match="the first is part 1; run the shard again"):
-        verify_shard(plan_uri, 0)
-    part.unlink()
-    with pytest.raises(IncompleteRunError, match="the first is part 1"):
-        verify_shard(plan_uri, 0)
-    run_shard(plan_uri, 0)
-    verify_shard(plan_uri, 0)
+def test_a_finished_plan_is_what_its_reports_say(plan_uri: str) -> None:
+    with pytest.raises(IncompleteRunError, match=r"0 of 2 shards finished, and no worker runs"):
+        verify_worker(plan_uri)
+    run_only(StoredPlan.open(plan_uri), 1)
+    with pytest.raises(IncompleteRunError, match=f"runs shard 0; `batchllm run --plan {plan_uri}`"):
+        verify_worker(plan_uri)
+    run_worker(plan_uri)
+    before = sorted(Path(plan_uri).rglob("*"))
+    report = verify_worker(plan_uri)
+    assert (report.num_finished, report.to_result()["num_rows"]) == (2, 30)
+    assert sorted(Path(plan_uri).rglob("*")) == before  # it only reads
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "reason"),
+    ("damaged", "damage", "warning"),
     [
-        ({"report_version": 2}, PlanError, "of version 2, this release reads version 1"),
-        ({"plan_id": "another"}, PlanError, "that of another plan"),
-        ({"num_rows": 1}, IncompleteRunError, "doesn't say what the ledger says"),
-        ({"num_rows": None}, IncompleteRunError, "isn't whole"),
+        ("part-00001-*.parquet", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "was altered"),
+        ("part-00001-*.parquet", None, "is missing"),
+        ("report.json", None, None),
+        ("report.json", lambda data: data[:50], "isn't JSON"),
+        ("report.json", lambda data: changed(data, plan_id="another"), "the ledger says otherwise"),
+        ("report.json", lambda data: changed(data, num_rows=1), "the ledger says otherwise"),
+        ("report.json", lambda data: changed(data, num_rows=None), "isn't whole"),
     ],
 )
-def test_a_report_that_is_not_this_shards_is_refused(
-    plan_uri: str, changes: dict[str, object], error: type[Exception], reason: str
+def test_a_damaged_shard_is_free_to_run_until_a_worker_has_mended_it(
+    plan_uri: str,
+    damaged: str,
+    damage: Callable[[bytes], bytes] | None,
+    warning: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run_shard(plan_uri, 0)
-    path = shard_folder(plan_uri) / "report.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(error, match=reason):
-        verify_shard(plan_uri, 0)
+    run_worker(plan_uri)
+    path = next(shard_folder(plan_uri).rglob(damaged))
+    whole = path.read_bytes()
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage(whole))
+    with pytest.raises(IncompleteRunError, match="1 of 2 shards finished, and no worker runs"):
+        verify_worker(plan_uri)
+    assert warning is None or warning in caplog.text
+    assert list(run_worker(plan_uri).shards) == [0]
+    assert verify_worker(plan_uri).num_finished == 2
 
 
-def test_half_a_report_is_none(plan_uri: str) -> None:
-    run_shard(plan_uri, 0)
+def test_a_report_of_another_version_is_refused(plan_uri: str) -> None:
+    run_worker(plan_uri)
     path = shard_folder(plan_uri) / "report.json"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(IncompleteRunError, match="isn't JSON"):
-        verify_shard(plan_uri, 0)
+    path.write_bytes(changed(path.read_bytes(), report_version=2))
+    with pytest.raises(PlanError, match="of version 2, this release reads version 1"):
+        verify_worker(plan_uri)
+
+
+def changed(data: bytes, **fields: object) -> bytes:
+    return json.dumps(json.loads(data) | fields).encode()
 
 
 def test_a_plans_record_leads_to_a_complete_plan(tmp_path: Path, plan_uri: str) -> None:

@@ -28,10 +28,10 @@ from batchllm_operator.errors import (
     TableError,
 )
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
-from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.lake import Publication
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import FilterTerm, JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
@@ -59,8 +59,7 @@ def spec_of(lakes: tuple[Lake, Lake], **output: Any) -> JobSpec:
 
 def run_job(spec: JobSpec, ds: str = DS) -> StoredPlan:
     plan = plan_job(spec, ds)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     return plan
 
 
@@ -329,6 +328,6 @@ def test_a_collected_plan_is_not_paid_for_again(lakes: tuple[Lake, Lake]) -> Non
     def start(spec: JobSpec, job: EngineJob) -> Engine:
         raise AssertionError("no engine is needed")
 
-    assert run_shard(plan.folder.uri, 0, start=start) == verify_shard(plan.folder.uri, 0)
+    assert run_worker(plan, start=start) == verify_worker(plan.folder.uri)
     assert commit_run(plan.folder.uri) == report
     assert len(read(lakes[1], ["row_key"])) == 30

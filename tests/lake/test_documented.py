@@ -41,7 +41,7 @@ def run_spec(begins: str, lake: Path, tmp_path: Path) -> None:
     plan = ["plan", "--job-json", json.dumps(spec), "--ds", DS, "--result", str(result)]
     assert main(plan) == 0
     uri = json.loads(result.read_text())["plan_uri"]
-    assert main(["run", "--plan", uri, "--shard", "0"]) == 0
+    assert main(["run", "--plan", uri]) == 0
     assert main(["commit", "--plan", uri]) == 0
     manifest = json.loads((Path(uri.removeprefix("file://")) / "manifest.json").read_text())
     assert manifest["input_version"]

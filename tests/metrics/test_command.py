@@ -21,7 +21,7 @@ from batchllm_operator.plan.plan_job import plan_job
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 CLI = "batchllm_operator"
-RUN = ("run", "--shard", "0", "--plan")
+RUN = ("run", "--plan")
 
 
 def plan(folder: Path, delay_s: float = 0.0) -> str:
@@ -45,7 +45,7 @@ def scrape(port: int) -> dict[str, float]:
         return {}
     families = text_string_to_metric_families(text)
     samples = [sample for family in families for sample in family.samples]
-    assert {(s.labels["job_name"], s.labels["ds"], s.labels["shard"]) for s in samples} <= {
+    assert {(s.labels["job_name"], s.labels["ds"], s.labels["worker"]) for s in samples} <= {
         ("job", DS, "0")
     }
     return {sample.name + sample.labels.get("state", ""): sample.value for sample in samples}
@@ -114,6 +114,6 @@ def test_a_wrong_address_is_refused(
     batchllm: Batchllm,
 ) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, variable)
-    refused = batchllm("run", "--plan", "nowhere", "--shard", "0", *arguments)
+    refused = batchllm("run", "--plan", "nowhere", *arguments)
     assert refused.code == 2
     assert named in refused.err

@@ -73,7 +73,6 @@ def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: E
         ExitCode.FAILURE,
         ExitCode.EMPTY,
         ExitCode.INCOMPLETE,
-        ExitCode.FENCED,
         ExitCode.TERMINATED,
         137,
     ],

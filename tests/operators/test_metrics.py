@@ -53,7 +53,7 @@ RESULT = {
 }
 STAGES = {
     "plan": lambda: BatchLLMPlanOperator(task_id="plan", spec_path=SPEC, ds="2026-01-31"),
-    "generate": lambda: BatchLLMGenerateOperator(task_id="g", plan_uri=PLAN_URI, shard_idx=0),
+    "generate": lambda: BatchLLMGenerateOperator(task_id="g", plan_uri=PLAN_URI),
     "commit": lambda: BatchLLMCommitOperator(task_id="c", plan_uri=PLAN_URI),
 }
 SENT: dict[str, dict[str, Any]] = {

@@ -2,7 +2,6 @@ import json
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +9,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException, TaskDeferred
-from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
+from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from jsonschema import Draft7Validator
@@ -27,7 +25,7 @@ from batchllm_operator.operators import (
     batchllm_task_group,
     one_run_per_partition,
 )
-from batchllm_operator.operators.command import CommandRunner, TakenOverError
+from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.pods.settings import CPU_IMAGE, PRESETS
 from batchllm_operator.provider import get_provider_info
 
@@ -63,15 +61,15 @@ def write_spec(folder: Path, num_shards: int | None) -> str:
     return str(path)
 
 
-def test_plan_returns_its_shards_and_pushes_uris_and_counts(
+def test_plan_returns_a_worker_for_each_shard_of_the_spec_and_pushes_uris_and_counts(
     ran: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
     spec = write_spec(tmp_path, num_shards=1024)
     task = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="2026-01-31")
     ti = TaskInstance()
     assert execute(task, {"ti": ti}) == [
-        {"plan_uri": "s3://b/plan-1", "shard_idx": 0},
-        {"plan_uri": "s3://b/plan-1", "shard_idx": 1},
+        {"plan_uri": "s3://b/plan-1", "worker": 0, "num_workers": 2},
+        {"plan_uri": "s3://b/plan-1", "worker": 1, "num_workers": 2},
     ]
     assert ran == [("plan", "--job", spec, "--ds", "2026-01-31")]
     assert ti.pushed == {
@@ -96,14 +94,15 @@ def test_more_shards_than_airflow_maps_are_refused_before_planning(
 
 def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) -> None:
     counts = {"plan_uri": "s3://b/plan-1", "num_shards": 2}
-    generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
+    generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1")
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1")
     assert execute(generate, {"ti": TaskInstance()}) == counts
     report = BatchLLMReportOperator(task_id="r", plan_uri="s3://b/plan-1")
     assert execute(commit, {}) == counts
     assert execute(report, {}) == counts
+    of_worker = ("--plan", "s3://b/plan-1", "--worker", "0", "--num-workers", "1")
     assert ran == [
-        ("run", "--plan", "s3://b/plan-1", "--shard", "1", "--owner", mock.ANY),
+        ("run", *of_worker, "--owner", mock.ANY),
         ("commit", "--plan", "s3://b/plan-1"),
         ("report", "--plan", "s3://b/plan-1"),
     ]
@@ -113,7 +112,7 @@ def test_all_tries_of_a_task_are_one_owner_and_another_run_is_another(
     ran: list[tuple[str, ...]],
 ) -> None:
     """By it `batchllm run` knows whether a live attempt is to be left alone."""
-    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
+    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1")
     for ti in (
         TaskInstance(),
         TaskInstance(try_number=2),
@@ -124,106 +123,6 @@ def test_all_tries_of_a_task_are_one_owner_and_another_run_is_another(
     first, again, *others = [call[call.index("--owner") + 1] for call in ran]
     assert first == again
     assert len({first, *others}) == 3
-
-
-FENCED = "attempt 2 has taken over (exit code 7)"
-
-
-class BesideAnother:
-    """A shard that another run has taken over: what `batchllm run` and `verify` say of it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self.run: list[bool] = []
-        """For each `run`, whether it comes to its end; it is fenced out otherwise."""
-        self.found: list[dict[str, Any] | str | None] = []
-        """For each `verify` the result, or what is missing; None while the other one works."""
-        monkeypatch.setattr(CommandRunner, "run", lambda _, *each: self._run(*each))
-        monkeypatch.setattr(CommandRunner, "verify", lambda _, *each: self._verify(*each))
-
-    def _run(self, *arguments: str) -> dict[str, Any]:
-        self.calls.append("run")
-        if not self.run.pop(0):
-            raise TakenOverError(FENCED)
-        return WHOLE
-
-    def _verify(self, *arguments: str) -> dict[str, Any] | str:
-        self.calls.append("verify")
-        assert arguments[:5] == ("--plan", "s3://b/plan-1", "--shard", "1", "--owner")
-        found = self.found.pop(0)
-        if found is None:
-            raise TakenOverError(FENCED)
-        return found
-
-
-WHOLE = {"num_rows": 6, "plan_uri": "s3://b/plan-1"}
-MISSING = "2 parts are missing"
-
-
-@pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> BesideAnother:
-    return BesideAnother(monkeypatch)
-
-
-def generate(**kwargs: Any) -> BatchLLMGenerateOperator:
-    return BatchLLMGenerateOperator(
-        task_id="g", plan_uri="s3://b/plan-1", shard_idx=1, poll_interval=0.0, **kwargs
-    )
-
-
-def test_a_worker_whose_shard_another_run_has_taken_over_waits_for_it(
-    beside: BesideAnother,
-) -> None:
-    """As long as that gives signs; it starts no engine meanwhile, and none after it."""
-    beside.run, beside.found = [False], [None, None, WHOLE]
-    assert execute(generate(deferrable=False), {"ti": TaskInstance()})["num_rows"] == 6
-    assert beside.calls == ["run", *["verify"] * 3]
-
-
-def test_a_worker_goes_on_when_the_other_run_gives_no_sign(beside: BesideAnother) -> None:
-    """In the same try: by default Airflow makes no other."""
-    beside.run, beside.found = [False, True], [None, MISSING]
-    assert execute(generate(deferrable=False), {"ti": TaskInstance()})["num_rows"] == 6
-    assert beside.calls == ["run", "verify", "verify", "run"]
-
-
-def test_two_runs_without_signs_do_not_fence_each_other_for_ever(beside: BesideAnother) -> None:
-    beside.run, beside.found = [False] * 3, [MISSING] * 3
-    with pytest.raises(AirflowException, match=r"attempt 2 .* no sign any more: 2 parts"):
-        execute(generate(deferrable=False, max_disruptions=2), {"ti": TaskInstance()})
-    assert not beside.run and not beside.found
-
-
-@pytest.mark.parametrize("end", [WHOLE, MISSING])
-def test_a_task_that_defers_waits_for_another_run_in_the_triggerer(
-    beside: BesideAnother, end: dict[str, Any] | str
-) -> None:
-    """Each look is one command; between them the worker is free."""
-    beside.run, beside.found = [False, True], [None, end]
-    context = {"ti": TaskInstance()}
-    with pytest.raises(TaskDeferred) as first:
-        execute(generate(deferrable=True), context)
-    assert beside.calls == ["run"]
-    with pytest.raises(TaskDeferred) as second:
-        resume(first.value, context)
-    assert isinstance(second.value.trigger, TimeDeltaTrigger)
-    assert second.value.kwargs == first.value.kwargs
-    assert resume(second.value, context)["num_rows"] == 6
-    assert beside.calls == ["run", "verify", "verify", *["run"] * (end == MISSING)]
-
-
-def resume(deferral: TaskDeferred, context: dict[str, Any]) -> Any:
-    """As Airflow does it, in a new process."""
-    method = getattr(generate(deferrable=True), deferral.method_name)
-    return method(context, event=None, **(deferral.kwargs or {}))
-
-
-def test_the_wait_for_another_run_ends_with_the_tasks_time(beside: BesideAnother) -> None:
-    beside.run, beside.found = [False], [None]
-    ti = TaskInstance(start_date=datetime.now(UTC) - timedelta(hours=2))
-    task = generate(deferrable=True, execution_timeout=timedelta(hours=1))
-    with pytest.raises(AirflowException, match="execution_timeout"):
-        execute(task, {"ti": ti})
 
 
 def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,14 +177,13 @@ def test_templates_are_rendered() -> None:
         "2026-01-31",
         {"D": "2026-01-31"},
     )
-    generate = BatchLLMGenerateOperator(task_id="g", plan_uri="{{ root }}/p", shard_idx="{{ ds }}")
-    generate.render_template_fields(context)
-    assert (generate.plan_uri, generate.shard_idx) == ("s3://b/p", "2026-01-31")
     worker = BatchLLMGenerateOperator(
         task_id="w", plan_uri="{{ root }}/p", worker="{{ ds }}", num_workers="{{ root }}"
     )
     worker.render_template_fields(context)
-    assert (worker.worker, worker.num_workers) == ("2026-01-31", "s3://b")
+    assert (worker.plan_uri, worker.worker, worker.num_workers) == (
+        *("s3://b/p", "2026-01-31", "s3://b"),
+    )
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="{{ root }}/p")
     commit.render_template_fields(context)
     assert commit.plan_uri == "s3://b/p"
@@ -354,14 +252,6 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
     conn_ids = (generate.partial_kwargs["aws_conn_id"], *(task.aws_conn_id for task in tasks))
     assert conn_ids == ("lake",) * 4
     assert plan.spec_path == "job.yaml"
-
-
-def test_without_a_number_of_workers_each_generate_task_is_needed() -> None:
-    with DAG("job", schedule=None) as dag:
-        batchllm_task_group("job.yaml", group_id="job")
-    commit = dag.get_task("job.commit")
-    assert commit.upstream_task_ids == {"job.plan", "job.generate"}
-    assert commit.trigger_rule == TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS
 
 
 def test_task_group_takes_an_asset_and_a_partition_that_a_task_names() -> None:

@@ -83,7 +83,6 @@ def test_a_client_of_the_operators_makes_each_request_once(tmp_path: Path) -> No
     task = BatchLLMGenerateOperator(
         task_id="generate",
         plan_uri="s3://b/p",
-        shard_idx=0,
         config_file=str(config),
         kubernetes_conn_id=None,
     )

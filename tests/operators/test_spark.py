@@ -76,7 +76,8 @@ def test_a_plan_by_spark_submit_is_the_tasks_value(
     value = submitted(spec, ti, env={"PYSPARK_PYTHON": sys.executable}).wait()
     assert dict(os.environ) == before
     uri = ti.pushed["plan_uri"]
-    assert value == [{"plan_uri": uri, "shard_idx": index} for index in range(len(value))]
+    of_worker = {"plan_uri": uri, "num_workers": len(value)}
+    assert value == [{**of_worker, "worker": worker} for worker in range(len(value))]
     assert ti.pushed["plan"]["num_rows"] == 30
     assert ti.pushed["plan"]["num_shards"] == len(value)
     manifest = json.loads((Path(uri) / "manifest.json").read_text())

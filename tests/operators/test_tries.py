@@ -36,7 +36,7 @@ class ReleasedError(Exception):
 def task(monkeypatch: pytest.MonkeyPatch) -> BatchLLMGenerateOperator:
     """One that says so when it releases its pods."""
     task = BatchLLMGenerateOperator(
-        task_id="generate", plan_uri="s3://b/_batchllm/job/ds/plan-1", shard_idx=0, gpu="nvidia"
+        task_id="generate", plan_uri="s3://b/_batchllm/job/ds/plan-1", gpu="nvidia"
     )
 
     def release(context: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_killed_task_first_deletes_the_pod_that_it_waited_for(
 ) -> None:
     """After a short look at it; nobody may answer either, and there may be no time for more."""
     task = BatchLLMGenerateOperator(
-        task_id="generate", plan_uri="s3://b/_batchllm/job/ds/plan-1", shard_idx=0, gpu="nvidia"
+        task_id="generate", plan_uri="s3://b/_batchllm/job/ds/plan-1", gpu="nvidia"
     )
     calls: list[Any] = []
     looks: list[float] = []

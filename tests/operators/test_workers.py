@@ -98,18 +98,3 @@ def test_generate_runs_a_worker(ran: list[tuple[str, ...]]) -> None:
     assert execute(task, {"ti": TaskInstance()})["plan_uri"] == "s3://b/plan-1"
     of_worker = ("--plan", "s3://b/plan-1", "--worker", "0", "--num-workers", "3")
     assert ran == [("run", *of_worker, "--owner", mock.ANY)]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"worker": 0},
-        {"num_workers": 2},
-        {"shard_idx": 0, "num_workers": 2},
-        {"shard_idx": 0, "worker": 0, "num_workers": 2},
-    ],
-)
-def test_generate_is_of_a_shard_or_of_a_worker(given: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="give shard_idx, or worker and num_workers"):
-        BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", **given)

@@ -20,7 +20,7 @@ from batchllm_operator.errors import ModelError, PlanError, SpecError
 from batchllm_operator.inspect.simulations import _read_workload
 from batchllm_operator.plan.advise import advise
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec, load_spec
 from batchllm_operator.stored_plan.shard_files import ADAPTER_FIELD, SHARD_SCHEMA
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -163,7 +163,7 @@ def test_a_run_refuses_an_adapter_that_has_changed(folder: Path) -> None:
     plan = plan_job(adapting(folder), DS)
     write_adapter(folder / "polish", MODULES, seed=9)
     with pytest.raises(PlanError, match=r"adapters\.polish isn't the one that the plan was made"):
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan)
 
 
 def test_advice_and_simulation_keep_adapters_apart(folder: Path) -> None:

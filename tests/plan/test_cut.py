@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.staged_job import run_only
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
-from batchllm_operator.errors import PlanError
-from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.cut import usual_num_shards
 from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard, run_worker
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, describe_file
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -105,8 +105,8 @@ def test_blocks_of_another_size_change_what_is_planned_but_no_shard(tmp_path: Pa
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_what_is_planned_is_achieved(tmp_path: Path, num_shards: int) -> None:
     plan = plan_sites(tmp_path, num_shards)
-    for shard_idx in range(num_shards):
-        run_shard(plan.folder.uri, shard_idx)
+    for shard_idx in range(len(plan.manifest.shards)):  # an engine each
+        run_only(plan, shard_idx)
     report = commit_run(plan.folder.uri)
     assert report.achieved_saving_ratio == pytest.approx(report.planned_saving_ratio, abs=0.01)
     assert 0.5 < report.planned_saving_ratio <= report.optimal_saving_ratio
@@ -197,12 +197,11 @@ def test_a_job_is_cut_by_its_tokens_without_a_target(
     plan = plan_sites(tmp_path, None)
     num_tokens = plan.manifest.counts.num_optimal_tokens + 60 * 8  # outputs
     assert len(plan.manifest.shards) == -(-num_tokens // 500) > 2
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     assert commit_run(plan.folder.uri).num_rows_out == 60
 
 
-def test_the_first_shard_of_an_empty_plan_has_nothing_to_do(tmp_path: Path) -> None:
+def test_a_worker_of_an_empty_plan_has_nothing_to_do(tmp_path: Path) -> None:
     (tmp_path / "documents" / f"ds={DS}").mkdir(parents=True)
     pq.write_table(
         pa.Table.from_pylist(site_rows()).slice(0, 0),
@@ -211,10 +210,7 @@ def test_the_first_shard_of_an_empty_plan_has_nothing_to_do(tmp_path: Path) -> N
     spec = fake_spec(tmp_path, planner={"num_shards": None}, on_empty="commit")
     plan = plan_job(spec, DS)
     assert plan.manifest.shards == ()
-    assert run_shard(plan.folder.uri, 0).num_rows == 0
-    assert verify_shard(plan.folder.uri, 0).num_rows == 0
-    with pytest.raises(PlanError, match="no shards"):
-        run_shard(plan.folder.uri, 1)
+    assert run_worker(plan).shards == verify_worker(plan.folder.uri).shards == {}
 
 
 # A plan of a release that dealt out groups
@@ -259,8 +255,7 @@ def test_a_plan_whose_groups_were_dealt_out_runs_as_it_was_cut(tmp_path: Path) -
     new, old = plan_sites(tmp_path / "new", 2), deal_out(plan_sites(tmp_path / "old", 2))
     first = read_shards(old)[0]
     assert {row["group_id"] % 2 for row in first} == {0}
-    for shard_idx in range(2):
-        report = run_shard(new.folder.uri, shard_idx)
+    for shard_idx, report in run_worker(new).shards.items():
         assert report.num_requests == new.manifest.shards[shard_idx].num_requests
     reports = [run_worker(old.folder.uri, worker, 3).shards for worker in range(3)]
     assert [list(each) for each in reports] == [[0, 1], [], []]

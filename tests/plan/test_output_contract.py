@@ -19,7 +19,7 @@ from support.lake_tables import LAKES, IcebergLake, Lake, open_lake, publish
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import TableError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec
 
 NS = 1_700_000_000_000_000_001
@@ -125,8 +125,7 @@ def forget(lake: Lake) -> None:
 
 def run(spec: JobSpec) -> None:
     plan = plan_job(spec, DS)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     commit_run(plan.folder.uri)
 
 

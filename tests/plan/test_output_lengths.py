@@ -33,7 +33,7 @@ from batchllm_operator.plan.output_lengths import (
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import PrefixGroups, Requests, TokenTable
 from batchllm_operator.report import format_plan
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -54,8 +54,7 @@ def plan_order(plan: StoredPlan) -> list[int]:
 
 def run_and_commit(spec: JobSpec, ds: str) -> StoredPlan:
     plan = plan_job(spec, ds)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     commit_run(plan.folder.uri)
     return plan
 

@@ -20,7 +20,7 @@ from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
-from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.memory import MemoryBudget
@@ -28,7 +28,7 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prompts.tokenizer import Utf8Tokenizer
 from batchllm_operator.report import format_plan, format_summary
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.reuse_index import (
     INDEX_SCHEMA,
     ReuseIndex,
@@ -73,8 +73,7 @@ def changed(rows: list[Row], count: int) -> list[Row]:
 
 def run_and_commit(spec: JobSpec, ds: str = DS) -> tuple[StoredPlan, RunReport]:
     plan = plan_job(spec, ds)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     return plan, commit_run(plan.folder.uri)
 
 
@@ -160,9 +159,7 @@ def test_a_day_on_which_all_is_known_needs_no_shard(tmp_path: Path) -> None:
     run_and_commit(spec)
     plan = plan_job(spec, NEXT)
     assert plan.manifest.shards == ()
-    for shard_idx in range(spec.planner.num_shards):  # a DAG may have a task for each
-        assert run_shard(plan.folder.uri, shard_idx).num_rows == 0
-        assert verify_shard(plan.folder.uri, shard_idx).num_rows == 0
+    assert run_worker(plan).shards == verify_worker(plan.folder.uri).shards == {}
     report = commit_run(plan.folder.uri)
     assert (report.num_rows_out, report.num_rows_reused) == (30, 30)
     assert (report.num_output_tokens, report.achieved_saving_ratio) == (0, 0.0)

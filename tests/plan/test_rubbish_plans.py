@@ -26,7 +26,7 @@ from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.committed import COMMITTED_FILE
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.shards.reuse_index import INDEX_FILE
@@ -73,8 +73,7 @@ class Job:
 
     @staticmethod
     def _finish(plan: StoredPlan) -> StoredPlan:
-        for shard_idx in range(len(plan.manifest.shards)):
-            run_shard(plan.folder.uri, shard_idx)
+        run_worker(plan)
         commit_run(plan.folder.uri)
         return plan
 

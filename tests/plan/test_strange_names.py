@@ -18,10 +18,10 @@ from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
 from batchllm_operator.commit.report import load_report
 from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
-from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_shard
+from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_worker
 from batchllm_operator.lake import in_order
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -59,9 +59,8 @@ def run_job(spec: JobSpec, ds: str) -> StoredPlan:
     plan = plan_job(spec, ds)
     record_plan(spec, ds, "../pod", {"plan_uri": plan.folder.uri})
     assert verify_plan(spec, ds, "../pod")["plan_uri"] == plan.folder.uri
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
-        verify_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
+    assert verify_worker(plan.folder.uri).shards
     report = commit_run(plan.folder.uri)
     assert published_plan_uri(spec, ds) == plan.folder.uri
     assert load_report(plan.folder.uri) == report

@@ -16,7 +16,7 @@ from batchllm_operator.errors import FailedRowsError, SpecError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.plan.rows.prompting import Prompter
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec, parse_spec
 
 MAX_LEN, MAX_TOKENS = 100, 8
@@ -94,7 +94,7 @@ def test_a_job_publishes_cut_rows_and_counts_them(tmp_path: Path) -> None:
     plan = plan_job(spec, DS)
     counts = plan.manifest.counts
     assert (counts.num_rejected_rows, counts.num_truncated_rows) == (0, 2)
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan)
     report = commit_run(plan.folder.uri)
     assert (report.num_rows_out, report.num_rows_truncated) == (4, 2)
     assert plan_job(spec, DS).manifest.plan_id == plan.manifest.plan_id

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from support.answers_job import asking
 from support.fake_job import DS, JobFolder, document_rows, write_table
-from support.staged_job import Engines
+from support.staged_job import Engines, run_only
 
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.engine import start_engine
 from batchllm_operator.errors import EngineError, ExitCode, FailedRowsError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard, run_worker
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.job_status import read_status
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -69,7 +68,7 @@ def test_a_run_stops_when_its_failures_alone_pass_the_limit(
 
 def test_as_many_failures_as_are_allowed_stop_nothing(tmp_path: Path) -> None:
     plan = planned(tmp_path, max_failed_fraction=1.0)
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan)
     assert commit_run(plan.folder.uri).num_rows_failed == 40
 
 
@@ -97,7 +96,7 @@ def test_other_workers_stop_at_their_next_claim(tmp_path: Path) -> None:
         ):
             run_worker(plan.folder.uri, 1, 2, start=others[-1])
 
-    run_shard(plan.folder.uri, 0)
+    run_only(plan, 0)
     other_worker()
     assert others[-1].num_answers == 3
     others.append(Engines())
@@ -114,7 +113,7 @@ def test_a_machine_that_fails_dooms_no_plan(tmp_path: Path) -> None:
     spec = asking(tmp_path, engine=engine, planner={"num_shards": 1, "part_rows": 500})
     plan = plan_job(spec, DS)
     with pytest.raises(EngineError, match="6 requests in a row"):
-        run_shard(plan.folder.uri, 0, start=start_engine)
+        run_worker(plan)
     assert read_status(plan).num_rows_done == 0
 
 

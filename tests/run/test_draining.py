@@ -20,7 +20,7 @@ from batchllm_operator.errors import Interrupted, SpecError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run import run_shards as run_module
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -57,9 +57,9 @@ def terminate() -> None:
 
 def run(plan_uri: str, at: int, act: Callable[[], None] = terminate, limit_s: float = 60.0) -> Any:
     with Drain().on_sigterm(limit_s) as drain:
-        return run_shard(
-            plan_uri, 0, start=lambda spec, job: CallingEngine(spec, job, at, act), drain=drain
-        )
+        return run_worker(
+            plan_uri, start=lambda spec, job: CallingEngine(spec, job, at, act), drain=drain
+        ).shards[0]
 
 
 def test_the_open_part_is_finished_and_no_other_begun(plan_uri: str) -> None:
@@ -67,7 +67,7 @@ def test_the_open_part_is_finished_and_no_other_begun(plan_uri: str) -> None:
         run(plan_uri, at=6)
     assert parts(plan_uri) == ["part-00000.json", "part-00001.json"]
     assert not (Path(plan_uri) / "runs/shard-00000/report.json").exists()
-    report = run_shard(plan_uri, 0)
+    report = run_worker(plan_uri).shards[0]
     assert report.num_resumed_parts == 2
 
 
@@ -103,7 +103,7 @@ def test_without_an_open_part_it_ends_at_once(plan_uri: str) -> None:
         raise AssertionError("went on")
 
     with pytest.raises(Interrupted), Drain().on_sigterm(60.0) as drain:
-        run_shard(plan_uri, 0, start=start, drain=drain)
+        run_worker(plan_uri, start=start, drain=drain)
     assert parts(plan_uri) == []
 
 
@@ -124,14 +124,14 @@ def test_the_number_of_gpus_is_the_tasks_unless_the_spec_has_its_own(tmp_path: P
         return FakeEngine(spec, job.max_model_len)
 
     spec = fake_spec(tmp_path, engine={"tensor_parallel_size": 4})
-    plan_uri = plan_job(fake_spec(tmp_path), DS).folder.uri
-    run_shard(plan_uri, 0, start=start, num_gpus=2)
-    run_shard(plan_uri, 1, start=start)
+    run_worker(plan_job(fake_spec(tmp_path), DS), start=start, num_gpus=2)
+    run_worker(plan_job(fake_spec(tmp_path, name="planned"), DS), start=start)
     assert seen == [2, 1]
-    fixed_uri = plan_job(spec.model_copy(update={"name": "fixed"}), DS).folder.uri
-    run_shard(fixed_uri, 0, start=start, num_gpus=4)
+    fixed = plan_job(spec.model_copy(update={"name": "fixed"}), DS)
     with pytest.raises(SpecError, match="tensor_parallel_size is 4, but the task has 2 GPUs"):
-        run_shard(fixed_uri, 1, start=start, num_gpus=2)
+        run_worker(fixed, start=start, num_gpus=2)
+    run_worker(fixed, start=start, num_gpus=4)
+    assert seen == [2, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_command_drains_and_says_how_it_ended(tmp_path: Path, commands: Fork
     fields["planner"]["num_shards"] = 1
     changes = {name: fields[name] for name in ("engine", "planner")}
     plan_uri = plan_job(fake_spec(tmp_path, **changes), DS).folder.uri
-    command = ["run", "--plan", plan_uri, "--shard", "0", "--drain-s", "60"]
+    command = ["run", "--plan", plan_uri, "--drain-s", "60"]
     with (tmp_path / "stderr").open("w") as stderr:
         process = commands.start("batchllm_operator", command, stderr=stderr.fileno())
         # The fake engine has requests of three parts by then.

@@ -18,18 +18,25 @@ import pytest
 from support.demo_job import wait_until
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.fork_server import ForkServer
-from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, check_published, plan_one_shard
+from support.staged_job import (
+    NUM_PARTS,
+    NUM_ROWS,
+    Engines,
+    check_published,
+    claim_attempt,
+    plan_one_shard,
+)
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import Engine, EngineJob
-from batchllm_operator.errors import EngineError, FencedError, Interrupted, StorageError
+from batchllm_operator.errors import EngineError, Interrupted, StorageError
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run import live_progress as live
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_tally import ShardTally
-from batchllm_operator.shards.attempts import attempt_name, claim_attempt
+from batchllm_operator.shards.attempts import attempt_name
 from batchllm_operator.shards.job_status import read_attempts, read_status
 from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.spec import JobSpec
@@ -62,7 +69,7 @@ def wait_for_state(plan: StoredPlan, state: str) -> None:
 def test_a_finished_attempt_says_what_its_report_says(lake_uri: str) -> None:
     engine = {"extra_args": {"error_token_id": ord("3")}}
     plan = plan_one_shard(lake_uri, engine=engine, max_failed_fraction=1.0)
-    report = run_shard(plan.folder.uri, 0)
+    report = run_worker(plan).shards[0]
     found = left(plan)
     assert (found.state, found.eta_s, found.error) == ("finished", 0.0, None)
     assert (found.num_rows, found.num_parts) == (NUM_ROWS, NUM_PARTS)
@@ -83,7 +90,7 @@ def test_an_attempt_starts_then_runs(plan: StoredPlan) -> None:
         wait_for_state(plan, "starting")
         return engines(spec, job)
 
-    run_shard(plan.folder.uri, 0, start=start)
+    run_worker(plan, start=start)
     assert left(plan).state == "finished"
 
 
@@ -91,11 +98,11 @@ def test_a_drained_attempt_keeps_what_its_parts_hold(lake_uri: str) -> None:
     plan = plan_one_shard(lake_uri)
     with pytest.raises(Interrupted), Drain().on_sigterm(60.0) as drain:
         stop = Engines(at=6, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
-        run_shard(plan.folder.uri, 0, start=stop, drain=drain, num_gpus=1)
+        run_worker(plan, start=stop, drain=drain, num_gpus=1)
     stopped = left(plan)
     assert (stopped.state, stopped.num_rows_done, stopped.num_parts_done) == ("stopped", 10, 2)
     assert (stopped.eta_s, stopped.error) == (None, None)
-    run_shard(plan.folder.uri, 0, num_gpus=2)
+    run_worker(plan, num_gpus=2)
     finished = left(plan, 2)
     assert (finished.state, finished.num_rows_done) == ("finished", NUM_ROWS)
     attempts = read_attempts(plan)[0]
@@ -111,7 +118,7 @@ def test_finished_rows_of_open_parts_count_when_an_attempt_is_stopped(plan: Stor
         raise Interrupted(signal.SIGINT)
 
     with pytest.raises(Interrupted):
-        run_shard(plan.folder.uri, 0, start=Engines(at=13, act=stop))
+        run_worker(plan, start=Engines(at=13, act=stop))
     stopped = left(plan)
     assert (stopped.state, stopped.num_rows_done, stopped.num_parts_done) == ("stopped", 13, 2)
 
@@ -131,7 +138,7 @@ def test_a_failure_is_shown_without_secrets(
         return Engines(at=13, act=fail)(spec, job)
 
     with pytest.raises(EngineError):
-        run_shard(plan.folder.uri, 0, start=start)
+        run_worker(plan, start=start)
     failed = left(plan)
     assert failed.state == "failed" and failed.error is not None
     assert failed.error.startswith("no: *** at s3://***@host/ xxx") and failed.error[-1] == "…"
@@ -154,10 +161,9 @@ def test_errors_are_shown_by_one_line(error: Exception, shown: str) -> None:
 
 def test_a_fenced_attempt_has_failed_and_the_later_one_counts(plan: StoredPlan) -> None:
     def other() -> None:
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan, owner="task")
 
-    with pytest.raises(FencedError):
-        run_shard(plan.folder.uri, 0, start=Engines(at=8, act=other))
+    run_worker(plan, owner="task", start=Engines(at=8, act=other))
     assert (left(plan, 1).state, left(plan, 2).state) == ("failed", "finished")
     assert read_status(plan).shards[0].state == "finished"
 
@@ -167,7 +173,7 @@ def test_killed_processes_leave_the_last_sign(tmp_path: Path, commands: ForkServ
     extra = {"delay_s": 0.05, "max_in_flight": 1}
     changes: dict[str, Any] = {"planner": {"num_shards": 1}, "engine": {"extra_args": extra}}
     plan = plan_job(fake_spec(tmp_path, **changes), DS)
-    command = ["run", "--plan", plan.folder.uri, "--shard", "0"]
+    command = ["run", "--plan", plan.folder.uri]
     env = {**os.environ, live.INTERVAL_VARIABLE: "0.1"}
     process = commands.start("batchllm_operator", command, env=env)
     try:
@@ -181,7 +187,7 @@ def test_killed_processes_leave_the_last_sign(tmp_path: Path, commands: ForkServ
     assert read_status(plan, now=killed.updated_at).shards[0].state == "running"
     later = killed.updated_at + timedelta(minutes=2)
     assert read_status(plan, now=later).shards[0].state == "silent"
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan)
     status = read_status(plan)
     assert (status.shards[0].state, status.shards[0].num_attempts) == ("finished", 2)
     commit_run(plan.folder.uri)
@@ -220,7 +226,7 @@ def test_storage_that_fails_costs_one_warning(
     storage = BadStorage(monkeypatch)
     waits = Engines(at=9, act=lambda: wait_until(lambda: storage.num_tries > 5, "five tries"))
     with caplog.at_level(logging.WARNING):
-        assert run_shard(plan.folder.uri, 0, start=waits).num_rows == NUM_ROWS
+        assert run_worker(plan, start=waits).shards[0].num_rows == NUM_ROWS
     assert [r.message for r in caplog.records if "progress" in r.message] == [
         "the run goes on, but its progress can't be seen: the storage is away"
     ]
@@ -241,7 +247,7 @@ def test_whatever_goes_wrong_once_is_tried_again(
 
     monkeypatch.setattr(ShardTally, "snapshot", fail_once)
     with caplog.at_level(logging.WARNING):
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan)
     assert left(plan).state == "finished"
     assert "the run goes on, but its progress can't be seen: nobody thought of it" in caplog.text
 
@@ -256,7 +262,7 @@ def test_storage_that_recovers_is_written_to(
         storage.is_bad = False
         wait_for_state(plan, "running")
 
-    run_shard(plan.folder.uri, 0, start=Engines(at=9, act=recover))
+    run_worker(plan, start=Engines(at=9, act=recover))
     assert left(plan).state == "finished"
 
 
@@ -266,7 +272,7 @@ def test_storage_that_hangs_does_not_keep_the_run(
     monkeypatch.setattr(live, "_END_WAIT_S", 0.01)
     storage, release = BadStorage(monkeypatch), threading.Event()
     monkeypatch.setattr(storage, "fail", lambda: release.wait(60))
-    assert run_shard(plan.folder.uri, 0).num_rows == NUM_ROWS
+    assert run_worker(plan).shards[0].num_rows == NUM_ROWS
     assert not release.is_set() and not storage.written
     assert "the storage takes long" in caplog.text
     storage.is_bad = False
@@ -278,7 +284,7 @@ def test_it_is_replaced_only_so_often(plan: StoredPlan, monkeypatch: pytest.Monk
     monkeypatch.setenv(live.INTERVAL_VARIABLE, "60")
     storage = BadStorage(monkeypatch)
     storage.is_bad = False
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan)
     states = [each.state for each in storage.written]
     assert len(states) == len(set(states)) <= 3 and states[-1] == "finished"
     assert left(plan).interval_s == 60
@@ -301,7 +307,7 @@ def test_it_is_refreshed_while_nothing_finishes(
         refreshed("starting")()
         return Engines(at=0, act=refreshed("running"))(spec, job)
 
-    run_shard(plan.folder.uri, 0, start=start)
+    run_worker(plan, start=start)
     ages = [each.elapsed_s for each in storage.written]
     assert ages == sorted(ages)
 
@@ -325,35 +331,29 @@ def test_a_process_that_hangs_refreshes_it_no_longer(
         num_before = len(looks)
         wait_until(lambda: len(looks) > num_before + 5, "five more looks", poll_s=0.01)
 
-    run_shard(plan.folder.uri, 0, start=Engines(at=13, act=hang))
+    run_worker(plan, start=Engines(at=13, act=hang))
     told = [(each.state, each.num_rows_done) for each in storage.written]
     assert len(told) == len(set(told)) < len(looks) and told[-1] == ("finished", NUM_ROWS)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("", 5.0), ("off", None), ("0", None), ("2.5", 2.5), ("1e-9", 0.1), ("1e9", 60.0)],
+    [("", 5.0), ("2.5", 2.5), ("1e-9", 0.1), ("1e9", 60.0)],
 )
 def test_the_environment_sets_the_interval(
-    text: str, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+    text: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(live.INTERVAL_VARIABLE, text)
     assert live.interval_s() == seconds
 
 
-@pytest.mark.parametrize("text", ["often", "nan", "inf", "-1"])
+@pytest.mark.parametrize("text", ["often", "off", "nan", "inf", "-1", "0"])
 def test_what_is_no_interval_is_said(
     text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(live.INTERVAL_VARIABLE, text)
     assert live.interval_s() == 5.0
     assert live.INTERVAL_VARIABLE in caplog.text
-
-
-def test_it_can_be_left_out(plan: StoredPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(live.INTERVAL_VARIABLE, "off")
-    run_shard(plan.folder.uri, 0)
-    assert not any(PROGRESS_FILE in path for path in plan.folder.find())
 
 
 def test_an_observer_sees_the_tally_from_its_begin_to_its_end(plan: StoredPlan) -> None:
@@ -365,18 +365,18 @@ def test_an_observer_sees_the_tally_from_its_begin_to_its_end(plan: StoredPlan) 
         yield
         seen.append(tally.snapshot())
 
-    run_shard(plan.folder.uri, 0, observe=observe, num_gpus=1)
+    run_worker(plan, observe=observe, num_gpus=1)
     assert [each.state for each in seen] == ["starting", "finished"]
     assert [each.num_rows_done for each in seen] == [0, NUM_ROWS]
     assert {each.num_gpus for each in seen} == {1}
-    run_shard(plan.folder.uri, 0, observe=observe)
+    run_worker(plan, observe=observe)
     assert len(seen) == 2, "a finished shard has no attempt to look at"
 
 
 def test_progress_keeps_a_plan_young_and_goes_with_it(plan: StoredPlan) -> None:
     spec = plan.manifest.spec
     with pytest.raises(EngineError):
-        run_shard(plan.folder.uri, 0, start=Engines(at=8, act=_fail))
+        run_worker(plan, start=Engines(at=8, act=_fail))
     written_at = max(details["mtime"] for details in plan.folder.find().values())
     attempt = plan.run_folder(0).child(attempt_name(1))
     os.utime(attempt.full_path(PROGRESS_FILE), (written_at + 100, written_at + 100))
@@ -391,7 +391,7 @@ def _fail() -> None:
 
 
 def test_parts_of_progress_are_no_parts_of_the_ledger(plan: StoredPlan) -> None:
-    attempt = claim_attempt(plan.run_folder(0))
+    attempt = claim_attempt(plan.run_folder(0), "task")
     attempt.folder.write_bytes(PROGRESS_FILE, json.dumps({"part_idx": 0}).encode())
-    assert run_shard(plan.folder.uri, 0).num_resumed_parts == 0
+    assert run_worker(plan, owner="task").shards[0].num_resumed_parts == 0
     assert datetime.now(UTC) >= left(plan, 2).started_at

@@ -15,7 +15,7 @@ from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequ
 from batchllm_operator.errors import PlanError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.engine_job import pin_revision
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.parts import read_ledger
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import PlanManifest
@@ -72,14 +72,14 @@ def run_watched(plan: StoredPlan, stop_after: int | None = None) -> Watched:
         return started[0]
 
     try:
-        run_shard(plan.folder.uri, 0, start=start)
+        run_worker(plan, start=start)
     except KeyboardInterrupt:
         assert stop_after is not None
     return started[0]
 
 
 def test_every_request_gets_its_own_text(plan: StoredPlan) -> None:
-    report = run_shard(plan.folder.uri, 0)
+    report = run_worker(plan).shards[0]
     shard = pq.read_table(plan.folder.full_path("shard-00000.parquet")).to_pylist()
     expected = {
         row_idx: fake_text(request["prompt_token_ids"])
@@ -106,18 +106,17 @@ def test_an_interrupted_run_keeps_finished_parts_and_resumes(plan: StoredPlan) -
 
 
 def test_a_finished_shard_starts_no_engine(plan: StoredPlan) -> None:
-    first = run_shard(plan.folder.uri, 0)
+    run_worker(plan)
 
     def start(spec: JobSpec, job: EngineJob) -> Engine:
         raise AssertionError("no engine is needed")
 
-    again = run_shard(plan.folder.uri, 0, start=start)
-    assert again.num_resumed_parts == again.num_parts == 8
-    assert again.num_output_tokens == first.num_output_tokens
+    again = run_worker(plan, start=start)
+    assert (again.num_finished, again.shards) == (1, {})
 
 
 def test_a_damaged_part_is_generated_again(plan: StoredPlan) -> None:
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan.folder.uri)
     folder = plan.run_folder(0)
     Path(folder.full_path(read_ledger(folder, plan.manifest.plan_id)[2].path)).write_bytes(b"PAR1")
     engine = run_watched(plan)
@@ -141,7 +140,7 @@ def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.Monke
         return original(self, part_idx)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan.folder.uri)
     assert read == list(range(40))
     assert max(ahead) <= 2, "a part is read when the one before it is nearly done"
 
@@ -153,7 +152,7 @@ def test_row_errors_are_outputs(tmp_path: Path) -> None:
     engine = {"extra_args": {"error_token_id": ord("~")}}
     spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
     plan = plan_job(spec, DS)
-    report = run_shard(plan.folder.uri, 0)
+    report = run_worker(plan).shards[0]
     assert (report.num_rows, report.num_failed_rows) == (6, 1)
     assert outputs(plan)[4] is None
 
@@ -165,14 +164,8 @@ def test_a_row_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
     engine = {"extra_args": {"fatal_token_id": ord("~")}}
     spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
     plan = plan_job(spec, DS)
-    assert run_shard(plan.folder.uri, 0).num_failed_rows == 1
+    assert run_worker(plan).shards[0].num_failed_rows == 1
     assert [row_idx for row_idx, text in outputs(plan).items() if text is None] == [7]
-
-
-def test_an_unknown_shard_is_refused(plan: StoredPlan) -> None:
-    for shard_idx in (1, -1):
-        with pytest.raises(PlanError, match=f"has shards 0 to 0, not shard {shard_idx}"):
-            run_shard(plan.folder.uri, shard_idx)
 
 
 def test_another_tokenizer_is_refused(plan: StoredPlan) -> None:
@@ -180,7 +173,7 @@ def test_another_tokenizer_is_refused(plan: StoredPlan) -> None:
     assert isinstance(changed, PlanManifest)
     plan.folder.write_bytes("manifest.json", changed.to_bytes())
     with pytest.raises(PlanError, match="tokenizer"):
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan.folder.uri)
 
 
 def test_a_damaged_shard_file_is_refused(plan: StoredPlan) -> None:
@@ -189,29 +182,20 @@ def test_a_damaged_shard_file_is_refused(plan: StoredPlan) -> None:
     data[100] ^= 1
     path.write_bytes(data)
     with pytest.raises(PlanError, match=r"shard-00000\.parquet is corrupted"):
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan.folder.uri)
 
 
 def test_another_model_is_refused(plan: StoredPlan) -> None:
     changed = plan.manifest.model_copy(update={"model_version": "sha256:another"})
     plan.folder.write_bytes("manifest.json", changed.to_bytes())
     with pytest.raises(PlanError, match="the version of model no-model"):
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan.folder.uri)
 
 
 def test_a_model_of_the_hub_runs_at_the_commit_that_was_planned(plan: StoredPlan) -> None:
     manifest = plan.manifest.model_copy(update={"model_version": "commit:abc123"})
     assert pin_revision(manifest).model.revision == "abc123"
     assert pin_revision(plan.manifest) == plan.manifest.spec
-
-
-def test_a_shard_that_a_small_partition_did_not_need_has_nothing_to_do(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(1, 1))
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 4}), DS)
-    assert len(plan.manifest.shards) == 1
-    assert run_shard(plan.folder.uri, 3).num_rows == 0
-    with pytest.raises(PlanError, match="not shard 4"):
-        run_shard(plan.folder.uri, 4)
 
 
 def test_the_engine_is_told_what_the_plan_knows(plan: StoredPlan) -> None:

@@ -14,18 +14,18 @@ import pytest
 from support.demo_job import wait_until
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 from support.fork_server import ForkServer
-from support.staged_job import NUM_ROWS, Engines, check_published, plan_one_shard
+from support.staged_job import NUM_ROWS, Engines, check_published, claim_attempt, plan_one_shard
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError, Interrupted, StorageError
-from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run import open_parts, shard_run
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
-from batchllm_operator.run.run_shards import run_shard, run_worker
-from batchllm_operator.shards.attempts import Attempt, claim_attempt
+from batchllm_operator.run.run_shards import run_worker
+from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.job_status import read_status
 from batchllm_operator.shards.parts import part_schema, read_ledger
 from batchllm_operator.shards.report import ShardReport
@@ -43,7 +43,7 @@ def stop(plan: StoredPlan, at: int, error: type[BaseException] = Interrupted) ->
     """Run the shard until `at` of its requests are answered."""
     engines = Engines(at, interrupt)
     with pytest.raises(error):
-        run_shard(plan.folder.uri, 0, start=engines)
+        run_worker(plan, start=engines)
     return engines
 
 
@@ -94,7 +94,7 @@ def test_a_stopped_run_keeps_every_finished_row(tmp_path: Path, part_rows: int, 
     (shard,) = read_status(plan).shards
     assert (shard.state, shard.num_rows_done) == ("stopped", at)
     rest = Engines()
-    run_shard(plan.folder.uri, 0, start=rest)
+    run_worker(plan, start=rest)
     assert rest.num_answers == NUM_ROWS - at
     assert commit_run(plan.folder.uri).num_rows_out == NUM_ROWS
     check_published(plan)
@@ -106,9 +106,9 @@ def test_a_run_that_is_stopped_again_and_again_generates_no_row_twice(plan: Stor
         answered += stop(plan, at).num_answers
     assert read_status(plan).num_rows_done == answered == 22
     rest = Engines()
-    report = run_shard(plan.folder.uri, 0, start=rest)
+    report = run_worker(plan, start=rest)
     assert rest.num_answers == NUM_ROWS - answered
-    assert verify_shard(plan.folder.uri, 0) == report
+    assert verify_worker(plan.folder.uri) == report
     commit_run(plan.folder.uri)
     check_published(plan)
 
@@ -123,7 +123,7 @@ def test_counts_of_a_run_in_pieces_are_those_of_a_run_at_once(tmp_path: Path) ->
         plan = plan_job(fake_spec(tmp_path / name, planner={"num_shards": 1, "part_rows": 9}), DS)
         for at in stops:
             stop(plan, at)
-        reports.append(counts(run_shard(plan.folder.uri, 0)))
+        reports.append(counts(run_worker(plan).shards[0]))
     assert reports[0] == reports[1]
     assert reports[0]["num_rows"] == 30 > reports[0]["num_requests"] == 28
 
@@ -136,7 +136,7 @@ def test_engine_seconds_are_counted_once(plan: StoredPlan, monkeypatch: pytest.M
     written = read_ledger(plan.run_folder(0), plan.manifest.plan_id).values()
     assert spilled == 7 * len(entries(plan)) == 21
     assert sum(entry.engine_s for entry in written) == pytest.approx(2 * 7 + 2 * 7)
-    report = run_shard(plan.folder.uri, 0)
+    report = run_worker(plan).shards[0]
     num_laps = report.engine_s / 7
     assert num_laps == pytest.approx(6 + len(entries(plan)))
 
@@ -153,7 +153,7 @@ def test_what_was_all_spilled_needs_no_engine(
         assert stop(plan, -1).num_answers == NUM_ROWS
     assert read_ledger(plan.run_folder(0), plan.manifest.plan_id) == {}
     engines = Engines()
-    report = run_shard(plan.folder.uri, 0, start=engines)
+    report = run_worker(plan, start=engines).shards[0]
     assert engines.started == []
     assert (report.num_rows, report.num_parts, report.num_resumed_parts) == (30, 6, 0)
     commit_run(plan.folder.uri)
@@ -195,7 +195,7 @@ def test_answers_of_every_kind_come_back_as_they_were(tmp_path: Path, kind: str)
         plan = plan_job(spec, DS)
         for at in stops:
             stop(plan, at)
-        run_shard(plan.folder.uri, 0)
+        run_worker(plan)
         found.append(answers(plan))
         commit_run(plan.folder.uri)
     assert found[0] == found[1]
@@ -238,7 +238,7 @@ def test_kill_9_loses_what_was_finished_since_the_last_spill(
         patch.setattr(shard_run.ShardRun, "_keep_finished", lambda *_: None)
         stop(plan, 19)
     rest = Engines()
-    run_shard(plan.folder.uri, 0, start=rest)
+    run_worker(plan, start=rest)
     assert rest.num_answers == NUM_ROWS - 19 + lost
     commit_run(plan.folder.uri)
     check_published(plan)
@@ -250,7 +250,7 @@ def test_rows_are_spilled_while_the_engine_finishes_nothing(
     monkeypatch.setattr(open_parts, "SPILL_S", 0.05)
     monkeypatch.setenv(INTERVAL_VARIABLE, "0.1")
     slow = Engines(8, lambda: wait_until(lambda: stored_rows(plan) == 8, "all rows are stored"))
-    run_shard(plan.folder.uri, 0, start=slow)
+    run_worker(plan, start=slow)
     assert commit_run(plan.folder.uri).num_rows_out == NUM_ROWS
     check_published(plan)
 
@@ -279,10 +279,10 @@ def test_a_signal_while_something_is_written_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Folder, step, signalled)
         with pytest.raises(Interrupted):
-            run_shard(plan.folder.uri, 0, start=engines)
+            run_worker(plan, start=engines)
     assert hit and 0 < engines.num_answers < NUM_ROWS
     rest = Engines()
-    run_shard(plan.folder.uri, 0, start=rest)
+    run_worker(plan, start=rest)
     assert engines.num_answers + rest.num_answers == NUM_ROWS
     commit_run(plan.folder.uri)
     check_published(plan)
@@ -293,9 +293,8 @@ def test_a_fenced_attempt_spills_nothing_more_and_its_spills_count(
 ) -> None:
     monkeypatch.setattr(open_parts, "SPILL_ROWS", 3)
     successor = Engines()
-    zombie = Engines(4, lambda: run_shard(plan.folder.uri, 0, start=successor))
-    with pytest.raises(FencedError):
-        run_shard(plan.folder.uri, 0, start=zombie)
+    zombie = Engines(4, lambda: run_worker(plan, owner="task", start=successor))
+    assert run_worker(plan, owner="task", start=zombie).shards == {}
     assert [entry.attempt for entry in entries(plan) if entry.attempt == 1] == [1]
     assert successor.num_answers == NUM_ROWS - 3
     commit_run(plan.folder.uri)
@@ -308,9 +307,9 @@ def test_a_run_that_was_fenced_when_it_is_stopped_keeps_its_end(plan: StoredPlan
         interrupt()
 
     with pytest.raises(Interrupted) as caught:
-        run_shard(plan.folder.uri, 0, start=Engines(3, fence_and_stop))
+        run_worker(plan, start=Engines(3, fence_and_stop))
     assert entries(plan) == []
-    assert caught.value.__notes__[0].startswith("0 of the shard's 30 rows are finished and kept")
+    assert caught.value.__notes__[0].startswith("0 of the plan's 30 rows are finished and kept")
 
 
 def damage(plan: StoredPlan, how: str) -> None:
@@ -347,7 +346,7 @@ def test_a_spill_that_is_damaged_or_foreign_does_not_count(
     stop(plan, 14)
     damage(plan, how)
     rest = Engines()
-    run_shard(plan.folder.uri, 0, start=rest)
+    run_worker(plan, start=rest)
     assert rest.num_answers == NUM_ROWS - 10, "parts of five count"
     assert "doesn't count" in caplog.text
     commit_run(plan.folder.uri)
@@ -396,9 +395,9 @@ def test_an_engine_that_fails_leaves_what_it_has_finished(plan: StoredPlan) -> N
         raise BrokenError
 
     with pytest.raises(BrokenError):
-        run_shard(plan.folder.uri, 0, start=Engines(8, fail))
+        run_worker(plan, start=Engines(8, fail))
     rest = Engines()
-    run_shard(plan.folder.uri, 0, start=rest)
+    run_worker(plan, start=rest)
     assert rest.num_answers == NUM_ROWS - 8
 
 
@@ -409,7 +408,7 @@ def test_parts_that_a_drain_has_no_time_for_keep_their_finished_rows(plan: Store
         yield
 
     with pytest.raises(Interrupted), Drain().on_sigterm(60.0) as drain:
-        run_shard(plan.folder.uri, 0, start=Engines(8, lambda: next(terminate())), drain=drain)
+        run_worker(plan, start=Engines(8, lambda: next(terminate())), drain=drain)
     assert [entry.num_rows for entry in entries(plan)] == [3]
 
 
@@ -417,15 +416,14 @@ def test_parts_that_a_drain_has_no_time_for_keep_their_finished_rows(plan: Store
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("what", [["--shard", "0"], ["--worker", "0", "--num-workers", "1"]])
 def test_a_stopped_command_says_how_many_rows_are_kept(
-    tmp_path: Path, commands: ForkServer, number: int, what: list[str]
+    tmp_path: Path, commands: ForkServer, number: int
 ) -> None:
     write_table(tmp_path / "documents", document_rows())
     engine = {"extra_args": {"delay_s": 0.1, "byte_tokens": True}}
     spec = fake_spec(tmp_path, engine=engine, planner={"num_shards": 1, "part_rows": 500})
     plan = plan_job(spec, DS)
-    command = ["run", "--plan", plan.folder.uri, *what]
+    command = ["run", "--plan", plan.folder.uri]
     with (tmp_path / "stderr").open("w") as stderr:
         process = commands.start(
             "batchllm_operator",
@@ -437,8 +435,8 @@ def test_a_stopped_command_says_how_many_rows_are_kept(
         os.kill(process.pid, number)
         assert process.wait(timeout=60) == 128 + number
     message = (tmp_path / "stderr").read_text()
-    match = re.search(r"stopped by signal \d+; (\d+) of the \w+'s 30 rows are finished", message)
+    match = re.search(r"stopped by signal \d+; (\d+) of the plan's 30 rows are finished", message)
     assert match, message
     rest = Engines()
-    run_shard(plan.folder.uri, 0, start=rest)
+    run_worker(plan, start=rest)
     assert 0 < int(match[1]) == NUM_ROWS - rest.num_answers

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.staged_job import Engines, check_published, plan_one_shard
+from support.staged_job import Engines, check_published, claim_attempt, plan_one_shard, run_only
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import EngineError, FencedError, IncompleteRunError, Interrupted
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.run_shards import run_shard, run_worker
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_queue import ShardQueue, runs_of
 from batchllm_operator.run.shard_run import Holder, Lap
-from batchllm_operator.run.shard_source import Claimed, OneShard
+from batchllm_operator.run.shard_source import Claimed
 from batchllm_operator.run.worker import MOST_WAIT_S, Worker
 from batchllm_operator.shards import attempts as attempts_module
-from batchllm_operator.shards.attempts import check_free, claim_attempt, read_claim
+from batchllm_operator.shards.attempts import read_claim
 from batchllm_operator.shards.progress import ShardProgress
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -63,6 +63,11 @@ def queue_of(
     return ShardQueue(plan, worker, num_workers, owner=owner, clock=clock, now=clock.now)
 
 
+def holder(drain: Drain | None = None) -> Holder:
+    """Progress objects come every hour: tests write their own."""
+    return Holder(drain or Drain(), Lap(), 0, 3600.0, worker=0, num_workers=1)
+
+
 def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: Any) -> None:
     shard = plan.shard(claimed.shard_idx)
     progress = ShardProgress(
@@ -83,7 +88,7 @@ def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: 
 
 
 def finish(plan: StoredPlan, queue: ShardQueue, claimed: Claimed) -> None:
-    run_shard(plan.folder.uri, claimed.shard_idx)
+    run_only(plan, claimed.shard_idx)
     queue.ended(claimed.shard_idx, 0)
 
 
@@ -209,19 +214,22 @@ def test_a_slow_worker_leaves_the_last_shards_to_faster_ones(plan: StoredPlan, c
 
 
 def test_it_waits_as_long_as_shards_are_free(plan: StoredPlan, clock: Time) -> None:
-    class Shards(OneShard):
-        worker = None
-
+    class Queue(ShardQueue):
         @property
-        def stands_back(self) -> bool:  # type: ignore[override]
+        def stands_back(self) -> bool:
             return clock.s < 1000.0
+
+        @stands_back.setter
+        def stands_back(self, stands_back: bool) -> None: ...
+
+        def next_shard(self) -> int | None:
+            return None
 
         def others(self) -> list[int]:
             return [1]
 
-    claimed = Claimed(0, claim_attempt(plan.run_folder(0)))
-    holder = Holder(Drain(), Lap(), 0, None)
-    for pause_s in Worker(plan, Shards(claimed, 5), Engines(), holder, clock=clock).steps():
+    worker = Worker(plan, Queue(plan, 0, 2), Engines(), holder(), clock=clock)
+    for pause_s in worker.steps():
         clock.s += pause_s
     assert clock.s == pytest.approx(1000.0 + MOST_WAIT_S, abs=5.0)
 
@@ -288,7 +296,6 @@ def test_a_process_that_is_gone_from_this_machine_is_not_waited_for(
     plan: StoredPlan, clock: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claimed_by_another_process(plan, monkeypatch)
-    check_free(plan.run_folder(0), "another")
     assert 0 in taken(ShardQueue(plan, 0, 1, clock=clock))
 
 
@@ -297,8 +304,6 @@ def test_a_process_of_another_machine_or_container_is_waited_for(
 ) -> None:
     claimed_by_another_process(plan, monkeypatch)
     monkeypatch.setattr(attempts_module, "_processes", lambda: "another boot pid:[1]")
-    with pytest.raises(FencedError):
-        check_free(plan.run_folder(0), "another")
     assert 0 not in taken(ShardQueue(plan, 0, 1, clock=clock))
 
 
@@ -404,8 +409,7 @@ def test_a_worker_goes_on_without_a_shard_that_was_taken_over(plan: StoredPlan) 
     drain = Drain()
     clock = Time()
     queue = queue_of(plan, 0, 1, clock)
-    holder = Holder(drain=drain, lap=Lap(), num_gpus=0, every_s=None)
-    worker = Worker(plan, queue, Engines(at=at, act=take_over), holder, clock=clock)
+    worker = Worker(plan, queue, Engines(at=at, act=take_over), holder(drain), clock=clock)
     for pause_s in worker.steps():
         clock.s += pause_s
     # Shard 0 was finished; the claim of shard 1 was made by hand, and shows no sign of life.
@@ -425,8 +429,7 @@ def test_a_shard_that_was_taken_over_between_its_parts_is_fed_no_more(
         heirs.append(Claimed(0, claim_attempt(plan.run_folder(0))))
 
     engines, queue = Engines(at=0, act=take_over), queue_of(plan, 0, 1, clock)
-    holder = Holder(drain=Drain(), lap=Lap(), num_gpus=0, every_s=None)
-    worker = Worker(plan, queue, engines, holder, clock=clock)
+    worker = Worker(plan, queue, engines, holder(), clock=clock)
     for pause_s in worker.steps():
         write_progress(plan, heirs[0], clock.now())
         clock.s += pause_s
@@ -475,7 +478,7 @@ def test_a_worker_without_shards_waits_for_a_while_without_an_engine(
     claimed = [*iter(busy.take, None)]
     engines = Engines()
     queue = queue_of(plan, 1, 2, clock)
-    worker = Worker(plan, queue, engines, Holder(Drain(), Lap(), 0, None), clock=clock)
+    worker = Worker(plan, queue, engines, holder(), clock=clock)
     for pause_s in worker.steps():
         for each in claimed:
             write_progress(plan, each, clock.now())

@@ -15,7 +15,7 @@ from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.engine_job import pin_revision
 from batchllm_operator.run.replicas import chain_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement
@@ -95,7 +95,7 @@ class _Watched:
 
 def test_a_run_begins_with_the_groups_that_its_plan_names(plan: StoredPlan) -> None:
     marked, spy = placed(plan, spread=[{"group_id": 5}], whole_first=[3]), Spy()
-    report = run_shard(marked.folder.uri, 0, start=spy)
+    report = run_worker(marked, start=spy).shards[0]
     assert report.num_rows == 30
     order = [request.group_id for request in spy.taken]
     assert sorted({request.request_idx for request in spy.taken}) == list(range(len(order)))
@@ -108,8 +108,8 @@ def test_a_run_begins_with_the_groups_that_its_plan_names(plan: StoredPlan) -> N
 def test_a_run_goes_on_with_what_is_left_in_that_order(plan: StoredPlan) -> None:
     marked, killed, spy = placed(plan, whole_first=[5, 3]), Spy(dies_after=17), Spy()
     with pytest.raises(KeyboardInterrupt):
-        run_shard(marked.folder.uri, 0, start=killed)
-    report = run_shard(marked.folder.uri, 0, start=spy)
+        run_worker(marked, start=killed)
+    report = run_worker(marked, start=spy).shards[0]
     assert report.num_rows == 30
     assert report.num_resumed_parts > 0
     again = {request.request_idx for request in spy.taken}

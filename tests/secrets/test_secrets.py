@@ -184,7 +184,7 @@ URIS = [
     f"https://host/plan?X-Amz-Signature={CANARY}&x=1",
     f"file://user:{CANARY}@host/plan",
 ]
-COMMANDS = [["run", "--shard", "0"], ["commit"], ["report"], ["verify", "--shard", "0"]]
+COMMANDS = [["run"], ["commit"], ["report"], ["verify"]]
 COMMANDS += [["simulate", "--shard", "0"]]
 
 
@@ -219,7 +219,7 @@ def test_a_job_that_goes_well_stores_none(job: Path, batchllm: Batchllm, tmp_pat
     arguments = ["--job", job, "--ds", DS, "--result", result, "--record", "pod"]
     outcomes = [batchllm("plan", *arguments)]
     plan = json.loads(result.read_text())["plan_uri"]
-    for command in (["run", "--shard", 0], ["run", "--shard", 1], ["commit"], ["report"]):
+    for command in (["run"], ["commit"], ["report"]):
         outcomes.append(batchllm(*command, "--plan", plan, "--result", result))
     for outcome in outcomes:
         assert outcome.code == 0, outcome.err

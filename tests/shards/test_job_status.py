@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from support.fake_job import DS, document_rows, fake_spec
-from support.staged_job import put_table
+from support.staged_job import put_table, run_only
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import attempt_name
 from batchllm_operator.shards.job_status import read_attempts, read_status
 from batchllm_operator.shards.progress import ShardProgress
@@ -174,7 +174,7 @@ def test_rows_of_waiting_shards_go_at_the_speed_of_live_ones(plan: StoredPlan) -
 
 
 def test_a_report_without_progress_is_of_a_finished_shard(plan: StoredPlan) -> None:
-    report = run_shard(plan.folder.uri, 0)
+    report = run_worker(plan).shards[0]
     for path in plan.run_folder(0).find():
         if path.endswith("progress.json"):
             plan.run_folder(0).remove(path)
@@ -185,13 +185,13 @@ def test_a_report_without_progress_is_of_a_finished_shard(plan: StoredPlan) -> N
 
 
 def test_a_shard_that_is_repaired_is_live_again(plan: StoredPlan) -> None:
-    run_shard(plan.folder.uri, 0)
+    run_worker(plan)
     leave(plan, progress(plan, 0, 2, updated_at=datetime.now(UTC)))
     assert read_status(plan).shards[0].state == "running"
 
 
 def test_an_attempt_killed_after_its_report_has_finished(plan: StoredPlan) -> None:
-    run_shard(plan.folder.uri, 0)
+    run_only(plan, 0)
     leave(plan, progress(plan, 0, 1, worker=3))
     status = read_status(plan)
     assert (status.shards[0].state, status.shards[0].worker) == ("finished", 3)
@@ -205,8 +205,7 @@ def test_an_attempt_of_an_older_release_gives_no_sign(plan: StoredPlan) -> None:
 
 
 def test_a_committed_plan_is_finished_whatever_was_removed(plan: StoredPlan) -> None:
-    for shard_idx in range(NUM_SHARDS):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     assert not read_status(plan).is_committed
     commit_run(plan.folder.uri)
     leave(plan, progress(plan, 0, 2, updated_at=datetime.now(UTC)))  # nobody waits for it any more

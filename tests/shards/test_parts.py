@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support.staged_job import claim_attempt
 
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError, StorageError
-from batchllm_operator.shards.attempts import Attempt, claim_attempt
-from batchllm_operator.shards.parts import PART_SCHEMA, PartEntry, read_ledger, write_part
+from batchllm_operator.shards.attempts import Attempt
+from batchllm_operator.shards.parts import PART_SCHEMA, read_ledger, write_part
 from batchllm_operator.storage import Folder
 
 PLAN = "0123456789abcdef"
@@ -112,33 +112,6 @@ def test_a_damaged_part_gives_way_to_an_earlier_one(folder: Folder) -> None:
     assert read_ledger(folder, PLAN) == {0: early}
     damage(Path(folder.full_path(early.path)), "missing")
     assert read_ledger(folder, PLAN) == {}
-
-
-def as_older_releases(folder: Folder, entry: PartEntry) -> PartEntry:
-    """Move a part to where releases without attempts had it, with an entry of version 1."""
-    newer = ("attempt", "first_request_idx", "last_request_idx")
-    fields = entry.model_dump(mode="json", exclude=set(newer)) | {"entry_version": 1}
-    folder.write_bytes(entry.file, folder.read_bytes(entry.path))
-    folder.write_bytes(f"part-{entry.part_idx:05d}.json", json.dumps(fields).encode())
-    for name in (entry.file, f"part-{entry.part_idx:05d}.json"):
-        folder.remove(f"attempt-{entry.attempt:05d}/{name}")
-    return PartEntry.model_validate(fields)
-
-
-def test_parts_of_older_releases_count_as_attempt_0(folder: Folder, attempt: Attempt) -> None:
-    old = as_older_releases(folder, write_part(attempt, PLAN, 0, [output(0)], {0: [0]}, 1.0))
-    assert (old.attempt, old.first_request_idx, old.path) == (0, None, old.file)
-    assert read_ledger(folder, PLAN) == {0: old}
-    new = write_part(attempt, PLAN, 0, [output(0)], {0: [0]}, 3.0)
-    assert read_ledger(folder, PLAN) == {0: new}
-
-
-def test_what_is_known_is_not_looked_at_again(folder: Folder, attempt: Attempt) -> None:
-    known = {0: write_part(attempt, PLAN, 0, [output(0)], {0: [0]}, 1.0)}
-    damage(Path(folder.full_path(known[0].path)), "missing")
-    later = write_part(attempt, PLAN, 1, [output(1), output(2)], {1: [1], 2: [2]}, 1.0)
-    assert (later.first_request_idx, later.last_request_idx) == (1, 2)
-    assert read_ledger(folder, PLAN, known) == {**known, 1: later}
 
 
 def test_nothing_there_is_an_empty_ledger(folder: Folder) -> None:

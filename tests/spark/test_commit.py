@@ -16,7 +16,7 @@ from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import ConflictError, IncompleteRunError, PlanError, TableError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spark import commit_run as commit
 from batchllm_operator.spark import ranges, reading
 from batchllm_operator.spark.commit_run import commit_on_spark
@@ -75,8 +75,7 @@ def write_messy_rows(lake: Path) -> list[dict[str, Any]]:
 
 def finished(spec: JobSpec, make: Callable[[JobSpec, str], StoredPlan] = plan_job) -> StoredPlan:
     plan = make(spec, DS)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     return plan
 
 
@@ -126,8 +125,7 @@ def test_unfinished_shards_and_missing_outputs(tmp_path: Path, make_spec: MakeSp
     plan = plan_job(spec, DS)
     with pytest.raises(IncompleteRunError):
         commit_on_spark(plan.folder.uri)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     payloads = commit._payloads
 
     def without_one(sources: Any) -> Any:

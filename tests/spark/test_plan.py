@@ -30,7 +30,7 @@ from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.prompts.control_tokens import ControlTokens
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spark import plan_job as stage
 from batchllm_operator.spark import prompts, ranges, reading, requirements, session
 from batchllm_operator.spark.keys import RowNumbers
@@ -115,8 +115,7 @@ def test_its_job_publishes_what_a_local_plan_does(lake: Path, small_ranges: None
     for name, make in (("local", plan_job), ("spark", plan_on_spark)):
         spec = job(lake, output={"uri": f"{lake}/{name}"}, **changes)
         plan = make(spec, DS)
-        for shard_idx in range(len(plan.manifest.shards)):
-            run_shard(plan.folder.uri, shard_idx)
+        run_worker(plan)
         report = commit_run(plan.folder.uri)
         assert report.num_rows_in == 108
         table = pq.read_table(lake / name / f"ds={DS}" / "data.parquet")

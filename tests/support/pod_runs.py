@@ -111,7 +111,7 @@ class PodRun:
     def pods(self, shard: int) -> list[Any]:
         """Those that are there, whatever they do."""
         return self.airflow.cluster.pods(
-            f"batchllm.io/plan={self.plan.name},batchllm.io/shard={shard}"
+            f"batchllm.io/plan={self.plan.name},batchllm.io/worker={shard}"
         )
 
     def pod(self, shard: int) -> str:

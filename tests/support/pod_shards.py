@@ -14,7 +14,7 @@ from support.kubernetes.cluster import Cluster
 from support.pod_arguments import pod_arguments
 from support.task_runs import Mode, TaskInstance, TaskRun
 
-from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.operators import BatchLLMGenerateOperator
 from batchllm_operator.plan.plan_job import plan_job
 
@@ -52,7 +52,7 @@ class Shards:
         return BatchLLMGenerateOperator(
             task_id="generate",
             plan_uri=self.plan_uri,
-            **({"shard_idx": 0} | self.pod_arguments() | arguments),
+            **(self.pod_arguments() | arguments),
         )
 
     def start(self, ti: TaskInstance | None = None, **arguments: Any) -> TaskRun:
@@ -105,7 +105,7 @@ class Shards:
 
     def check_whole(self) -> None:
         """Every row is there, once, and nothing is left in the cluster."""
-        assert verify_shard(self.plan_uri, 0).num_rows == NUM_ROWS
+        assert verify_worker(self.plan_uri).to_result()["num_rows"] == NUM_ROWS
         self.check_nothing_left()
 
     def check_nothing_left(self) -> None:

@@ -1,4 +1,4 @@
-"""A small job of one shard in any lake, its attempts, and what its table holds in the end."""
+"""A small job in any lake, its attempts and workers, and what its table holds in the end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from typing import Any
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
 from batchllm_operator.answers.fakes import fake_text
-from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.fake import FakeEngine
+from batchllm_operator.errors import FencedError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import interval_s
+from batchllm_operator.run.shard_queue import ShardQueue
+from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.worker import Start, Worker
+from batchllm_operator.shards.attempts import Attempt, attempt_numbers, claim_number
+from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -53,7 +61,7 @@ class ActingEngine(FakeEngine):
 
 
 class Engines:
-    """Starts engines for `run_shard`, and counts what they were asked for."""
+    """Starts engines for `run_worker`, and counts what they were asked for."""
 
     def __init__(self, at: int = -1, act: Callable[[], object] = lambda: None) -> None:
         self._at, self._act = at, act
@@ -67,6 +75,43 @@ class Engines:
     def num_answers(self) -> int:
         """Of all engines that were started."""
         return sum(engine.num_answers for engine in self.started)
+
+
+def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
+    """Begin the next attempt at a shard, whoever works on it."""
+    while True:
+        number = max(attempt_numbers(shard_folder), default=0) + 1
+        if (attempt := claim_number(shard_folder, number, owner, worker=0)) is not None:
+            return attempt
+
+
+class _SomeShards(ShardQueue):
+    def __init__(self, plan: StoredPlan, shard_idxs: Sequence[int]) -> None:
+        super().__init__(plan, 0, 1)
+        self._wanted = shard_idxs
+
+    def next_shard(self) -> int | None:
+        super().next_shard()  # looks at the lake
+        taken = self._finished.keys() | self._mine
+        return next((idx for idx in self._wanted if idx not in taken), None)
+
+    def give_up(self, shard_idx: int, error: FencedError) -> None:
+        super().give_up(shard_idx, error)
+        self._wanted = [idx for idx in self._wanted if idx != shard_idx]
+
+    def others(self) -> list[int]:
+        return []
+
+
+def run_only(
+    plan: StoredPlan, *shard_idxs: int, start: Start = start_engine, num_gpus: int = 0
+) -> dict[int, ShardReport]:
+    """Run a worker that leaves all other shards."""
+    holder = Holder(Drain(), Lap(), num_gpus, interval_s(), worker=0, num_workers=1)
+    worker = Worker(plan, _SomeShards(plan, shard_idxs), start, holder)
+    for _ in worker.steps():
+        pass
+    return worker.reports
 
 
 def check_published(plan: StoredPlan) -> None:

@@ -173,13 +173,12 @@ from pathlib import Path
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 
 lake = Path({lake!r})
 write_table(lake / "documents", document_rows(2, 2))
 plan = plan_job(fake_spec(lake, reuse_outputs=True), DS)
-for shard_idx in range(len(plan.manifest.shards)):
-    run_shard(plan.folder.uri, shard_idx)
+run_worker(plan)
 assert commit_run(plan.folder.uri).num_rows_out == 4
 import pickle
 pickle.loads(pickle.dumps(Path))  # or the hook would see nothing

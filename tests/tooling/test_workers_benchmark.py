@@ -26,10 +26,10 @@ def test_the_ideal_is_work_over_speed(name: str, expected_s: float) -> None:
     assert benchmark.ideal_s(8000, places) == pytest.approx(expected_s)
 
 
-def test_a_lost_worker_costs_less_than_a_lost_shard() -> None:
+def test_the_shards_of_a_lost_worker_are_run_by_others() -> None:
     args = Namespace(num_shards=24, shard_requests=4, seeds=[0])
     row = benchmark.row_of(CASES["killed"], args)
-    assert 1 <= row["makespan"] < row["makespan_fixed"]
+    assert 1 <= row["makespan"] < 8 / 7 * 1.2
     assert row["num_takeovers"] >= 1
 
 

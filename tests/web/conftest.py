@@ -149,9 +149,8 @@ def plan(tmp_path: Any) -> Any:
 def committed(plan: Any, no_pictures: None) -> Any:
     """The same plan, after its commit. Its pages have frames for pictures."""
     from batchllm_operator.commit.commit_run import commit_run
-    from batchllm_operator.run.run_shards import run_shard
+    from batchllm_operator.run.run_shards import run_worker
 
-    for shard_idx in range(2):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     commit_run(plan.folder.uri)
     return plan

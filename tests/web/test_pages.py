@@ -20,7 +20,7 @@ from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
 from batchllm_operator.errors import FailedRowsError
 from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.progress import ShardProgress
 
 Browser = Any  # the class in conftest.py
@@ -195,8 +195,7 @@ def test_a_refused_commit_shows_its_reason_the_kinds_and_the_log(
     faulty = {"backend": "fake", "extra_args": {"error_token_id": ord("0")}}
     spec = fake_spec(tmp_path, engine=faulty)
     plan = plan_job(spec.model_copy(update={"max_failed_fraction": 1.0}), DS)
-    for shard_idx in range(2):
-        run_shard(plan.folder.uri, shard_idx)
+    run_worker(plan)
     plan_job(spec, DS)
     with pytest.raises(FailedRowsError) as caught:
         commit_run(plan.folder.uri)
@@ -359,7 +358,7 @@ def test_two_runs_are_compared(
 ) -> None:
     write_table(tmp_path / "documents", document_rows(2, 1), ds=DAY_BEFORE)
     earlier = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DAY_BEFORE)
-    run_shard(earlier.folder.uri, 0)
+    run_worker(earlier)
     commit_run(earlier.folder.uri)
     for day, (run_id, plan) in enumerate((("a", earlier), ("b", committed), ("c", committed))):
         records.run(run_id=run_id, day=day)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES, ExitCode
+from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES
 from batchllm_operator.operators.pods.state import EVICTED
 
 _SIGKILL_CODE: Final = 137
@@ -140,8 +140,6 @@ def _exit_words(end: PodEnd) -> str:
             "ended well, but its results aren't in the lake: does it run the right image, and"
             " does it write where this worker reads?"
         )
-    if end.exit_code == ExitCode.FENCED:
-        return "stopped, because another attempt at its work had begun (exit code 7)"
     if end.exit_code == _SIGKILL_CODE:
         return (
             "was killed (exit code 137): by its node for lack of memory, or after its grace period"

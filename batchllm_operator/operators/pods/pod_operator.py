@@ -78,8 +78,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             a pod may run. Otherwise a pod gets none, as it couldn't renew it. A command in the
             worker always gets one, which each try reads again.
         secret_names: Secrets of the namespace whose keys become variables in the pod.
-        max_disruptions: pods that one try may lose to the cluster and replace; also how often
-            it continues after another run's attempt that took over has fallen silent.
+        max_disruptions: pods that one try may lose to the cluster and replace.
         queue_timeout: how long a pod may wait for a node, or for room in a quota.
         start_timeout: how long it may take from having a node to running, including image pulls.
         stuck_timeout: as `start_timeout`, once pulling fails or a Secret is missing.

@@ -1,4 +1,4 @@
-"""How a stage's task checks its results, and waits for a quota or for another attempt."""
+"""How a stage's task checks its results, and waits for a quota."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from airflow.providers.common.compat.sdk import AirflowException, AirflowFailExc
 from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
 from airflow.sdk import Context
 
-from batchllm_operator.operators.command import CommandRunner, TakenOverError
+from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pods.pod_task import BatchLLMPodTask
 from batchllm_operator.operators.triggerer import defers_by_default
@@ -27,7 +27,7 @@ KILLED: Final = "the task was killed; finished parts are kept"
 
 
 class BatchLLMWaitingTask(BatchLLMPodTask):
-    """Checks the results in the lake, and waits while other attempts do the work.
+    """Checks the results in the lake, and waits for room in a quota.
 
     If the task defers, it waits in the triggerer. Pauses have jitter, so that tasks don't stay in
     step.
@@ -49,19 +49,15 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         self._command_runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
         return self._command_runner
 
-    def _verify(
-        self, context: Context, pod_uid: str | None, owner: str | None = None
-    ) -> dict[str, Any] | str:
+    def _verify(self, context: Context, pod_uid: str | None) -> dict[str, Any] | str:
         """The results in the lake, or a text on what is missing; repeated if the check fails."""
         arguments = self.verify_command(context, pod_uid)
         if arguments is None:
             return ""
-        if owner is not None:
-            arguments = [*arguments, "--owner", owner]
         for pause_s in _VERIFY_PAUSES_S:
             try:
                 return self._commands().verify(*arguments)
-            except (AirflowFailException, TakenOverError):
+            except AirflowFailException:
                 raise
             except AirflowException as error:
                 if self._is_killed:
@@ -113,43 +109,6 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
     def _defers(self, log: Callable[[str], None]) -> bool:
         wanted = self.wants_deferral
         return defers_by_default(log) if wanted is None else wanted
-
-    def _await_successor(
-        self,
-        context: Context,
-        said: str,
-        num_disruptions: int,
-        waiting_since: datetime | None = None,
-    ) -> dict[str, Any] | None:
-        """The results of the attempt that has taken over; `said` is the message that named it.
-
-        None once that attempt is silent, and this task may continue; before, it would fence it.
-
-        Raises:
-            AirflowException: `max_disruptions` is reached, the time is up, or the task was killed.
-        """
-        looks = waiting_since is not None  # at once: the triggerer has waited
-        since = waiting_since or datetime.now(UTC)
-        deadline = self._deadline(context)
-        kwargs = {"said": said, "num_disruptions": num_disruptions}
-        while True:
-            if not looks:
-                self.log.info("Waiting for the results of another attempt: %s", said)
-                if deadline is not None and datetime.now(UTC) > deadline:
-                    raise AirflowException(f"no results in time (execution_timeout): {said}")
-                self._let_pass(since, "resume_fenced", kwargs, deadline=deadline)
-            looks = False
-            try:
-                found = self._verify(context, None, self._attempt(context).owner)
-            except TakenOverError as error:
-                said = kwargs["said"] = str(error)
-                continue
-            if not isinstance(found, str):
-                return found
-            if num_disruptions >= self.max_disruptions:
-                raise AirflowException(f"{said}. It gives no sign any more: {found}")
-            self.log.warning("It gives no sign any more: %s. Going on from there", found)
-            return None
 
     def _sleep(self, seconds: float) -> None:
         """Sleep, unless the task ends meanwhile.

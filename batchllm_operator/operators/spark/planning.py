@@ -94,11 +94,11 @@ def spark_plan_operator(**arguments: Any) -> Any:
     Raises:
         ImportError: it would be the latter, and Airflow's provider for Spark isn't installed.
     """
-    where = "spark_submit"
+    where = "submit"
     if arguments.keys() & {"application_file", "template_spec"}:
-        where = "spark_kubernetes"
+        where = "kubernetes"
     try:
-        module = import_module(f"batchllm_operator.operators.{where}")
+        module = import_module(f"batchllm_operator.operators.spark.{where}")
     except ModuleNotFoundError as error:
         raise ImportError(
             'plan_args: runner="spark" without an application_file takes Airflow\'s provider for'

@@ -124,7 +124,8 @@ def test_a_run_publishes_the_partition_and_another_leaves_it(
     job.write_spec("offline_ranking")
     env = {**airflow.env, "BATCHLLM_SPEC_DIR": str(job.path)}
     airflow = replace(airflow, env=env).in_folder(ROOT / "dags")
-    assert num_started(airflow.run("offline_ranking")) == 5  # plan, two shards, commit, report
+    log = airflow.run("offline_ranking")
+    assert num_started(log) == 6  # plan, two workers, their end, commit, report
     job.check_published("offline_ranking")
     (file,) = job.partition("offline_ranking").iterdir()
     before = file.read_bytes()
@@ -204,22 +205,22 @@ def test_a_branch_that_isnt_taken_skips_the_whole_job(
     assert job.published("job") == []
 
 
-def test_a_failing_shard_keeps_commit_from_running(airflow: Airflow, job: JobFolder) -> None:
+def test_a_failing_shard_keeps_commit_from_publishing(airflow: Airflow, job: JobFolder) -> None:
     spec = job.write_spec("job")
     outputs = Path(plan_job(load_spec(Path(spec)), DS).folder.path) / "runs"
     outputs.mkdir()
     (outputs / "shard-00001").write_text("A file in the place of a folder.")
     log = airflow.with_dag(job, spec_path=spec).failure()
-    assert num_started(log) == 3
+    assert num_started(log) == 5
     assert (outputs / "shard-00000" / "report.json").exists()
-    assert "Running batchllm commit" not in log
+    assert "unfinished: shard 1" in log
     assert not job.partition("job").exists()
 
 
 def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: JobFolder) -> None:
     broken = '    dag.get_task("batchllm.report").env = {"PYTHONHOME": "/nowhere"}'
     log = airflow.with_dag(job, spec_path=job.write_spec("job"), more=broken).failure()
-    assert num_started(log) == 5
+    assert num_started(log) == 6
     assert "batchllm report: " in log
     job.check_published("job")
 
@@ -227,10 +228,7 @@ def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: 
 def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
     airflow: Airflow, job: JobFolder
 ) -> None:
-    """Each request takes a while; the run is killed when the first of four parts is done.
-
-    It writes no progress object, so that the rerun need not wait a minute for a sign of it.
-    """
+    """Each request takes a while; the run is killed when the first of four parts is done."""
     spec = job.write_spec(
         "job",
         engine={"extra_args": {"delay_s": 0.3}},
@@ -245,8 +243,7 @@ def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
         files = (entry.parent / json.loads(entry.read_bytes())["file"] for entry in entries)
         return {file: file.stat().st_mtime_ns for file in files}
 
-    unseen = {**airflow.env, "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S": "off"}
-    run = replace(airflow, env=unseen).start()
+    run = airflow.start()
     try:
         wait_until(lambda: run.poll() is not None or finished_parts(), "a part is finished")
         assert run.poll() is None

@@ -12,10 +12,10 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 PLAN_AND_RUN = """
 import json, sys
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import parse_spec
 plan = plan_job(parse_spec(json.loads(sys.argv[1]), source="test"), sys.argv[2])
-assert run_shard(plan.folder.uri, 0).num_rows > 0
+assert run_worker(plan).shards
 import batchllm_operator.engine.vllm.engine, batchllm_operator.engine.vllm.profiling
 print(json.dumps([name for name in sys.modules if name.startswith("batchllm_operator.")]))
 """

@@ -129,7 +129,6 @@ def test_a_secret_is_renewed_by_requests_that_are_each_made_once(
     task = BatchLLMGenerateOperator(
         task_id="generate",
         plan_uri="s3://b/p",
-        shard_idx=0,
         config_file=str(cluster.kubeconfig),
         kubernetes_conn_id=None,
     )

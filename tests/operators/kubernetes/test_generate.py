@@ -49,9 +49,9 @@ def test_a_shard_is_generated_in_a_pod(shards: Shards, capfd: pytest.CaptureFixt
     assert all(isinstance(value, str | int | float) for value in result.values())
     shards.check_whole()
     log = "".join(capfd.readouterr())
-    assert "shard 0: 30 rows" in log  # the pod's own lines
+    assert "worker 0: 30 rows" in log  # the pod's own lines
     assert re.search(
-        r"shard 0: 30/30 rows .* rows/s, .* tokens/s, \d+ % of prompt tokens saved, took", log
+        r"worker 0: 30/30 rows .* rows/s, .* tokens/s, \d+ % of prompt tokens saved, took", log
     )
     assert "being deleted" not in log
 
@@ -70,7 +70,7 @@ def test_progress_is_in_the_log_while_the_pod_runs(
         nonlocal seen
         seen += "".join(capfd.readouterr())
         return (
-            re.search(r"shard 0: \d+/30 rows .* tokens/s, \d+ % of prompt tokens saved, ETA", seen)
+            re.search(r"worker 0: \d+/30 rows .* tokens/s, \d+ % of prompt tokens saved, ETA", seen)
             is not None
         )
 
@@ -78,7 +78,7 @@ def test_progress_is_in_the_log_while_the_pod_runs(
     assert run.error is None and run.result is None  # it still runs
     run.wait()
     lines = (seen + "".join(capfd.readouterr())).splitlines()
-    progress = [re.search(r"shard 0: (\d+)/30 rows .* ETA", line) for line in lines]
+    progress = [re.search(r"worker 0: (\d+)/30 rows .* ETA", line) for line in lines]
     told = [int(match[1]) for match in progress if match]
     assert told == sorted(set(told)), "a line was passed on twice, or out of order"
     assert len(told) > 3
@@ -107,7 +107,7 @@ def test_a_pod_that_ended_well_without_a_report_is_a_failure(shards: Shards) -> 
     error = shards.start().failure()
     assert isinstance(error, AirflowException) and not isinstance(error, AirflowFailException)
     assert "ended well, but its results aren't in the lake" in str(error)
-    assert "there is no report" in str(error)
+    assert "0 of 1 shard finished" in str(error)
     shards.check_nothing_left()
 
 

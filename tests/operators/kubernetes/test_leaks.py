@@ -56,7 +56,7 @@ def test_what_a_pod_says_of_its_secret_is_masked_in_the_event(
 
 def test_waiting_for_a_quota_keeps_to_the_execution_timeout() -> None:
     task = BatchLLMGenerateOperator(
-        task_id="generate", plan_uri="s3://b/p", shard_idx=0, queue_timeout=timedelta(hours=6)
+        task_id="generate", plan_uri="s3://b/p", queue_timeout=timedelta(hours=6)
     )
     now = datetime.now(UTC)
     with pytest.raises(TaskDeferred) as raised:

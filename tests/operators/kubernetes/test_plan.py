@@ -39,7 +39,7 @@ def spec(shards: Shards) -> Path:
 def test_a_pod_plans_as_the_worker_does(shards: Shards, spec: Path) -> None:
     ti = TaskInstance(task_id="plan")
     in_pod = plan_run(shards, spec, ti).wait()
-    assert [each["shard_idx"] for each in in_pod] == [0, 1]
+    assert [each["worker"] for each in in_pod] == [0, 1]
     assert ti.pushed["plan_uri"] == in_pod[0]["plan_uri"]
     assert ti.pushed["plan"]["num_shards"] == 2
     shards.check_nothing_left()

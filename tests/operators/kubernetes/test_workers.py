@@ -12,7 +12,6 @@ from support.kubernetes.images import Image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
-from batchllm_operator.inspect.verify import verify_shard
 from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.pods import waiting
 from batchllm_operator.operators.pods.owner import LABEL
@@ -20,7 +19,7 @@ from batchllm_operator.operators.pods.pod_task import BatchLLMPodTask
 
 FREE = "shard 3 of plan p: free to take"
 PLAN = "/lake/_batchllm/job/2026-01-31/plan-1"
-WORKER = {"shard_idx": None, "worker": 1, "num_workers": 2}
+WORKER = {"worker": 1, "num_workers": 2}
 SOON = {**WORKER, "look_interval": timedelta(seconds=0.2)}
 
 
@@ -62,12 +61,6 @@ def check_looks(shards: Shards, lake: Lake) -> None:
     shards.wait(lambda: lake.num_looks > before + 2, "looks at the lake")
 
 
-def check_all_rows(shards: Shards, num_shards: int) -> None:
-    reports = [verify_shard(shards.plan_uri, shard_idx) for shard_idx in range(num_shards)]
-    assert sum(report.num_rows for report in reports) == NUM_ROWS
-    shards.check_nothing_left()
-
-
 def test_workers_run_the_shards_of_a_plan_in_pods(shards: Shards) -> None:
     shards.plan(num_shards=4, delay_s=0.02)
     tasks = [TaskInstance(map_index=worker) for worker in range(2)]
@@ -76,7 +69,7 @@ def test_workers_run_the_shards_of_a_plan_in_pods(shards: Shards) -> None:
     assert all(isinstance(each, str | int | float) for made in results for each in made.values())
     assert {made["plan_uri"] for made in results} == {shards.plan_uri}
     assert sum(made["num_rows"] for made in results) == NUM_ROWS
-    check_all_rows(shards, 4)
+    shards.check_whole()
     shards.cluster.agent.hold_scheduling()  # a pod would wait for ever
     late = shards.start(TaskInstance(map_index=5), **WORKER | {"worker": 5, "num_workers": 6})
     made = late.wait()
@@ -98,7 +91,7 @@ def test_a_workers_next_pod_goes_on_where_it_was_lost(shards: Shards) -> None:
     shards.cluster.agent.evict(shards.pod())
     assert run.wait()["num_rows"] == NUM_ROWS
     assert before.items() <= shards.parts().items()
-    check_all_rows(shards, 1)
+    shards.check_whole()
 
 
 @in_triggerer

@@ -29,7 +29,12 @@ CONTEXT: Any = {"ti": TaskInstance()}
 def operator(**arguments: Any) -> BatchLLMGenerateOperator:
     arguments = {"gpu": "nvidia", "in_cluster": False, **arguments}
     return BatchLLMGenerateOperator(
-        task_id="generate", plan_uri=PLAN_URI, shard_idx=3, namespace="jobs", **arguments
+        task_id="generate",
+        plan_uri=PLAN_URI,
+        worker=3,
+        num_workers=4,
+        namespace="jobs",
+        **arguments,
     )
 
 
@@ -290,7 +295,8 @@ def test_a_gpu_means_a_pod_and_the_runner_can_be_named() -> None:
 def test_worker_and_pod_get_the_same_command() -> None:
     task = operator(gpu_count=2, termination_grace_period=330)
     owner = Attempt.of(CONTEXT["ti"], task.table_uri(), task.work()).owner
-    command = ["run", "--plan", PLAN_URI, "--shard", "3", "--owner", owner, "--num-gpus", "2"]
+    of_worker = ["--plan", PLAN_URI, "--worker", "3", "--num-workers", "4"]
+    command = ["run", *of_worker, "--owner", owner, "--num-gpus", "2"]
     assert task.command(CONTEXT) == command
     assert task.pod_command(CONTEXT, 330, 2) == [*command, "--drain-s", "300"]
 

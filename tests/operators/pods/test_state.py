@@ -198,7 +198,6 @@ def test_an_end_survives_an_event_and_explains_itself(kind: EndKind) -> None:
         ({"exit_code": 0}, "its results aren't in the lake"),
         ({"exit_code": 137, "reason": "OOMKilled"}, "raise the operator's memory"),
         ({"exit_code": 137, "reason": "Error"}, "was killed"),
-        ({"exit_code": 7, "reason": "Error"}, "another attempt at its work had begun"),
         ({"exit_code": None, "reason": "DeadlineExceeded"}, "active_deadline_seconds"),
         ({"exit_code": 1, "message": "a\nbatchllm: error: no GPU"}, "exit code 1; it said: no GPU"),
     ],

@@ -17,7 +17,7 @@ from support.fake_job import DS, document_rows, fake_spec, job_fields
 from batchllm_operator.errors import ERROR_MARK, ExitCode
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_shard
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -47,8 +47,7 @@ def test_a_job_is_planned_and_committed(tmp_path: Path, fields: dict[str, Any]) 
     planned = batchllm("plan", "--job-json", json.dumps(fields), "--ds", DS)
     assert planned.returncode == 0, planned.stderr
     (folder,) = (tmp_path / "staging").rglob("plan-*")
-    for shard_idx in range(3):
-        run_shard(str(folder), shard_idx)
+    run_worker(folder)
     committed = batchllm("commit", "--plan", str(folder))
     assert committed.returncode == 0, committed.stderr
     table = open_table(fields["output"]["uri"], "ds")

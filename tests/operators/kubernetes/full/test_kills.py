@@ -17,36 +17,6 @@ from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.operators.pods.attempt import LABEL, OwnerPods
-from batchllm_operator.run.run_shards import run_shard
-from batchllm_operator.shards.attempts import claim_attempt
-from batchllm_operator.stored_plan.stored_plan import StoredPlan
-
-
-@in_triggerer
-def test_a_shard_that_another_run_has_taken_over_is_left_to_it(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    shards.wait_for_parts(1)
-    run_shard(shards.plan_uri, 0)
-    assert run.wait()["num_rows"] == NUM_ROWS
-    folders = StoredPlan.open(shards.plan_uri).run_folder(0).subfolder_names()
-    assert sorted(folders) == ["attempt-00001", "attempt-00002"]  # it wasn't fenced back
-    shards.check_whole()
-
-
-@in_triggerer
-def test_a_pod_whose_shard_another_attempt_took_over(shards: Shards) -> None:
-    """And gives no sign any more: by hand, or by a task of another Airflow."""
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    before = shards.wait_for_parts(1)
-    claim_attempt(StoredPlan.open(shards.plan_uri).run_folder(0))
-    assert run.wait()["num_rows"] == NUM_ROWS  # in the same try, by another pod
-    folders = StoredPlan.open(shards.plan_uri).run_folder(0).subfolder_names()
-    assert sorted(folders) == ["attempt-00001", "attempt-00002", "attempt-00003"]
-    shards.check_nothing_left()
-    assert before.items() <= shards.parts().items()
-    shards.check_whole()
 
 
 @in_triggerer
