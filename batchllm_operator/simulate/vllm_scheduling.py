@@ -1,7 +1,7 @@
 """Drives vLLM's scheduler and KV cache manager, or ours on top of them, without a model.
 
 The scheduler is real, so steps, blocks and preemptions are exact. Tokens are made up, output
-lengths are given, and `planner.cost.step_time` predicts the time of steps.
+lengths are given, and `cost.step_seconds` predicts the time of steps.
 """
 
 from __future__ import annotations

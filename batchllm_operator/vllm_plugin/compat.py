@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 def make_request(
@@ -54,6 +54,13 @@ def make_model_output(request_ids: list[str], sampled: Sequence[list[int]]) -> M
 def reads_prefix_cache(request: Request) -> bool:
     """Whether a request reuses KV of others (not with prompt logprobs)."""
     return not getattr(request, "skip_reading_prefix_cache", False)
+
+
+def is_ready(request: Request) -> bool:
+    """Whether vLLM can run a waiting request, or end it for a grammar that can't be compiled."""
+    if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        return True
+    return getattr(request.structured_output_request, "grammar", None) is not None
 
 
 def kv_cache_shape(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -36,6 +37,7 @@ class EngineSteps:
         chunk: most tokens of a step.
         lag: steps that are scheduled before the output of one is known (1 in async scheduling).
         policy: whose scheduler it is.
+        changes: to the policy.
     """
 
     num_blocks: int = 100
@@ -43,6 +45,7 @@ class EngineSteps:
     lag: int = 0
     policy: str = "batchllm"
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         machine = Machine(
@@ -53,7 +56,7 @@ class EngineSteps:
             max_num_batched_tokens=self.chunk,
         )
         self.scheduler: AsyncScheduler = make_scheduler(
-            POLICIES[self.policy],
+            replace(POLICIES[self.policy], **self.changes),
             machine,
             4096,
             self.settings,
@@ -181,7 +184,7 @@ class EngineSteps:
     @property
     def num_planned_blocks(self) -> int:
         """Blocks that our scheduler counts in the step that was just put together."""
-        return self.ours._requests.projection.num_blocks()
+        return self.ours._reservations.projection.num_blocks()
 
     def is_cached(self, block_hash: Any) -> bool:
         """Whether a block with this hash could be found."""
@@ -203,7 +206,7 @@ class EngineSteps:
             for block in self.blocks(name)
         )
         if isinstance(self.scheduler, BatchLLMScheduler):
-            groups = self.scheduler._requests.groups._pinned.values()
+            groups = self.scheduler._reservations.groups._pinned.values()
             pinned = [block for group in groups for block in group.pinned]
             assert len(pinned) == self.scheduler.num_held_blocks
             held.update(block.block_id for block in pinned)
@@ -217,7 +220,14 @@ class EngineSteps:
 
     def _check_empty(self) -> None:
         if isinstance(self.scheduler, BatchLLMScheduler):
-            assert self.scheduler.is_idle()
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """No request is left in our scheduler's books, and nothing is held or counted for one."""
+        reservations = self.ours._reservations
+        assert not reservations._entries and not self.ours._prefilling
+        assert reservations.num_waiting == reservations.projection.num_blocks() == 0
+        assert reservations.groups.is_empty
 
     def _deferred(self) -> list[Any]:
         return list(getattr(self.scheduler, "deferred_frees", ()))

@@ -334,6 +334,13 @@ def test_what_vllm_is_told_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not backend.is_mla()
 
 
+def config_of(model: Any, **others: Any) -> Any:
+    """vLLM's configuration, as far as a model is checked by it."""
+    parallel = SimpleNamespace(enable_dbo=False)
+    given = {"model_config": model, "speculative_config": None, "parallel_config": parallel}
+    return SimpleNamespace(**{**given, **others})
+
+
 @pytest.mark.parametrize(
     ("capability", "head_size", "dtype", "named"),
     [
@@ -354,7 +361,7 @@ def test_models_are_refused_before_anything_is_loaded(
     platform: Any = attention.current_platform
     platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: capability)
     model = SimpleNamespace(attn_type="decoder", get_head_size=lambda: head_size, dtype=dtype)
-    config = SimpleNamespace(model_config=model, speculative_config=None)
+    config = config_of(model)
     if named is None:
         attention.check_model(config)
     else:
@@ -362,12 +369,20 @@ def test_models_are_refused_before_anything_is_loaded(
             attention.check_model(config)
 
 
+@pytest.mark.parametrize("chosen", [{"enable_dbo": True}, {"use_ubatching": True}])
+def test_micro_batches_are_refused(chosen: dict[str, bool]) -> None:
+    model = SimpleNamespace(attn_type="decoder")
+    parallel = SimpleNamespace(**{"enable_dbo": False, **chosen})
+    with pytest.raises(SpecError, match=r"micro-batches \(enable_dbo, ubatch_size\).*stock does"):
+        attention.check_model(config_of(model, parallel_config=parallel))
+
+
 @pytest.mark.parametrize("name", ["cuda", "cpu"])
 def test_encoders_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, name)
     model = SimpleNamespace(attn_type="encoder_only")
     with pytest.raises(SpecError, match=r"tokens see those after them .*stock does"):
-        attention.check_model(SimpleNamespace(model_config=model))
+        attention.check_model(config_of(model))
 
 
 def test_drafts_on_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,9 +390,9 @@ def test_drafts_on_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     platform: Any = attention.current_platform
     platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: 94)
     model = SimpleNamespace(attn_type="decoder", get_head_size=lambda: 128, dtype=torch.bfloat16)
-    attention.check_model(SimpleNamespace(model_config=model, speculative_config=None))
+    attention.check_model(config_of(model))
     with pytest.raises(SpecError, match="speculative decoding on ROCm"):
-        attention.check_model(SimpleNamespace(model_config=model, speculative_config=object()))
+        attention.check_model(config_of(model, speculative_config=object()))
 
 
 def test_every_layer_is_warmed_up_with_what_it_will_launch(monkeypatch: pytest.MonkeyPatch) -> None:

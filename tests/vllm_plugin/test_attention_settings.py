@@ -23,13 +23,13 @@ def test_given_ones_are_taken() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (3, "must be an object, not int"),
-        ({"graphs": True, "imp": 1}, "has no graphs, imp"),
-        ({"decode_graphs": "yes"}, "decode_graphs: must be true or false"),
-        ({"prefill": "triton"}, "prefill: must be flash_attention or batchllm, not 'triton'"),
-        ({"decode_threshold": 0}, "decode_threshold: must be a whole number above 0"),
-        ({"decode_threshold": True}, "decode_threshold: must be a whole number above 0"),
-        ({"impl": "cuda"}, "impl: must be triton or reference, not 'cuda'"),
+        (3, "dictionary"),
+        ({"graphs": True}, "graphs: "),
+        ({"decode_graphs": "yes"}, "decode_graphs: .*boolean"),
+        ({"prefill": "triton"}, "prefill: .*'flash_attention' or 'batchllm'"),
+        ({"decode_threshold": 0}, "decode_threshold: .*greater than or equal to 1"),
+        ({"decode_threshold": True}, "decode_threshold: .*integer"),
+        ({"impl": "cuda"}, "impl: .*'triton' or 'reference'"),
     ],
 )
 def test_anything_else_is_refused(value: object, reason: str) -> None:

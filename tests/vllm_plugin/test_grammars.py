@@ -107,7 +107,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_only() -> None:
     engine.run()
     assert names[1] not in engine.scheduler.requests
     assert engine.finished == {names[0]: 20, names[2]: 20}
-    assert engine.ours.is_idle()
+    engine.check_idle()
 
 
 def test_a_request_is_aborted_while_it_waits() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import MethodType
 from typing import Any
 
 import pytest
-import support.engine_steps as harness
 import torch
 from support.engine_steps import STOP, EngineSteps, hash_of
 from vllm.sampling_params import SamplingParams
@@ -19,11 +17,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from batchllm_operator.simulate.machine import POLICIES
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 NO_PACE = SchedulerSettings(pace=False)
+WHOLE = {"chunked_prefill": False}
 
 
 def steps(limit: int, **settings: Any) -> EngineSteps:
@@ -64,22 +62,16 @@ def test_a_prompt_with_nothing_to_mix_it_with_is_not_spread() -> None:
     assert paced <= 1.05 * plain  # 6983 against 4001
 
 
-def test_without_chunked_prefill_all_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = dataclasses.replace(POLICIES["batchllm"], name="whole", chunked_prefill=False)
-    monkeypatch.setattr(harness, "POLICIES", {**POLICIES, "whole": whole})
-    engine = EngineSteps(num_blocks=300, chunk=512, policy="whole")
+def test_without_chunked_prefill_all_comes_to_its_end() -> None:
+    engine = EngineSteps(num_blocks=300, chunk=512, changes=WHOLE)
     for idx in range(40):
         engine.add_group(idx, 2, prefix=320, distinct=40, output=60)
     engine.run(5000)  # schedules nothing, for ever
 
 
-def test_a_chunk_size_below_a_prompt_without_chunked_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = dataclasses.replace(POLICIES["batchllm"], name="whole", chunked_prefill=False)
-    monkeypatch.setattr(harness, "POLICIES", {**POLICIES, "whole": whole})
+def test_a_chunk_size_below_a_prompt_without_chunked_prefill() -> None:
     settings = SchedulerSettings(pace=False, chunk_size=64)
-    engine = EngineSteps(num_blocks=300, chunk=512, policy="whole", settings=settings)
+    engine = EngineSteps(num_blocks=300, chunk=512, settings=settings, changes=WHOLE)
     engine.add_group(0, 2, prefix=0, distinct=100, output=5)
     engine.run(500)
 
@@ -210,7 +202,7 @@ def test_hints_of_the_wrong_kind_are_refused_as_a_whole(hints: dict[str, Any]) -
     engine = EngineSteps()
     with pytest.raises(SpecError):
         engine.add_raw("x", [1] * 40, {"batchllm": hints})
-    assert engine.ours.is_idle()
+    engine.check_idle()
 
 
 def test_a_session_that_waits_for_input_leaves_no_negative_blocks() -> None:
@@ -226,7 +218,7 @@ def test_a_session_that_waits_for_input_leaves_no_negative_blocks() -> None:
     for _ in range(100):  # beyond a rebuild
         engine.step()
     engine.abort("1.0")
-    assert engine.ours._requests.projection.num_blocks() >= 0  # -6
+    assert engine.ours._reservations.projection.num_blocks() >= 0  # -6
 
 
 def test_after_an_aborted_leader_the_prefix_is_computed_once() -> None:

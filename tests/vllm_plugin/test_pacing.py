@@ -45,19 +45,19 @@ def test_what_is_taken_out_of_the_sums_is_gone() -> None:
 
 
 def test_the_rate_fills_memory_by_littles_law() -> None:
-    pace = Pace(num_blocks=2500)
+    pace = Pace(num_blocks=2500, most_tokens=8192)
     # 100 requests of 25 blocks on average, each for 160 steps, each with 320 tokens to prefill.
     assert pace.rate(REQUEST) == pytest.approx(100 / 160 * 320)
 
 
 def test_a_faster_fill_counts_the_blocks_of_younger_requests() -> None:
-    pace = Pace(num_blocks=2500)
+    pace = Pace(num_blocks=2500, most_tokens=8192)
     pace.fill_share = 0.5
     assert pace.rate(REQUEST) == pytest.approx(2500 / 27.5 / 80 * 320)
 
 
 def test_prefill_that_was_not_used_is_saved_up_for_a_step_only() -> None:
-    pace = Pace(num_blocks=2500)
+    pace = Pace(num_blocks=2500, most_tokens=8192)
     assert [pace.next_step(REQUEST) for _ in range(4)] == [200.0, 400.0, 400.0, 400.0]
     pace.used(450)  # a prefix that had to be finished
     assert pace.next_step(REQUEST) == 150.0
@@ -68,12 +68,12 @@ def test_prefill_that_was_not_used_is_saved_up_for_a_step_only() -> None:
 def test_drafts_shorten_the_steps_that_blocks_are_held() -> None:
     average = waiting(7).average(scale=1.0, block_size=16, tokens_per_step=4.0)
     assert (average.output_tokens, average.output_steps) == (160.0, 40.0)
-    pace = Pace(num_blocks=2500)
+    pace = Pace(num_blocks=2500, most_tokens=8192)
     assert pace.rate(average) == pytest.approx(100 / 40 * 320)
 
 
 def test_a_prompt_that_has_begun_takes_a_sixteenth_of_its_outputs_steps() -> None:
-    pace = Pace(num_blocks=25)  # one request at a time: 2 tokens a step
+    pace = Pace(num_blocks=25, most_tokens=8192)  # one request at a time: 2 tokens a step
     assert pace.rate(REQUEST) == pytest.approx(2.0)
     tokens = 0.0
     for num_steps in range(1, 100):
@@ -91,7 +91,7 @@ def test_a_prompt_that_has_begun_takes_a_sixteenth_of_its_outputs_steps() -> Non
 
 def test_a_pace_below_a_token_a_step_is_a_token_now_and_then() -> None:
     slow = AverageRequest(10.0, 400.0, 400.0, final_blocks=26.0, mean_blocks=13.5)
-    pace = Pace(num_blocks=260)
+    pace = Pace(num_blocks=260, most_tokens=8192)
     assert pace.rate(slow) < 1
     given = []
     for _ in range(1000):

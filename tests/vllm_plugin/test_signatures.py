@@ -68,14 +68,11 @@ CALLS = (
     Call(f"{POOL}.free_blocks", ("ordered_blocks",)),
     Call(f"{POOL}.evict_blocks", ("block_ids",)),
     Call(f"{POOL}.get_num_free_blocks"),
-    # the queue's overrides
+    # the queue that a step gets
     Call(f"{QUEUE}.add_request", ("request",)),
     Call(f"{QUEUE}.peek_request"),
     Call(f"{QUEUE}.pop_request"),
     Call(f"{QUEUE}.prepend_request", ("request",)),
-    Call(f"{QUEUE}.prepend_requests", ("requests",)),
-    Call(f"{QUEUE}.remove_request", ("request",)),
-    Call(f"{QUEUE}.remove_requests", ("requests",)),
     # what the simulator calls as the engine would
     Call(
         SCHEDULER,
@@ -276,15 +273,21 @@ ATTRIBUTES = {
         "kv_cache_config",
         "kv_cache_manager",
         "max_num_scheduled_tokens",
+        "max_num_running_reqs",
         "num_spec_tokens",
+        "lora_config",
         "block_size",
         "requests",
         "running",
         "waiting",
     ),
     "vllm_config": ("additional_config",),
-    "scheduler_config": ("async_scheduling", "enable_chunked_prefill", "policy"),
+    "scheduler_config": (
+        *("async_scheduling", "enable_chunked_prefill", "policy"),
+        "long_prefill_token_threshold",
+    ),
     "cache_config": ("block_size", "num_gpu_blocks"),
+    "parallel_config": ("enable_dbo",),
     "kv_cache_config": ("kv_cache_groups",),
     "kv_cache_manager": ("block_pool", "enable_caching", "usage"),
     "block_pool": ("num_gpu_blocks", "blocks", "null_block"),
@@ -302,7 +305,10 @@ ATTRIBUTES = {
         "num_output_placeholders",
         "is_prefill_chunk",
         "block_hashes",
+        "lora_request",
+        "structured_output_request",
     ),
+    "output_processor": ("request_states",),
     "sampling_params": ("extra_args", "max_tokens"),
     "scheduler_output": ("num_scheduled_tokens", "total_num_scheduled_tokens"),
 }
@@ -321,12 +327,11 @@ FIELDS = {
 }
 """What the attention backend reads, by the dataclass that has it."""
 
-STATUSES = ("RUNNING", "PREEMPTED", "FINISHED_ABORTED")
+STATUSES = ("RUNNING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "FINISHED_ABORTED")
 
 BASES = (
     (ASYNC_SCHEDULER, SCHEDULER),
     (QUEUE, f"{CORE}.sched.request_queue:RequestQueue"),
-    (QUEUE, "collections:deque"),
 )
 
 
@@ -378,51 +383,6 @@ def complaints(call: Call, signature: inspect.Signature) -> Iterator[str]:
             yield f"parameter {name!r}: found as a required one, not expected"
 
 
-class Changed:
-    """A class that isn't as expected."""
-
-    def renamed(self, other: int) -> None: ...
-    def shorter(self) -> None: ...
-    def stricter(self, request: int, reason: str, *, mode: str, limit: int = 0) -> None: ...
-    def forwarding(self, *args: int, **kwargs: int) -> None: ...
-    def longer(self, request: int, reason: str = "", **more: int) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("renamed", ["leading parameters: expected ('request',), found ('other',)"]),
-        ("shorter", ["leading parameters: expected ('request',), found ()"]),
-        (
-            "stricter",
-            [
-                "parameter 'reason': found as a required one, not expected",
-                "parameter 'mode': found as a required one, not expected",
-            ],
-        ),
-        ("forwarding", []),
-        ("longer", []),
-    ],
-)
-def test_complaints_name_what_changed(method: str, expected: list[str]) -> None:
-    signature = inspect.signature(getattr(Changed, method))
-    assert list(complaints(Call(f"here:Changed.{method}", ("request",)), signature)) == expected
-
-
-def test_complaints_name_keywords_that_are_gone() -> None:
-    call = Call("here:Changed.stricter", ("request", "reason"), ("mode", "limits"))
-    found = list(complaints(call, inspect.signature(Changed.stricter)))
-    assert found == ["parameter 'limits': expected, not found"]
-
-
-def test_what_is_missing_is_named_with_what_is_like_it() -> None:
-    where = f"{CORE}.sched.scheduler:Scheduler.scheduled"
-    with pytest.raises(pytest.fail.Exception, match=r"Scheduler has no 'scheduled'; .*schedule"):
-        find(where)
-    with pytest.raises(pytest.fail.Exception, match=r"module vllm\.v1\.cores isn't there"):
-        find("vllm.v1.cores:Scheduler")
-
-
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_call(call: Call) -> None:
     signature = inspect.signature(find(call.where))
@@ -438,6 +398,18 @@ def test_call(call: Call) -> None:
 def test_field(where: str, field: str) -> None:
     names = [each.name for each in fields(find(where))]
     assert field in names, missing(where, names, field)
+
+
+@pytest.mark.parametrize(
+    ("where", "attribute"),
+    [
+        (f"{ENGINE}.__init__", "self.output_processor ="),
+        ("vllm.v1.engine.output_processor:RequestState.__init__", "self.num_cached_tokens ="),
+    ],
+)
+def test_attribute_of_an_object_that_needs_a_model(where: str, attribute: str) -> None:
+    """What the first of several samples found in the cache."""
+    assert attribute in inspect.getsource(find(where)), missing(where, (), attribute)
 
 
 def test_chosen_backends_can_be_forgotten() -> None:
@@ -485,6 +457,7 @@ def objects() -> dict[str, Any]:
         "vllm_config": scheduler.vllm_config,
         "scheduler_config": scheduler.scheduler_config,
         "cache_config": scheduler.cache_config,
+        "parallel_config": scheduler.vllm_config.parallel_config,
         "kv_cache_config": scheduler.kv_cache_config,
         "kv_cache_manager": manager,
         "block_pool": manager.block_pool,
@@ -493,6 +466,9 @@ def objects() -> dict[str, Any]:
         "request": request,
         "sampling_params": request.sampling_params,
         "scheduler_output": output,
+        "output_processor": find("vllm.v1.engine.output_processor:OutputProcessor")(
+            None, log_stats=False
+        ),
     }
 
 

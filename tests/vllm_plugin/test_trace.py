@@ -111,11 +111,12 @@ def test_a_trace_that_cannot_be_opened_costs_a_warning(
 def test_a_trace_that_breaks_off_costs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: StepTrace, row: StepRow) -> None:
+    def full(self: StepTrace) -> None:
         raise OSError(28, "No space left on device")
 
     engine = EngineSteps(settings=SchedulerSettings(trace_path=str(tmp_path / "trace")))
-    monkeypatch.setattr(StepTrace, "add", full)
+    monkeypatch.setattr(trace_module, "_ROWS_IN_MEMORY", 1)
+    monkeypatch.setattr(StepTrace, "_flush", full)
     engine.add_group(0, 2, prefix=32, distinct=8, output=3)
     engine.run()
     engine.scheduler.shutdown()

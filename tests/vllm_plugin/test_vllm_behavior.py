@@ -22,34 +22,12 @@ SIZE = 16  # tokens of a block
 PROMPT = 3 * SIZE + 4
 
 
-class SpyQueue(FCFSRequestQueue):
-    """A queue that can be closed, and that notes what is done to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_closed = False
-        self.calls: list[str] = []
-
-    def __bool__(self) -> bool:
-        return len(self) > 0 and not self.is_closed
-
-    def pop_request(self) -> Request:
-        request = super().pop_request()
-        self.calls.append(f"pop {request.request_id}")
-        return request
-
-    def prepend_request(self, request: Request) -> None:
-        super().prepend_request(request)
-        self.calls.append(f"prepend {request.request_id}")
-
-
-def scheduler_with(num_blocks: int = 64) -> tuple[AsyncScheduler, SpyQueue]:
+def scheduler_with(num_blocks: int = 64) -> AsyncScheduler:
     machine = Machine(MODEL_SHAPES["Mistral-7B"], find_gpu("H100"), num_blocks, SIZE)
     settings = SchedulerSettings(memory_threshold=0.5)
     scheduler = make_scheduler(POLICIES["stock_sorted"], machine, 512, settings)
-    scheduler.waiting = queue = SpyQueue()
     init_none_hash(sha256)  # hashes begin with something else after each call
-    return scheduler, queue
+    return scheduler
 
 
 def add(scheduler: AsyncScheduler, name: str, first: int = 0) -> Request:
@@ -74,22 +52,19 @@ def blocks_of(scheduler: AsyncScheduler, name: str) -> list[Any]:
     return list(scheduler.kv_cache_manager.get_blocks(name).blocks[0])
 
 
-def test_nobody_is_admitted_while_the_queue_is_false() -> None:
-    scheduler, queue = scheduler_with()
+def test_a_step_takes_requests_from_the_queue_that_the_scheduler_has_then() -> None:
+    scheduler = scheduler_with()
     add(scheduler, "a")
     step(scheduler)
     add(scheduler, "b", 1000)
-    queue.is_closed = True
+    queue, scheduler.waiting = scheduler.waiting, FCFSRequestQueue()
     assert step(scheduler) == {"a": 1}
-    assert queue.calls == ["pop a"]
-    assert scheduler.has_unfinished_requests()
-    queue.is_closed = False
+    scheduler.waiting = queue
     assert step(scheduler) == {"a": 1, "b": PROMPT}
-    assert queue.calls == ["pop a", "pop b"]
 
 
 def test_the_token_limit_holds_from_the_next_step_and_decodes_come_first() -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     first, second = add(scheduler, "a"), add(scheduler, "b", 1000)
     scheduler.max_num_scheduled_tokens = PROMPT + 10
     assert step(scheduler) == {"a": PROMPT, "b": 10}
@@ -100,7 +75,7 @@ def test_the_token_limit_holds_from_the_next_step_and_decodes_come_first() -> No
 
 
 def test_running_requests_take_their_turn_in_the_order_of_the_list() -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     for name, first in (("a", 0), ("b", 1000)):
         add(scheduler, name, first)
     step(scheduler)
@@ -109,7 +84,7 @@ def test_running_requests_take_their_turn_in_the_order_of_the_list() -> None:
 
 
 def test_scheduling_counts_tokens_before_they_are_computed() -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     request = add(scheduler, "a")
     output = scheduler.schedule()
     assert request.num_computed_tokens == PROMPT
@@ -119,14 +94,13 @@ def test_scheduling_counts_tokens_before_they_are_computed() -> None:
 
 
 def test_the_last_running_one_is_preempted_and_put_back_in_front() -> None:
-    scheduler, queue = scheduler_with(num_blocks=9)  # eight, and one that is vLLM's own
+    scheduler = scheduler_with(num_blocks=9)  # eight, and one that is vLLM's own
     add(scheduler, "a"), add(scheduler, "b", 1000), add(scheduler, "c", 2000)
     step(scheduler)
-    while "prepend b" not in queue.calls:
+    while "b" in {request.request_id for request in scheduler.running}:
         assert len(scheduler.running) == 2
         step(scheduler)
-    assert queue.calls == ["pop a", "pop b", "prepend b"]
-    assert [request.request_id for request in queue] == ["b", "c"]
+    assert [request.request_id for request in scheduler.waiting] == ["b", "c"]
     assert scheduler.requests["b"].status == RequestStatus.PREEMPTED
     assert blocks_of(scheduler, "b") == []
 
@@ -134,7 +108,7 @@ def test_the_last_running_one_is_preempted_and_put_back_in_front() -> None:
 def test_an_ended_request_still_has_its_blocks_when_it_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     add(scheduler, "a")
     step(scheduler)
     seen = []
@@ -151,7 +125,7 @@ def test_an_ended_request_still_has_its_blocks_when_it_is_freed(
 
 
 def test_a_touched_block_outlives_its_request_and_is_found_again() -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     pool = scheduler.kv_cache_manager.block_pool
     add(scheduler, "a")
     step(scheduler)
@@ -168,7 +142,7 @@ def test_a_touched_block_outlives_its_request_and_is_found_again() -> None:
 
 
 def test_blocks_taken_from_the_cache_are_not_found_and_are_reused_first() -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     pool = scheduler.kv_cache_manager.block_pool
     add(scheduler, "a")
     step(scheduler)
@@ -181,14 +155,14 @@ def test_blocks_taken_from_the_cache_are_not_found_and_are_reused_first() -> Non
 
 
 def test_members_of_a_step_share_the_blocks_that_the_first_one_computes() -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     add(scheduler, "a"), add(scheduler, "b")
     assert step(scheduler) == {"a": PROMPT, "b": PROMPT - 3 * SIZE}
     assert blocks_of(scheduler, "a")[:3] == blocks_of(scheduler, "b")[:3]
 
 
 def test_hints_and_settings_come_through() -> None:
-    scheduler, _ = scheduler_with()
+    scheduler = scheduler_with()
     request = add(scheduler, "a")
     assert request.sampling_params is not None
     assert RequestHints.from_extra_args(request.sampling_params.extra_args) == RequestHints(7)

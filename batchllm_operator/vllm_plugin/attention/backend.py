@@ -181,12 +181,8 @@ class PrefixAttentionBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        "auto",
-        "float16",
-        "bfloat16",
-        "fp8",
-        "fp8_e4m3",
-        "fp8_e5m2",
+        *("auto", "float16", "bfloat16"),
+        *("fp8", "fp8_e4m3", "fp8_e5m2"),
     ]
     forward_includes_kv_cache_update = False
     # vLLM before 0.30 calls it.
@@ -233,9 +229,12 @@ def check_model(vllm_config: Any) -> None:
 
     Raises:
         SpecError: the GPU, the model's kind of attention, its head size or its dtype isn't
-            supported.
+            supported, or vLLM would run micro-batches.
     """
-    model = vllm_config.model_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if parallel.enable_dbo or getattr(parallel, "use_ubatching", False):
+        # Micro-batches run on two streams; the planner's buffers are for one.
+        raise refusal("micro-batches (enable_dbo, ubatch_size)")
     if model.attn_type == "encoder_only":
         raise refusal("models whose tokens see those after them (encoders)")
     if current_platform.is_cpu():

@@ -15,7 +15,7 @@ are to come, then up to `counted_until`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class Group:
     leader: Request | None = None
     """The member that computes the prefix."""
     is_complete: bool = False
-    """Whether all blocks of the prefix have been allocated."""
+    """Whether all blocks of the prefix have been computed, or are in this step."""
     block_hashes: Sequence[Any] = ()
     """Hashes of the prefix's blocks."""
     pinned: list[Any] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Groups:
 
     def is_pinned_beside(self, group: Group) -> bool:
         """Whether the prefix of another group is held by nothing but a pin."""
-        return any(each is not group for each in self._pinned.values())
+        return any(pinned is not group for pinned in self._pinned.values())
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -112,11 +112,17 @@ class Groups:
         group.num_waiting += 1
         return group
 
-    def has_prefix_for(self, group: Group) -> bool:
-        """Whether a member would find the prefix, or would compute it itself."""
-        if group.leader is None:
+    def has_prefix_for(self, group: Group, prefilled: Mapping[str, int]) -> bool:
+        """Whether a member would find the prefix in this step, or would compute it itself.
+
+        Args:
+            prefilled: tokens that requests have computed at the end of this step, by id.
+        """
+        leader = group.leader
+        if leader is None:
             return True
-        if self._num_blocks(group.leader) < group.num_prefix_blocks:
+        num_tokens = prefilled.get(leader.request_id, leader.num_computed_tokens)
+        if num_tokens < group.num_prefix_blocks * self._block_size:
             return False
         group.leader, group.is_complete = None, True
         return True
@@ -153,28 +159,32 @@ class Groups:
             self._projection.hold(group.num_counted, begin, group.last_end)
         group.counted_until = max(begin, group.last_end)
 
-    def remove_running(
-        self, group: Group, request: Request, next_one: Request | None, *, ended: bool
-    ) -> None:
+    def preempted(self, group: Group, request: Request) -> None:
+        """Note that a running member has given its blocks back, and waits again."""
+        group.num_waiting += 1
+        self._remove_running(group, request)
+        if group.num_running == 0 and not group.pinned:
+            self._uncount(group)
+
+    def finished(self, group: Group, request: Request, next_one: Request | None) -> None:
         """Remove a running member that is about to give its blocks back.
 
         Args:
             next_one: the first request in the queue.
-            ended: False if it was preempted: memory is short.
         """
-        group.num_running -= 1
-        group.num_waiting += not ended
-        if group.leader is request:
-            group.leader = None
-        if group.num_running > 0:
-            return
-        if ended and group.num_left > 0:
-            self._pin(group, request)
-        if not group.pinned:
-            self._uncount(group)
-            if ended:
+        self._remove_running(group, request)
+        if group.num_running == 0:
+            if group.num_left > 0:
+                self._pin(group, request)
+            if not group.pinned:
+                self._uncount(group)
                 self._reuse_first(group, request, next_one)
         self._drop_if_over(group)
+
+    def _remove_running(self, group: Group, request: Request) -> None:
+        group.num_running -= 1
+        if group.leader is request:
+            group.leader = None
 
     def remove_waiting(self, group: Group) -> None:
         """Remove a waiting member."""
@@ -264,9 +274,6 @@ class Groups:
         """A request's blocks [begin, end) in all KV cache groups."""
         by_kv_group = self._manager.get_blocks(request.request_id).blocks
         return [block for blocks in by_kv_group for block in blocks[begin:end] if not block.is_null]
-
-    def _num_blocks(self, request: Request) -> int:
-        return len(self._manager.get_blocks(request.request_id).blocks[0])
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -8,10 +8,11 @@ in vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from batchllm_operator.errors import SpecError
 
@@ -21,29 +22,22 @@ if TYPE_CHECKING:
 KEY: Final = "batchllm"
 """Key in `extra_args` and in `additional_config`."""
 
+_CONFIG: Final = ConfigDict(extra="forbid")
+_Length = Annotated[int, Field(strict=True, ge=0)]
+_Positive = Annotated[int, Field(strict=True, ge=1)]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class RequestHints:
     """What the plan knows about a request. Lengths are in tokens."""
 
-    group_id: int
-    num_prefix_tokens: int = 0
+    group_id: Annotated[int, Field(strict=True)]
+    num_prefix_tokens: _Length = 0
     """All requests with this group id begin with the same `num_prefix_tokens` tokens."""
-    group_size: int = 1
+    group_size: _Positive = 1
     """Requests with this group id that this engine will get."""
-    num_output_tokens: int | None = None
+    num_output_tokens: _Positive | None = None
     """Estimated; None where only the limit `max_tokens` is known."""
-
-    def __post_init__(self) -> None:
-        least = {"num_prefix_tokens": 0, "group_size": 1, "num_output_tokens": 1}
-        for name in ("group_id", *least):
-            value = getattr(self, name)
-            if name == "num_output_tokens" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise SpecError(f"{KEY}.{name}: must be an integer, not {value!r}")
-            if value < least.get(name, value):
-                raise SpecError(f"{KEY}.{name}: must be at least {least[name]}, not {value}")
 
     def to_extra_args(self) -> dict[str, Any]:
         """For `SamplingParams.extra_args` and `PoolingParams.extra_kwargs`."""
@@ -70,15 +64,10 @@ class RequestHints:
         """
         if not extra_args or KEY not in extra_args:
             return None
-        given = extra_args[KEY]
-        _check_names(cls, given)
-        try:
-            return cls(**given)
-        except TypeError as error:
-            raise SpecError(f"{KEY}: {error}") from error
+        return validated(_HINTS, KEY, extra_args[KEY])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class StepCost:
     """A step's time on the device, as a function of its tokens."""
 
@@ -94,14 +83,14 @@ class StepCost:
         return max(num_tokens * self.token_s, self.weights_s) + self.overhead_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class SchedulerSettings:
     """Settings of the scheduler; the defaults are for an unknown job."""
 
-    memory_threshold: float | None = None
+    memory_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     """M_threshold of Algorithm 2: share of the KV blocks that may be planned to be in use.
     Unset: all but one in a thousand."""
-    chunk_size: int | None = None
+    chunk_size: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of a step. Unset: vLLM's `max_num_batched_tokens`, which is a limit in any
     case."""
     pace: bool = True
@@ -126,25 +115,23 @@ class SchedulerSettings:
         """
         if not isinstance(config, Mapping) or KEY not in config:
             return cls()
-        given = config[KEY]
-        _check_names(cls, given)
-        if (step_cost := given.get("step_cost")) is not None:
-            _check_names(StepCost, step_cost)
-        try:
-            settings = TypeAdapter(cls).validate_python(given)
-        except ValidationError as error:
-            [fault, *_] = error.errors(include_input=False, include_url=False)
-            where = ".".join(map(str, (KEY, *fault["loc"])))
-            raise SpecError(f"{where}: {fault['msg']}") from error
-        if not 0 < (settings.memory_threshold or 1.0) <= 1 or settings.memory_threshold == 0:
-            raise SpecError(f"{KEY}.memory_threshold: must be above 0 and at most 1")
-        if settings.chunk_size is not None and settings.chunk_size < 1:
-            raise SpecError(f"{KEY}.chunk_size: must be at least 1")
-        return settings
+        return validated(_SETTINGS, KEY, config[KEY])
 
 
-def _check_names(kind: type[RequestHints | SchedulerSettings | StepCost], value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"{KEY}: must be an object, not {type(value).__name__}")
-    if unknown := sorted(set(value) - {field.name for field in fields(kind)}):
-        raise SpecError(f"{KEY}: has no {', '.join(map(str, unknown))}")
+_Kind = TypeVar("_Kind")
+_HINTS: Final = TypeAdapter(RequestHints)
+_SETTINGS: Final = TypeAdapter(SchedulerSettings)
+
+
+def validated(kind: TypeAdapter[_Kind], key: str, value: object) -> _Kind:
+    """The value under a key of vLLM's, as one of our dataclasses.
+
+    Raises:
+        SpecError: it isn't valid; names the key, and all fields at fault.
+    """
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        faults = error.errors(include_input=False, include_url=False)
+        lines = (f"{'.'.join(map(str, (key, *fault['loc'])))}: {fault['msg']}" for fault in faults)
+        raise SpecError("; ".join(lines)) from error

@@ -149,13 +149,42 @@ class Pace:
 
     Args:
         num_blocks: M.
+        most_tokens: most tokens of a step.
+        cost: of a step; see `fill_share`.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, most_tokens: int, cost: StepCost | None = None) -> None:
+        self._num_blocks, self._most_tokens, self._cost = num_blocks, most_tokens, cost
         self._allowance = 0.0
         self.fill_share = 1.0
         """See `fill_share`."""
+
+    def tokens(
+        self,
+        request: AverageRequest,
+        num_requests: int,
+        num_used_blocks: int,
+        *,
+        is_running: bool,
+        is_prefilling: bool,
+    ) -> tuple[int, int]:
+        """Prompt tokens that the next step may have, and each later one.
+
+        Args:
+            request: the average of all that wait.
+            num_requests: requests that wait or are still to come.
+            num_used_blocks: blocks that running requests hold.
+            is_running: whether requests run; otherwise memory is filled afresh.
+            is_prefilling: whether a prompt is partly prefilled.
+        """
+        if num_requests * request.final_blocks + num_used_blocks <= self._num_blocks:
+            return self._most_tokens, self._most_tokens  # all of them fit
+        if not is_running:
+            self.fill_share = fill_share(
+                request, num_requests, self._num_blocks, self._most_tokens, self._cost
+            )
+        now = self.next_step(request, is_prefilling=is_prefilling)
+        return int(now), int(max(self.rate(request), self.least(request)))
 
     def rate(self, request: AverageRequest) -> float:
         """Prompt tokens per step at which requests like this one fill memory."""

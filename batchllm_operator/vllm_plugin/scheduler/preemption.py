@@ -1,11 +1,11 @@
-"""Which running requests vLLM preempts when blocks run out."""
+"""The order of running requests: vLLM schedules them from the front, and preempts from the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchllm_operator.vllm_plugin.scheduler.planned_requests import PlannedRequests
+from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -22,9 +22,9 @@ class Preemption:
     """
 
     def __init__(
-        self, pool: Any, requests: PlannedRequests, block_size: int, num_kv_groups: int
+        self, pool: Any, requests: Reservations, block_size: int, num_kv_groups: int
     ) -> None:
-        self._pool, self._requests = pool, requests
+        self._pool, self._reservations = pool, requests
         self._block_size, self._num_kv_groups = block_size, num_kv_groups
 
     def choose_victims(
@@ -50,18 +50,18 @@ class Preemption:
         )
         if num_needed <= num_free:
             return
-        self._requests.groups.unpin_all()
+        self._reservations.groups.unpin_all()
         missing = num_needed - self._pool.get_num_free_blocks()
         if missing > 0:
             self._put_victims_last(running, missing)
 
     def _put_victims_last(self, running: list[Request], num_blocks: int) -> None:
-        by_work = sorted(running, key=self._requests.computed_work)
+        by_work = sorted(running, key=self._reservations.computed_work)
         victims: list[Request] = []
         while num_blocks > 0 and len(victims) < len(by_work) - 1:
             victim = by_work[len(victims)]
             victims.append(victim)
-            num_blocks -= max(1, self._requests.computed_work(victim) // self._block_size)
+            num_blocks -= max(1, self._reservations.computed_work(victim) // self._block_size)
         chosen = {request.request_id for request in victims}
         others = [request for request in running if request.request_id not in chosen]
         running[:] = [*others, *reversed(victims)]
@@ -77,3 +77,10 @@ class Preemption:
             num_blocks += -(-end // self._block_size) - -(-begin // self._block_size)
             num_tokens -= end - begin
         return num_blocks * self._num_kv_groups
+
+
+def put_decodes_first(running: list[Request], prefilling: Mapping[str, Request]) -> None:
+    """Sort running requests in place, so that no decode waits for a prefill."""
+    tail = running[len(running) - len(prefilling) :]
+    if any(request.request_id not in prefilling for request in tail):
+        running.sort(key=lambda request: request.request_id in prefilling)

@@ -4,13 +4,14 @@ vLLM's own scheduler fills a step with running requests first, then with waiting
 preempts and caches blocks. This subclass adds, before and after that step:
 
 - waiting requests are admitted by the KV blocks that all running ones will hold in later steps
-  (`BlockProjection`; Algorithm 2); `max_num_seqs` is only the worker's number of slots;
+  (`BlockProjection`; Algorithm 2), and vLLM's queue has only the admitted ones while it puts a step
+  together; `max_num_seqs` is only the worker's number of slots;
 - the blocks of a group's prefix are held until the last member has been admitted, unless memory
   runs short, and are reused first once no request needs them (`groups`);
 - the tokens of a step are limited so that prefill is spread evenly (`Pace`).
 
-Use it with `LLM(scheduler_cls="batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler")`;
-requests carry `RequestHints`. A request without them is a group of its own.
+Use it as vLLM's `scheduler_cls`; requests carry `RequestHints`. A request without them is a group
+of its own.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin.scheduler.adapter_slots import has_adapter_slot
+from batchllm_operator.vllm_plugin.compat import is_ready
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.scheduler.one_queue import OneQueueScheduler
-from batchllm_operator.vllm_plugin.scheduler.pacing import Pace, fill_share
-from batchllm_operator.vllm_plugin.scheduler.planned_requests import PlannedRequests
-from batchllm_operator.vllm_plugin.scheduler.preemption import Preemption
+from batchllm_operator.vllm_plugin.scheduler.pacing import Pace
+from batchllm_operator.vllm_plugin.scheduler.preemption import Preemption, put_decodes_first
+from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
 from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow, StepState
-from batchllm_operator.vllm_plugin.scheduler.waiting_queue import GatedQueue
 
 if TYPE_CHECKING:
-    from batchllm_operator.vllm_plugin.scheduler.trace import OptionalTrace
+    from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
 
 _RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step longer than planned
 
 
-class BatchLLMScheduler(OneQueueScheduler):
+class BatchLLMScheduler(AsyncScheduler):
     """vLLM's scheduler with planned admission, prefix lifetimes and paced prefill.
 
     Raises:
@@ -56,9 +57,8 @@ class BatchLLMScheduler(OneQueueScheduler):
         self._num_kv_groups = len(self.kv_cache_config.kv_cache_groups)
         self._tokens_per_decode = 1 + self.num_spec_tokens
         self._limit = self.max_num_scheduled_tokens
-        self._trace: OptionalTrace | None = None
-        self._begin(SchedulerSettings.from_additional_config(self.vllm_config.additional_config))
-        self.waiting = GatedQueue(self)
+        self._trace: StepTrace | None = None
+        self.begin(SchedulerSettings.from_additional_config(self.vllm_config.additional_config))
 
     def begin(self, settings: SchedulerSettings) -> None:
         """Restart with other settings, without learned estimates and with a new trace.
@@ -66,43 +66,41 @@ class BatchLLMScheduler(OneQueueScheduler):
         Raises:
             RuntimeError: requests are still waiting or running.
         """
-        if not self.is_idle():
+        if self.has_unfinished_requests():
             raise RuntimeError("the scheduler still has requests")
-        self._close_trace()
-        self._begin(settings)
-
-    def _begin(self, settings: SchedulerSettings) -> None:
+        if self._trace is not None:
+            self._trace.close()
         is_chunked = self.scheduler_config.enable_chunked_prefill
-        self._settings = settings
         self._paces = settings.pace and is_chunked  # a whole prompt may exceed a step's limit
         self._num_blocks = self._num_blocks_to_plan(settings.memory_threshold)
-        self._most_tokens = self._limit
+        self.chunk_size = self._limit
+        """Most tokens of a step."""
         if settings.chunk_size is not None and is_chunked:
-            self._most_tokens = min(self._limit, settings.chunk_size)
+            self.chunk_size = min(self._limit, settings.chunk_size)
         self._step = 0
-        self._requests = PlannedRequests(
+        self._reservations = Reservations(
             self.kv_cache_manager,
             self.block_size,
             shares=self.kv_cache_manager.enable_caching,
             delay=1 if self.scheduler_config.async_scheduling else 0,
             has_drafts=self.num_spec_tokens > 0,
+            num_requests=settings.num_requests,
         )
         self._preemption = Preemption(
-            self._pool, self._requests, self.block_size, self._num_kv_groups
+            self._pool, self._reservations, self.block_size, self._num_kv_groups
         )
-        self._pace = Pace(self._num_blocks)
+        self._pace = Pace(self._num_blocks, self.chunk_size, settings.step_cost)
         self._prefilling: dict[str, Request] = {}
-        self._taken_out: Request | None = None  # left the queue last; vLLM may put it back
-        self._now = StepState(self._most_tokens, self._most_tokens)
+        self._now = StepState(self.chunk_size, self.chunk_size)
         self._num_unplanned = 0  # blocks in use that aren't in the projection
-        self._is_scheduling = False
         self._did_nothing = False
         self._started_at: float | None = None
+        self._trace = None
         if settings.trace_path is not None:
             # Only a trace needs pyarrow.
-            from batchllm_operator.vllm_plugin.scheduler.trace import OptionalTrace
+            from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
 
-            self._trace = OptionalTrace(Path(settings.trace_path), self._most_tokens)
+            self._trace = StepTrace(Path(settings.trace_path), self.chunk_size)
 
     def _num_blocks_to_plan(self, threshold: float | None) -> int:
         num_blocks = self.num_plannable_tokens // self.block_size
@@ -114,17 +112,17 @@ class BatchLLMScheduler(OneQueueScheduler):
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
-            self._requests.arrive(request)
+            self._reservations.add(request)
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begun_at = time.perf_counter()
         self._begin_step()
+        waiting, self.waiting = self.waiting, self._admit()
         try:
-            self._is_scheduling = True
             output = super().schedule(*args, **kwargs)
         finally:
-            self._is_scheduling = False
+            self._requeue(waiting)
             self.max_num_scheduled_tokens = self._limit
         self._did_nothing = not output.num_scheduled_tokens
         self._end_step(output)
@@ -133,25 +131,31 @@ class BatchLLMScheduler(OneQueueScheduler):
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._requests.groups.unpin_all()  # vLLM refuses while blocks are held
-        return bool(super().reset_prefix_cache(*args, **kwargs))
+        self._reservations.groups.unpin_all()  # vLLM refuses while blocks are held
+        is_reset = bool(super().reset_prefix_cache(*args, **kwargs))
+        for request in self.waiting:
+            self._note_preempted(request)  # vLLM does that, if it is asked to
+        return is_reset
 
     def shutdown(self) -> None:
-        self._close_trace()
+        if self._trace is not None:
+            self._trace.close()
         super().shutdown()
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        # vLLM 0.27 has a second queue for these, from which it would run them unplanned.
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self.waiting.add_request(request)
+        else:
+            super()._enqueue_waiting_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         aborted = request.status == RequestStatus.FINISHED_ABORTED
-        self._requests.leave(request, self._next_waiting(), aborted=aborted)
+        self._reservations.finish(request, next(iter(self.waiting), None), aborted=aborted)
         self._prefilling.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     # What other modules use.
-
-    @property
-    def chunk_size(self) -> int:
-        """Most tokens of a step."""
-        return self._most_tokens
 
     @property
     def num_plannable_tokens(self) -> int:
@@ -161,100 +165,108 @@ class BatchLLMScheduler(OneQueueScheduler):
     @property
     def num_held_blocks(self) -> int:
         """Blocks held for future members of groups without a running one."""
-        return self._requests.groups.num_pinned_blocks
+        return self._reservations.groups.num_pinned_blocks
 
-    def is_idle(self) -> bool:
-        """Whether no request is left, and nothing is held or counted for one."""
-        return self._requests.is_empty and not self._prefilling
+    # Admission.
 
-    # What the queue calls.
+    def _admit(self) -> FCFSRequestQueue:
+        """Take the requests out of the queue that may begin in this step, and reserve blocks.
 
-    def is_closed_for(self, request: Request) -> bool:
-        """Whether a waiting request must stay in the queue; see `Gate`."""
-        if not self._is_scheduling:
-            return False
-        self._count_admitted()
-        if not self.running:
-            return False
-        has_slot = has_adapter_slot(request, self.running, self.lora_config)
-        return not (has_slot and self._requests.has_prefix(request) and self._has_room_for(request))
-
-    def taken_out(self, request: Request) -> None:
-        """Note that a waiting request left the queue."""
-        self._count_admitted()
-        self._taken_out = request
-
-    def put_back(self, request: Request) -> None:
-        """Note that a request is in the queue: it is new, was preempted, or can't run yet."""
-        if request is self._taken_out:
-            self._taken_out = None
-        if self._requests.runs(request):
-            self._now.num_preempted += request.status == RequestStatus.PREEMPTED
-            self._requests.put_back(request, self._next_waiting())
-            self._prefilling.pop(request.request_id, None)
-
-    def _count_admitted(self) -> None:
-        """Count the request that left the queue last, if it runs.
-
-        vLLM sets its status only after it has left the queue, so it is counted at the next call.
+        Requests keep their order, but those whose grammar isn't compiled yet hold no other up.
         """
-        request, self._taken_out = self._taken_out, None
-        if request is not None and request.status == RequestStatus.RUNNING:
-            num_tokens = self._requests.num_to_prefill(request)
-            self._requests.run(request, self._start_of(num_tokens))
-            self._now.num_prefill_ahead += num_tokens
-            self._now.admitted.append(request)
+        now, admitted, not_ready = self._now, FCFSRequestQueue(), list[Request]()
+        now.budget, most = now.prefill_budget, self.scheduler_config.long_prefill_token_threshold
+        for request in self._prefilling.values():
+            now.prefill(request, request.num_tokens - request.num_computed_tokens, most)
+        adapters = {other.lora_request.lora_int_id for other in self.running if other.lora_request}
+        num_slots = self.max_num_running_reqs - len(self.running)
+        while self.waiting and len(admitted) < num_slots and now.budget > 0:
+            request = self.waiting.peek_request()
+            if not is_ready(request):
+                not_ready.append(self.waiting.pop_request())
+                continue
+            if (self.running or admitted) and not self._may_run(request, adapters):
+                break
+            admitted.add_request(self.waiting.pop_request())
+            if request.lora_request is not None:
+                adapters.add(request.lora_request.lora_int_id)
+            num_tokens = self._reservations.num_to_prefill(request)
+            self._reservations.admit(request, self._start_of(num_tokens))
+            now.num_prefill_ahead += num_tokens
+            now.prefill(request, num_tokens, most)
+        for request in reversed(not_ready):
+            self.waiting.prepend_request(request)
+        now.admitted = list(admitted)
+        return admitted
+
+    def _may_run(self, request: Request, adapters: set[int]) -> bool:
+        """Whether a request may run beside others, which have these LoRA adapters."""
+        if self.lora_config is not None and request.lora_request is not None:
+            wanted = adapters | {request.lora_request.lora_int_id}
+            if len(wanted) > self.lora_config.max_loras:
+                return False  # vLLM would let later ones pass it
+        group = self._reservations.group_of(request)
+        has_prefix = self._reservations.groups.has_prefix_for(group, self._now.prefilled)
+        return has_prefix and self._has_room_for(request)
+
+    def _requeue(self, waiting: RequestQueue) -> None:
+        """Put what didn't get into the step back in front of the waiting requests."""
+        left, self.waiting = self.waiting, waiting
+        admitted, self._now.admitted = self._now.admitted, []
+        for request in admitted:
+            if request.status == RequestStatus.RUNNING:
+                self._now.admitted.append(request)
+            else:
+                self._reservations.requeue(request)
+        for request in reversed(list(left)):
+            self._now.num_preempted += self._note_preempted(request)
+            self.waiting.prepend_request(request)
+
+    def _note_preempted(self, request: Request) -> bool:
+        """Give a waiting request's blocks back if it was running; returns whether it was."""
+        if not self._reservations.is_admitted(request):
+            return False
+        self._reservations.requeue(request)
+        self._prefilling.pop(request.request_id, None)
+        return True
 
     def _has_room_for(self, request: Request) -> bool:
-        start = self._start_of(self._requests.num_to_prefill(request))
-        peak = self._requests.peak_with(request, start)
+        start = self._start_of(self._reservations.num_to_prefill(request))
+        peak = self._reservations.peak_with(request, start)
         return peak + self._num_unplanned <= self._num_blocks
 
     def _start_of(self, num_tokens: int) -> int:
         """Step by which so many tokens are prefilled, after all prefill ahead of them."""
-        ahead = self._now.num_prefill_ahead + num_tokens - self._now.prefill_limit
+        ahead = self._now.num_prefill_ahead + num_tokens - self._now.prefill_budget
         return self._step + self._num_steps(max(0, ahead))
-
-    def _next_waiting(self) -> Request | None:
-        return self.waiting.peek_request() if len(self.waiting) else None
-
-    def _close_trace(self) -> None:
-        if self._trace is not None:
-            self._trace.close()
-        self._trace = None
 
     # Before vLLM's own step.
 
     def _begin_step(self) -> None:
         self._step += 1
-        self._now = StepState(self._most_tokens, self._most_tokens, self._now.num_prefill_ahead)
-        self._requests.projection.advance(self._step)
-        self._requests.extend_overdue(self.requests, self._prefilling)
+        self._now = StepState(self.chunk_size, self.chunk_size, self._now.num_prefill_ahead)
+        self._reservations.projection.advance(self._step)
+        self._reservations.extend_overdue(self.requests, self._prefilling)
         if self._step % _RECOUNT_STEPS == 0:
-            self._requests.recount(self.requests)
-        if self._prefilling:
-            self._put_decodes_first()
+            self._reservations.recount(self.requests)
+        put_decodes_first(self.running, self._prefilling)
         self._limit_tokens()
         self._make_room_for_first()
-        self._preemption.choose_victims(self.running, self._prefilling, self._now.prefill_limit)
-
-    def _put_decodes_first(self) -> None:
-        """Sort running requests so that no decode waits for a prefill."""
-        tail = self.running[-len(self._prefilling) :]
-        if any(request.request_id not in self._prefilling for request in tail):
-            self.running.sort(key=lambda request: request.request_id in self._prefilling)
+        self._preemption.choose_victims(self.running, self._prefilling, self._now.prefill_budget)
 
     def _make_room_for_first(self) -> None:
         """Unpin unused prefixes that block the first waiting request."""
-        first = self._next_waiting()
+        first = next(iter(self.waiting), None)
         if first is None or not self.num_held_blocks:
             return
         if not self.running and self._did_nothing:  # its own group's prefix blocks it
-            self._requests.groups.unpin_all()
-        elif self._requests.is_pinned_beside(first):
+            self._reservations.groups.unpin_all()
+            return
+        group, groups = self._reservations.group_of(first), self._reservations.groups
+        if groups.is_pinned_beside(group):
             missing = self._num_missing_blocks(first) > self._pool.get_num_free_blocks()
             if missing or not self._has_room_for(first):
-                self._requests.unpin_beside(first)
+                groups.unpin_all(but=group)
 
     def _num_missing_blocks(self, request: Request) -> int:
         """Blocks of a request's tokens that it doesn't hold yet."""
@@ -264,35 +276,24 @@ class BatchLLMScheduler(OneQueueScheduler):
     def _limit_tokens(self) -> None:
         """Set how many tokens the step may have."""
         num_decode = (len(self.running) - len(self._prefilling)) * self._tokens_per_decode
-        num_prefill = later = self._most_tokens
+        num_prefill = later = self.chunk_size
         # Spreading prefill pays only if its steps decode too.
-        if self._paces and self._requests.num_waiting and (num_decode or not self._prefilling):
-            num_prefill, later = self._paced_tokens()
-        self._now.prefill_limit = max(1, min(self._most_tokens - num_decode, num_prefill))
-        self._now.later_prefill_limit = max(1, min(self._now.prefill_limit, later))
-        limit = num_decode + num_prefill
-        self.max_num_scheduled_tokens = max(1, min(self._most_tokens, limit))
-
-    def _paced_tokens(self) -> tuple[int, int]:
-        """Prompt tokens for this step, and for each later one."""
-        request = self._requests.average_waiting()
-        to_come = max(0, (self._settings.num_requests or 0) - self._requests.num_seen)
-        num_requests = self._requests.num_waiting + to_come
-        num_now = self._requests.projection.num_blocks()
-        if num_requests * request.final_blocks + num_now <= self._num_blocks:
-            return self._most_tokens, self._most_tokens  # all remaining requests fit
-        if not self.running:
-            self._pace.fill_share = fill_share(
-                request, num_requests, self._num_blocks, self._most_tokens, self._settings.step_cost
+        if self._paces and self._reservations.num_waiting and (num_decode or not self._prefilling):
+            num_prefill, later = self._pace.tokens(
+                self._reservations.average_waiting(),
+                self._reservations.num_left,
+                self._reservations.projection.num_blocks(),
+                is_running=bool(self.running),
+                is_prefilling=bool(self._prefilling),
             )
-        now = self._pace.next_step(request, is_prefilling=bool(self._prefilling))
-        later = max(self._pace.rate(request), self._pace.least(request))
-        return int(now), int(later)
+        self._now.prefill_budget = max(1, min(self.chunk_size - num_decode, num_prefill))
+        self._now.later_prefill_budget = max(1, min(self._now.prefill_budget, later))
+        limit = num_decode + num_prefill
+        self.max_num_scheduled_tokens = max(1, min(self.chunk_size, limit))
 
     # After vLLM's own step.
 
     def _end_step(self, output: SchedulerOutput) -> None:
-        self._count_admitted()
         now, scheduled = self._now, output.num_scheduled_tokens
         now.num_cached_tokens = sum(
             request.num_computed_tokens - scheduled.get(request.request_id, 0)
@@ -301,29 +302,27 @@ class BatchLLMScheduler(OneQueueScheduler):
         now.num_prefill_ahead = 0
         for request in (*self._prefilling.values(), *now.admitted):
             num_tokens = scheduled.get(request.request_id, 0)
-            prefix = self._requests.num_prefix_tokens(request)
+            prefix = self._reservations.num_prefix_tokens(request)
             now.count_prefill(request.num_computed_tokens - num_tokens, num_tokens, prefix)
             self._follow_prefill(request)
         self._pace.used(now.num_prefill_tokens)
-        self._requests.groups.unpin_taken_over()
+        self._reservations.groups.unpin_taken_over()
         num_used = self._num_used_blocks() // self._num_kv_groups
-        self._num_unplanned = max(0, num_used - self._requests.projection.num_blocks())
+        self._num_unplanned = max(0, num_used - self._reservations.projection.num_blocks())
 
     def _follow_prefill(self, request: Request) -> None:
         self._prefilling.pop(request.request_id, None)
-        if not self._requests.runs(request):
-            return
         if request.is_prefill_chunk:
             self._prefilling[request.request_id] = request
             self._now.num_prefill_ahead += request.num_tokens - request.num_computed_tokens
             num_steps = self._num_steps(self._now.num_prefill_ahead)
-            self._requests.renew(request, self._step + num_steps)
+            self._reservations.reschedule(request, self._step + num_steps)
         else:
-            self._requests.renew(request, self._step + 1)  # this step gives it a token
+            self._reservations.reschedule(request, self._step + 1)  # this step gives it a token
 
     def _num_steps(self, num_tokens: int) -> int:
         """Steps after this one that so many tokens of prefill take."""
-        return -(-num_tokens // self._now.later_prefill_limit)
+        return -(-num_tokens // self._now.later_prefill_budget)
 
     def _num_used_blocks(self) -> int:
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 class StepState:
     """The prefill, admissions and preemptions of one step."""
 
-    prefill_limit: int
+    prefill_budget: int
     """Prompt tokens that the step may compute."""
-    later_prefill_limit: int
+    later_prefill_budget: int
     """Prompt tokens that each later step may compute."""
+    budget: int = 0
+    """What of `prefill_budget` no request has yet."""
+    prefilled: dict[str, int] = field(default_factory=dict)
+    """Tokens that each prefilling request will have computed after the step, by id."""
     num_prefill_ahead: int = 0
     """Tokens that running requests, and those admitted so far, have yet to prefill."""
     admitted: list[Request] = field(default_factory=list)
@@ -35,6 +39,16 @@ class StepState:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that the step computes."""
         return self.num_distinct_tokens + self.num_prefix_tokens
+
+    def prefill(self, request: Request, num_tokens: int, most: int) -> None:
+        """Give a request what is left of the budget for `num_tokens` of its prompt.
+
+        Args:
+            most: most tokens of a prompt in a step; 0 for no limit.
+        """
+        given = min(num_tokens, most or num_tokens, self.budget)
+        self.budget -= given
+        self.prefilled[request.request_id] = request.num_tokens - num_tokens + given
 
     def count_prefill(self, begin: int, num_tokens: int, num_prefix_tokens: int) -> None:
         """Count `num_tokens` of a prompt, from token `begin`, by what they share."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +32,7 @@ CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
 
 
 class StepTrace:
-    """Writes a row per step.
+    """Writes a row per step. A fault of the disk costs a warning and the trace, not the run.
 
     Rows are written some thousands at a time, so that memory doesn't grow with the run. The file
     is readable once it has been closed.
@@ -40,64 +40,42 @@ class StepTrace:
     Args:
         path: the file to write.
         chunk_size: most tokens of a step, noted in the file's metadata.
-
-    Raises:
-        OSError: the file can't be written.
     """
 
     def __init__(self, path: Path, chunk_size: int | None = None) -> None:
         self._schema = TRACE_SCHEMA
         if chunk_size is not None:
             self._schema = TRACE_SCHEMA.with_metadata({CHUNK_SIZE_KEY: str(chunk_size).encode()})
-        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
-        self._columns = [array("d" if name.endswith("_s") else "q") for name in TRACE_SCHEMA.names]
+        self._rows: list[StepRow] = []
+        self._writer: pq.ParquetWriter | None = None
+        with self._warning("steps aren't traced"):
+            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
 
     def add(self, row: StepRow) -> None:
         """Note a step."""
-        for column, name in zip(self._columns, TRACE_SCHEMA.names, strict=True):
-            column.append(getattr(row, name))
-        if len(self._columns[0]) == _ROWS_IN_MEMORY:
-            self._flush()
+        self._rows.append(row)
+        if len(self._rows) == _ROWS_IN_MEMORY:
+            with self._warning("steps aren't traced any more"):
+                self._flush()
 
     def close(self) -> None:
         """Write the remaining rows and end the file. May be repeated."""
-        self._flush()
-        self._writer.close()
+        with self._warning("the trace of steps isn't whole"):
+            self._flush()
+            if self._writer is not None:
+                self._writer.close()
+        self._writer = None
 
     def _flush(self) -> None:
-        if self._columns[0]:
-            self._writer.write_table(
-                pa.table([pa.array(each) for each in self._columns], schema=self._schema)
-            )
-            for column in self._columns:
-                del column[:]
-
-
-class OptionalTrace:
-    """A `StepTrace` whose failure costs a warning, not the run."""
-
-    def __init__(self, path: Path, chunk_size: int) -> None:
-        self._trace: StepTrace | None = None
-        with self._warning("steps aren't traced"):
-            self._trace = StepTrace(path, chunk_size)
-
-    def add(self, row: StepRow) -> None:
-        """Note a step."""
-        if self._trace is not None:
-            with self._warning("steps aren't traced any more"):
-                self._trace.add(row)
-
-    def close(self) -> None:
-        """Write the remaining rows and end the file."""
-        if self._trace is not None:
-            with self._warning("the trace of steps isn't whole"):
-                self._trace.close()
-        self._trace = None
+        rows, self._rows = self._rows, []
+        if rows and self._writer is not None:
+            columns = zip(*map(attrgetter(*TRACE_SCHEMA.names), rows), strict=True)
+            self._writer.write_table(pa.table([*map(pa.array, columns)], schema=self._schema))
 
     @contextmanager
     def _warning(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:  # a full disk: the job matters more than its trace
-            self._trace = None
+            self._writer = None
             _log.warning("%s: %s", what, error)

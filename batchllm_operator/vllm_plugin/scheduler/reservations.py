@@ -1,4 +1,4 @@
-"""The plan of each request, and the blocks that all of them will hold in later steps."""
+"""KV blocks reserved for each request, in all steps until it ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SPEED_STEPS: Final = 8  # weight of the first guess of speed, in steps of one t
 
 
 @dataclass(slots=True, eq=False)
-class _Plan:
-    """The plan of one request."""
+class _Entry:
+    """One request, waiting or admitted."""
 
     group: Group
     num_prefix_tokens: int
@@ -36,15 +36,21 @@ class _Plan:
     share: Waiting
     """Its part of the waiting sums."""
     growth: Growth | None = None
-    """Set while it runs."""
+    """Its blocks in later steps; None while it waits."""
     begun: int = 0
     """Expected first decode step."""
     outgrown: int = 0
     """Its output's length when it last outgrew its estimate."""
 
+    @property
+    def end(self) -> int:
+        """Step in which an admitted request is expected to have ended."""
+        assert self.growth is not None, "only an admitted request ends"
+        return self.growth.end
 
-class PlannedRequests:
-    """All requests of a scheduler: which wait, which run, what they hold, when they end.
+
+class Reservations:
+    """All requests of a scheduler: those that wait, and the blocks of those that are admitted.
 
     The projection counts the steps. vLLM's `Request` isn't changed here.
 
@@ -54,10 +60,18 @@ class PlannedRequests:
         shares: whether requests reuse the KV of others.
         delay: steps for which a request holds its blocks after its last one.
         has_drafts: whether a step may give a request more than one token.
+        num_requests: requests that will come in all; None if unknown.
     """
 
     def __init__(
-        self, kv_cache_manager: Any, block_size: int, *, shares: bool, delay: int, has_drafts: bool
+        self,
+        kv_cache_manager: Any,
+        block_size: int,
+        *,
+        shares: bool,
+        delay: int,
+        has_drafts: bool,
+        num_requests: int | None,
     ) -> None:
         self._block_size, self._shares = block_size, shares
         self._delay, self._has_drafts = delay, has_drafts
@@ -65,12 +79,11 @@ class PlannedRequests:
         self.groups = Groups(kv_cache_manager, self.projection, block_size)
         self._given = OutputEstimates()
         self._guessed = OutputEstimates(_GUESS_REQUESTS)
-        self._plans: dict[str, _Plan] = {}
-        self._running: dict[str, _Plan] = {}
+        self._entries: dict[str, _Entry] = {}
         self._ends: defaultdict[int, list[str]] = defaultdict(list)
         self._waiting = Waiting()
         self._num_guessed = 0  # waiting requests without an estimate
-        self._num_seen = 0
+        self._num_to_come = num_requests or 0
         self._num_steps, self._num_tokens = _SPEED_STEPS, _SPEED_STEPS
 
     @property
@@ -79,20 +92,9 @@ class PlannedRequests:
         return self._waiting.num_requests
 
     @property
-    def num_seen(self) -> int:
-        """Requests that have arrived so far."""
-        return self._num_seen
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no request is left, and nothing is held or counted."""
-        return (
-            not self._plans
-            and not self._running
-            and self.groups.is_empty
-            and self.projection.num_blocks() == 0
-            and self._waiting.num_requests == 0
-        )
+    def num_left(self) -> int:
+        """Requests that wait or are still to come."""
+        return self._waiting.num_requests + self._num_to_come
 
     def average_waiting(self) -> AverageRequest:
         """The average waiting request; there must be one."""
@@ -102,8 +104,8 @@ class PlannedRequests:
 
     # One request.
 
-    def arrive(self, request: Request) -> None:
-        """Plan a new request.
+    def add(self, request: Request) -> None:
+        """Add a request that waits.
 
         Raises:
             SpecError: its hints aren't valid. Nothing has changed then.
@@ -133,90 +135,85 @@ class PlannedRequests:
             num_output_block_steps=estimate**2 / (2 * size),
         )
         estimates = self._guessed if is_guess else self._given
-        plan = _Plan(group, hints.num_prefix_tokens, estimate, estimates, share)
-        self._plans[request.request_id] = plan
-        self._num_seen += 1
-        self._add_waiting(plan, 1)
+        entry = _Entry(group, hints.num_prefix_tokens, estimate, estimates, share)
+        self._entries[request.request_id] = entry
+        self._num_to_come = max(0, self._num_to_come - 1)
+        self._add_waiting(entry, 1)
 
-    def has_prefix(self, request: Request) -> bool:
-        """Whether a waiting request would find its group's prefix, or would compute it itself."""
-        return self.groups.has_prefix_for(self._plans[request.request_id].group)
-
-    def is_pinned_beside(self, request: Request) -> bool:
-        """Whether the prefix of another group is pinned without a running member."""
-        return self.groups.is_pinned_beside(self._plans[request.request_id].group)
-
-    def unpin_beside(self, request: Request) -> None:
-        """Unpin the prefixes of all other groups."""
-        self.groups.unpin_all(but=self._plans[request.request_id].group)
+    def group_of(self, request: Request) -> Group:
+        """The group of a request."""
+        return self._entries[request.request_id].group
 
     def num_to_prefill(self, request: Request) -> int:
         """Tokens of a waiting request without KV in the cache."""
-        group = self._plans[request.request_id].group
+        group = self._entries[request.request_id].group
         num_found = group.num_prefix_blocks - self.groups.num_new_blocks(group, request)
+        if group.num_counted and not group.is_complete:
+            num_found = 0  # its leader went before the end of the prefix
         return request.num_tokens - num_found * self._block_size
 
     def num_prefix_tokens(self, request: Request) -> int:
         """Tokens that it shares with its group; 0 if the request is unknown."""
-        plan = self._plans.get(request.request_id)
-        return plan.num_prefix_tokens if plan is not None else 0
+        entry = self._entries.get(request.request_id)
+        return entry.num_prefix_tokens if entry is not None else 0
 
     def peak_with(self, request: Request, start: int) -> int:
         """Peak of blocks in use from now on, if the request is prefilled by step `start`."""
-        plan = self._plans[request.request_id]
-        num_prefix_blocks = self.groups.num_new_blocks(plan.group, request)
-        return self.projection.peak_with(self._growth(request, plan, start), num_prefix_blocks)
+        entry = self._entries[request.request_id]
+        num_prefix_blocks = self.groups.num_new_blocks(entry.group, request)
+        return self.projection.peak_with(self._growth(request, entry, start), num_prefix_blocks)
 
-    def run(self, request: Request, start: int) -> None:
-        """Note that a waiting request runs, and will be prefilled by step `start`."""
-        plan = self._plans[request.request_id]
-        growth = self._growth(request, plan, start)
-        self._expect(request.request_id, plan, growth)
-        self.groups.admitted(plan.group, request, growth.end)
-        self._add_waiting(plan, -1)
+    def admit(self, request: Request, start: int) -> None:
+        """Reserve the blocks of a waiting request that will be prefilled by step `start`."""
+        entry = self._entries[request.request_id]
+        self._reserve(request, entry, start)
+        self.groups.admitted(entry.group, request, entry.end)
+        self._add_waiting(entry, -1)
 
-    def runs(self, request: Request) -> bool:
-        """Whether a request runs."""
-        return request.request_id in self._running
+    def is_admitted(self, request: Request) -> bool:
+        """Whether blocks are reserved for a request."""
+        entry = self._entries.get(request.request_id)
+        return entry is not None and entry.growth is not None
 
-    def renew(self, request: Request, start: int) -> None:
-        """Update a running request: it will be prefilled by step `start`."""
-        plan = self._running[request.request_id]
-        if plan.growth is not None:
-            self.projection.add(plan.growth, sign=-1)
-        growth = self._growth(request, plan, start)
-        self._expect(request.request_id, plan, growth)
-        self.groups.ends_at(plan.group, growth.end)
+    def reschedule(self, request: Request, start: int) -> None:
+        """Reserve again: an admitted request will be prefilled by step `start`."""
+        entry = self._entries[request.request_id]
+        if entry.growth is not None:
+            self.projection.add(entry.growth, sign=-1)
+        self._reserve(request, entry, start)
+        self.groups.ends_at(entry.group, entry.end)
 
-    def put_back(self, request: Request, next_one: Request | None) -> None:
-        """Note that a running request waits again; `next_one` is the first waiting request."""
-        plan = self._plans[request.request_id]
-        self._stop(request, plan, next_one, ended=False)
-        self._add_waiting(plan, 1)
+    def requeue(self, request: Request) -> None:
+        """Give an admitted request's blocks back: it waits again."""
+        entry = self._entries[request.request_id]
+        self._release(entry)
+        self.groups.preempted(entry.group, request)
+        self._add_waiting(entry, 1)
 
-    def leave(self, request: Request, next_one: Request | None, *, aborted: bool) -> None:
-        """Remove a request, waiting or running, that still holds its blocks.
+    def finish(self, request: Request, next_one: Request | None, *, aborted: bool) -> None:
+        """Remove a request, waiting or admitted, that still holds its blocks.
 
         Args:
             next_one: the first waiting request.
             aborted: whether its output was cut short.
         """
-        plan = self._plans.pop(request.request_id, None)
-        if plan is None:
+        entry = self._entries.pop(request.request_id, None)
+        if entry is None:
             return
-        if plan.growth is None:
-            self._add_waiting(plan, -1)
-            self.groups.remove_waiting(plan.group)
+        if entry.growth is None:
+            self._add_waiting(entry, -1)
+            self.groups.remove_waiting(entry.group)
         else:
             if not aborted:
-                self._learn(request, plan)
-            self._stop(request, plan, next_one, ended=True)
-        if not self._plans:
+                self._learn(request, entry)
+            self._release(entry)
+            self.groups.finished(entry.group, request, next_one)
+        if not self._entries:
             self.groups.forget_all()
 
     def computed_work(self, request: Request) -> int:
         """Tokens that a running request would have to compute again after a preemption."""
-        group = self._running[request.request_id].group
+        group = self._entries[request.request_id].group
         shared = group.num_prefix_blocks * self._block_size if group.num_running > 1 else 0
         return max(request.num_computed_tokens - shared, 0)
 
@@ -226,26 +223,29 @@ class PlannedRequests:
         """Extend running requests that should have ended by now."""
         step = self.projection.now
         for request_id in self._ends.pop(step, ()):
-            plan, request = self._running.get(request_id), requests.get(request_id)
-            if plan is None or request is None or plan.growth is None or plan.growth.end > step:
+            entry, request = self._entries.get(request_id), requests.get(request_id)
+            if entry is None or request is None or entry.growth is None or entry.end > step:
                 continue
             if request_id not in prefilling:
-                plan.estimates.learn(plan.estimate, request.num_output_tokens, plan.outgrown)
-                plan.outgrown = request.num_output_tokens
-            self.renew(request, max(step, plan.growth.start))
+                entry.estimates.learn(entry.estimate, request.num_output_tokens, entry.outgrown)
+                entry.outgrown = request.num_output_tokens
+            self.reschedule(request, max(step, entry.growth.start))
 
     def recount(self, requests: dict[str, Request]) -> None:
         """Count everything again with the current estimates; steps may also have been missed."""
         step = self.projection.now
         self.projection.clear()
         self._ends.clear()
-        for plan in self._running.values():
-            plan.group.last_end = 0
-        for request_id, plan in self._running.items():
-            start = plan.growth.start if plan.growth is not None else step
-            growth = self._growth(requests[request_id], plan, max(step, start))
-            self._expect(request_id, plan, growth)
-            plan.group.last_end = max(plan.group.last_end, growth.end)
+        admitted = [
+            (requests[request_id], entry, entry.growth.start)
+            for request_id, entry in self._entries.items()
+            if entry.growth is not None
+        ]
+        for _, entry, _ in admitted:
+            entry.group.last_end = 0
+        for request, entry, start in admitted:
+            self._reserve(request, entry, max(step, start))
+            entry.group.last_end = max(entry.group.last_end, entry.end)
         self.groups.recount()
 
     @property
@@ -253,14 +253,14 @@ class PlannedRequests:
         """Tokens per step of a decoding request."""
         return self._num_tokens / self._num_steps if self._has_drafts else 1.0
 
-    def _growth(self, request: Request, plan: _Plan, start: int) -> Growth:
+    def _growth(self, request: Request, entry: _Entry, start: int) -> Growth:
         on_its_way = request.num_output_placeholders
         num_output = request.num_output_tokens + on_its_way
-        longest = plan.estimates.rather_long(plan.estimate, request.max_tokens)
+        longest = entry.estimates.rather_long(entry.estimate, request.max_tokens)
         if longest <= num_output:
-            longest = plan.estimates.extended(num_output, request.max_tokens)
+            longest = entry.estimates.extended(num_output, request.max_tokens)
         num_steps = math.ceil((longest - num_output) / self._speed)
-        shared = plan.group.num_prefix_blocks
+        shared = entry.group.num_prefix_blocks
         return Growth(
             start,
             start + num_steps + self._delay,
@@ -269,30 +269,26 @@ class PlannedRequests:
             self._speed,
         )
 
-    def _expect(self, request_id: str, plan: _Plan, growth: Growth) -> None:
-        if plan.growth is None or plan.growth.start > self.projection.now:
-            plan.begun = growth.start
-        plan.growth = growth
-        self._running[request_id] = plan
-        self.projection.add(growth)
-        self._ends[growth.end].append(request_id)
+    def _reserve(self, request: Request, entry: _Entry, start: int) -> None:
+        """Count an admitted request's blocks in the projection, which doesn't have them yet."""
+        if entry.growth is None or entry.growth.start > self.projection.now:
+            entry.begun = start
+        entry.growth = self._growth(request, entry, start)
+        self.projection.add(entry.growth)
+        self._ends[entry.end].append(request.request_id)
 
-    def _stop(
-        self, request: Request, plan: _Plan, next_one: Request | None, *, ended: bool
-    ) -> None:
-        if plan.growth is not None:
-            self.projection.add(plan.growth, sign=-1)
-            plan.growth = None
-            del self._running[request.request_id]
-            self.groups.remove_running(plan.group, request, next_one, ended=ended)
+    def _release(self, entry: _Entry) -> None:
+        if entry.growth is not None:
+            self.projection.add(entry.growth, sign=-1)
+        entry.growth = None
 
-    def _learn(self, request: Request, plan: _Plan) -> None:
-        plan.estimates.learn(plan.estimate, request.num_output_tokens, plan.outgrown)
-        num_steps = self.projection.now - plan.begun
+    def _learn(self, request: Request, entry: _Entry) -> None:
+        entry.estimates.learn(entry.estimate, request.num_output_tokens, entry.outgrown)
+        num_steps = self.projection.now - entry.begun
         if self._has_drafts and num_steps > 0:
             self._num_steps += num_steps
             self._num_tokens += max(num_steps, request.num_output_tokens)
 
-    def _add_waiting(self, plan: _Plan, sign: int) -> None:
-        self._waiting.add(plan.share, sign)
-        self._num_guessed += sign * (plan.estimates is self._guessed)
+    def _add_waiting(self, entry: _Entry, sign: int) -> None:
+        self._waiting.add(entry.share, sign)
+        self._num_guessed += sign * (entry.estimates is self._guessed)
