@@ -1,6 +1,8 @@
-"""Amounts in words: counted nouns, sizes in bytes, speeds."""
+"""Amounts in words: counted nouns, sizes in bytes, speeds, tables of numbers."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 
 def counted(number: int, one: str, more: str | None = None) -> str:
@@ -25,3 +27,28 @@ def token_speed(computed_tokens_per_s: float, output_tokens_per_s: float) -> str
     """The speed of an engine, without the prompt tokens that it found in its cache."""
     computed, output = f"{computed_tokens_per_s:,.0f}", f"{output_tokens_per_s:,.0f}"
     return f"{computed} computed prompt and {output} output tokens/s"
+
+
+def text_table(
+    rows: Sequence[Sequence[str]], left: Collection[int] = (0,), indent: str = ""
+) -> list[str]:
+    """Lines of a table; the columns numbered in `left` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        indent
+        + "  ".join(
+            cell.ljust(width) if idx in left else cell.rjust(width)
+            for idx, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def printable(text: str) -> str:
+    """Untrusted text without control characters for the terminal, on one line."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def clipped(text: str, most: int) -> str:
+    """Text of at most `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -6,8 +6,9 @@ the class, never on the text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 ERROR_MARK: Final = "batchllm: error: "
 """Prefix on stderr of the error that ended the command."""
@@ -16,6 +17,7 @@ ERROR_MARK: Final = "batchllm: error: "
 _EXTRAS: Final = {
     "airflow": ("airflow",),
     "deltalake": ("delta",),
+    "matplotlib": ("report",),
     "pandas": ("spark",),
     "pyspark": ("spark",),
     "pyiceberg": ("iceberg",),
@@ -98,6 +100,10 @@ class PlanError(BatchLLMError):
     exit_code = ExitCode.INVALID
 
 
+class DamagedFileError(PlanError):
+    """A file in the lake isn't what was written there."""
+
+
 class EmptyPartitionError(BatchLLMError):
     """The partition has no rows and the spec says `on_empty: fail`."""
 
@@ -105,9 +111,18 @@ class EmptyPartitionError(BatchLLMError):
 
 
 class FailedRowsError(BatchLLMError):
-    """More rows failed than `max_failed_fraction` allows; nothing was published."""
+    """More rows failed than `max_failed_fraction` allows; nothing was published.
+
+    Attributes:
+        num_rows: the failed rows.
+        kinds: an `ErrorKind` for each of the most frequent kinds.
+    """
 
     exit_code = ExitCode.TOO_MANY_FAILED_ROWS
+
+    def __init__(self, message: str, num_rows: int = 0, kinds: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.num_rows, self.kinds = num_rows, tuple(kinds)
 
 
 class IncompleteRunError(BatchLLMError):

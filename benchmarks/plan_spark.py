@@ -155,7 +155,9 @@ def main() -> None:
             "benchmark": "plan_spark",
             "plans": found,
             "saved_share": round(saved_tokens(plan) / max(1, saved_tokens(local)), 5),
-            "saving": [round(each.manifest.planned_saving_ratio, 5) for each in (plan, local)],
+            "saving": [
+                round(each.manifest.counts.planned_saving_ratio, 5) for each in (plan, local)
+            ],
             "marginal_us": round(marginal("jvm_s", "python_s") * 1e6, 1),
             "marginal_shuffled_bytes": round(marginal("shuffled_bytes")),
             "marginal_key_bytes": round(marginal("key_bytes")),

@@ -66,7 +66,9 @@ def _lock(name: str) -> Path:
 def _airflow(name: str) -> Environment:
     """One minor version of Airflow, which the group `name` chooses, without an engine."""
     modules = _PACKAGES | {"airflow"}
-    return Environment(_lock(name), modules, extras=("airflow",), groups=("airflow-tests", name))
+    return Environment(
+        _lock(name), modules, extras=("airflow", "report"), groups=("airflow-tests", name)
+    )
 
 
 _PACKAGES = frozenset({"batchllm_operator", "batchllm_kernels"})
@@ -75,11 +77,15 @@ ENVIRONMENTS = {
     "cpu": Environment(
         _lock("cpu"),
         _OURS | {"airflow"},
-        extras=("cpu", "airflow", "airflow-spark", "iceberg", "delta", "spark", "dev"),
+        extras=("cpu", "airflow", "airflow-spark", "iceberg", "delta", "report", "spark", "dev"),
         left_out=COMPANIONS | {"pyspark-client"},  # pyspark has its modules
     ),
     "compat": Environment(
-        _lock("compat"), _OURS, groups=("compat",), left_out=COMPANIONS | {"triton"}
+        _lock("compat"),
+        _OURS,
+        extras=("report",),
+        groups=("compat",),
+        left_out=COMPANIONS | {"triton"},
     ),
     "airflow31": _airflow("airflow31"),
     "airflow32": _airflow("airflow32"),

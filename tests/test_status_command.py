@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import Batchllm
 from support.fake_job import DS, job_fields
+from support.shard_progress import counts
 from support.staged_job import Engines, plan_one_shard
 
 from batchllm_operator.commands import status as status_command
@@ -22,7 +23,7 @@ from batchllm_operator.errors import EngineError, ExitCode, Interrupted
 from batchllm_operator.report import format_status, format_totals
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import job_status
-from batchllm_operator.shards.refusal import Refusal
+from batchllm_operator.shards.committed import Refusal
 from batchllm_operator.shards.status import (
     JobStatus,
     ShardState,
@@ -35,14 +36,26 @@ from batchllm_operator.stored_plan.run_report import Bill
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
-def shard(shard_idx: int, state: ShardState, num_rows_done: int = 0, **fields: Any) -> ShardStatus:
+def shard(
+    shard_idx: int,
+    state: ShardState,
+    num_rows_done: int = 0,
+    done: dict[str, int] | None = None,
+    **fields: Any,
+) -> ShardStatus:
     return ShardStatus(
-        shard_idx, state, num_rows=100, num_parts=10, num_rows_done=num_rows_done, **fields
+        shard_idx,
+        state,
+        num_rows=100,
+        num_parts=10,
+        done=counts(num_rows=num_rows_done, **(done or {})),
+        **fields,
     )
 
 
 def job(*shards: ShardStatus, is_committed: bool = False) -> JobStatus:
-    return JobStatus("/lake/plan", "p", "job", "2026-01-31", is_committed, NOW, shards)
+    bill = Bill(gpu_s=None, usd_per_hour=None)
+    return JobStatus("/lake/plan", "p", "job", "2026-01-31", is_committed, NOW, shards, bill)
 
 
 SPEEDS = ("computed/s", "output/s")
@@ -51,9 +64,7 @@ RUNNING = shard(
     "running",
     1234,
     num_parts_done=3,
-    num_logical_tokens=1000,
-    num_prompt_tokens=500,
-    num_cached_tokens=110,
+    done={"num_logical_tokens": 1000, "num_prompt_tokens": 500, "num_cached_tokens": 110},
     computed_tokens_per_s=4321.6,
     output_tokens_per_s=65.4,
     eta_s=61.0,
@@ -95,7 +106,7 @@ def test_rejected_rows_and_a_refused_commit_are_named() -> None:
     refusal = Refusal(plan_id="p", refused_at=NOW, reason="3 of 30 rows failed\x1b[31m")
     bill = Bill(gpu_s=None, usd_per_hour=3.6, gpu="H100", predicted_gpu_s=100.0)
     status = replace(
-        job(shard(0, "finished", 100)), num_rows_rejected=2, refusal=refusal, bill=bill
+        job(shard(0, "finished", 100)), num_rejected_rows=2, refusal=refusal, bill=bill
     )
     lines = format_status(status).splitlines()
     assert " rows, 2 rejected, shards: 1 finished" in lines[0]
@@ -105,7 +116,7 @@ def test_rejected_rows_and_a_refused_commit_are_named() -> None:
         == f"  commit refused, {when} UTC: 3 of 30 rows failed\N{REPLACEMENT CHARACTER}[31m"
     )
     found = json.loads(json.dumps(status_command.result_of(status)))
-    assert (found["num_rows_rejected"], found["refused"]) == (2, refusal.reason)
+    assert (found["num_rejected_rows"], found["refused"]) == (2, refusal.reason)
     assert (found["predicted_gpu_s"], found["predicted_cost_usd"]) == (100.0, pytest.approx(0.1))
 
 
@@ -162,7 +173,7 @@ def test_of_many_workers_those_at_work_are_shown() -> None:
 
 
 def test_totals_of_a_finished_and_of_a_committed_run() -> None:
-    finished = shard(0, "finished", 100, num_rows_failed=2)
+    finished = shard(0, "finished", 100, {"num_failed_rows": 2})
     assert format_totals(job(finished)) == (
         "job job, partition 2026-01-31: 100/100 (100 %) rows, 2 failed, shards: 1 finished"
     )
@@ -250,7 +261,7 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
     assert done.code == ExitCode.OK and not done.err
     assert "13/30 (43 %) rows, shards: 1 failed" in done.out and "shard 0: broken" in done.out
     found = json.loads(result.read_text())
-    assert (found["command"], found["num_rows_done"], found["is_committed"]) == (
+    assert (found["command"], found["done"]["num_rows"], found["is_committed"]) == (
         "status",
         13,
         False,

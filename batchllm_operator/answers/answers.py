@@ -24,6 +24,7 @@ from batchllm_operator.answers.reasoning import ReasoningAnswers
 from batchllm_operator.answers.samples import SampleAnswers
 from batchllm_operator.answers.typed import TypedAnswers
 from batchllm_operator.answers.vectors import VectorAnswers
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Answers:
         """See `AnswerKind.columns`."""
         return _joined(kind.columns(outputs) for kind in self.kinds)
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+    def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
         """See `AnswerKind.fault`."""
         faults = (kind.fault(text, raw) for kind in self.kinds)
         return next((fault for fault in faults if fault is not None), None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from batchllm_operator.answers import fakes
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import ChoiceFormat, JobSpec, RegexFormat, matcher
 from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
@@ -30,8 +31,8 @@ class ChoiceAnswers(AnswerKind):
     def is_asked(cls, spec: JobSpec) -> bool:
         return isinstance(spec.response_format, ChoiceFormat | RegexFormat)
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        return None if self._fits(text) else f"{INVALID_OUTPUT}: {self._reason}"
+    def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
+        return None if self._fits(text) else RowError(INVALID_OUTPUT, self._reason)
 
     def fake_text(self, prompt: FakePrompt) -> str:
         """One of the choices; of a regex, digits."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ class AnswerKind(ABC):
         """
         return {field.name: outputs[field.name] for field in self.fields}
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        """The row error (`code: explanation`) of an answer that can't be used, or None.
+    def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
+        """The row error of an answer that can't be used, or None.
 
         Args:
             text: the answer's.

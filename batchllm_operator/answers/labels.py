@@ -18,6 +18,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.answers import fakes
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, Parts, PlannedAnswers
 from batchllm_operator.errors import SpecError
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -156,11 +157,11 @@ class LabelAnswers(AnswerKind):
         columns |= {name: pa.array(column, mask=is_missing) for name, column in numbers.items()}
         return {"generated_text": label} | {name: columns[name] for name in self._names}
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+    def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
         logprobs = raw[LOGPROBS_FIELD.name]
         if math.isfinite(max(logprobs)) and not any(map(math.isnan, logprobs)):
             return None
-        return "not_finite: the model gives the labels no probabilities"
+        return RowError("not_finite", "the model gives the labels no probabilities")
 
     def read(self, output: Any) -> dict[str, Any]:
         known = output.outputs[0].logprobs[0]

@@ -16,6 +16,7 @@ from batchllm_operator.answers.json_columns import JsonColumn, ValueFaultError, 
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
 from batchllm_operator.answers.subschemas import parts, resolved
 from batchllm_operator.errors import SpecError
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec, JsonSchemaFormat, matcher
 from batchllm_operator.spec.limits import shown
 from batchllm_operator.spec.tasks import INVALID_OUTPUT
@@ -52,17 +53,18 @@ class TypedAnswers(AnswerKind):
             for place, field in enumerate(self.fields)
         }
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+    def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
         try:
             answer = _parsed(text)
             if (error := next(self._validator.iter_errors(answer), None)) is not None:
                 where = shown(".".join(map(str, error.absolute_path)) or "the answer", _MAX_NAME)
-                return f"{INVALID_OUTPUT}: {where} doesn't meet the schema's {error.validator!r}"
+                reason = f"{where} doesn't meet the schema's {error.validator!r}"
+                return RowError(INVALID_OUTPUT, reason)
             self._values(answer)
         except ValueFaultError as error:
-            return f"{INVALID_OUTPUT}: {error}"
+            return RowError(INVALID_OUTPUT, str(error))
         except RecursionError:
-            return f"{INVALID_OUTPUT}: is nested too deeply"
+            return RowError(INVALID_OUTPUT, "is nested too deeply")
         return None
 
     def fake_text(self, prompt: FakePrompt) -> str:

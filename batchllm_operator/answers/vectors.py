@@ -15,6 +15,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.answers import fakes
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
 from batchllm_operator.errors import ModelError
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -81,13 +82,14 @@ class VectorAnswers(AnswerKind):
         (field,) = self.fields
         return {field.name: outputs[VECTOR_FIELD.name].combine_chunks().cast(field.type)}
 
-    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+    def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
         vector = raw[VECTOR_FIELD.name]
         wrong = np.flatnonzero(~np.isfinite(vector))
         if not len(wrong):
             return None
         numbers = counted(len(wrong), "number")
-        return f"not_finite: the model's vector has {numbers} such as {vector[wrong[0]]}"
+        reason = f"the model's vector has {numbers} such as {vector[wrong[0]]}"
+        return RowError("not_finite", reason)
 
     def read(self, output: Any) -> dict[str, Any]:
         return {VECTOR_FIELD.name: output.outputs.data.float().flatten().tolist()}

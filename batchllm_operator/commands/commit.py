@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     print_unmasked(
         f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
-    failed = share(report.num_rows_failed, report.num_rows_in)
-    rows = counted(report.num_rows_in, "row")
-    print(f"{rows} published, {report.num_rows_failed:,} failed ({failed})")
+    num_rows, num_failed = report.plan.num_rows, report.num_failed_rows
+    failed = share(num_failed, num_rows)
+    print(f"{counted(num_rows, 'row')} published, {num_failed:,} failed ({failed})")
     return report.figures()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import counted, printable
 from batchllm_operator.commands.arguments import add_plan, plan_uri
 
 if TYPE_CHECKING:
@@ -41,21 +41,21 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     found = find_failed_rows(plan_uri(args), args.limit)
     # Key columns may have any name.
     print_unmasked("\n".join(_lines(found)))
-    return {**asdict(found), "num_rows_failed": found.num_rows_failed}
+    return {**asdict(found), "num_failed_rows": found.num_failed_rows}
 
 
 def _lines(found: FailedRows) -> Iterator[str]:
-    num_failed, num_left = found.num_rows_failed, found.num_rows - found.num_rows_done
+    num_failed, num_left = found.num_failed_rows, found.num_rows - found.num_rows_done
     state = "published" if found.is_committed else "not published"
     if num_left:
         state += f", {counted(num_left, 'row has', 'rows have')} no outcome yet"
-    yield _printable(
+    yield printable(
         f"job {found.job}, partition {found.ds}: {num_failed:,} of {counted(found.num_rows, 'row')}"
         f" failed; {state}"
     )
     if found.errors_by_kind:
         kinds = (f"{number:,} {kind}" for kind, number in found.errors_by_kind.items())
-        yield _printable(f"  by kind: {', '.join(kinds)}")
+        yield printable(f"  by kind: {', '.join(kinds)}")
     yield from map(_line, found.rows)
     if num_more := num_failed - len(found.rows):
         yield f"  {num_more:,} more; --limit {num_failed} lists all"
@@ -63,9 +63,4 @@ def _lines(found: FailedRows) -> Iterator[str]:
 
 def _line(row: FailedRow) -> str:
     key = ", ".join(f"{name}={value}" for name, value in row.key.items())
-    return _printable(f"  {key}: {row.kind}{row.message and ': ' + row.message}")
-
-
-def _printable(text: str) -> str:
-    """Untrusted text without control characters for the terminal, on one line."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return printable(f"  {key}: {row.kind}{row.message and ': ' + row.message}")

@@ -15,6 +15,7 @@ from batchllm_operator.commands.arguments import add_plan, plan_uri
 
 if TYPE_CHECKING:
     from batchllm_operator.shards.status import JobStatus
+    from batchllm_operator.stored_plan.counts import Counts
 
 _DEFAULT_INTERVAL_S: Final = 5.0
 _NARROWEST: Final = 20
@@ -49,6 +50,7 @@ def parse_interval(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    from batchllm_operator.report import format_status
     from batchllm_operator.shards.job_status import read_status
     from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -57,32 +59,35 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         status = follow(lambda: read_status(plan), args.interval, sys.stdout)
     else:
         status = read_status(plan)
-        _show(status, sys.stdout)
+        print(format_status(status), flush=True)
     return result_of(status)
 
 
 def result_of(status: JobStatus) -> dict[str, Any]:
     fields = asdict(status)
     totals = (
-        *("num_rows", "num_rows_done", "num_rows_failed", "num_parts", "num_parts_done"),
-        *("num_finished", "is_finished", "computed_tokens_per_s", "output_tokens_per_s"),
-        *("saving_ratio", "eta_s", "gpu_s", "num_live_workers"),
+        *("num_rows", "num_parts", "num_parts_done", "num_finished", "is_finished"),
+        *("computed_tokens_per_s", "output_tokens_per_s", "eta_s", "gpu_s", "num_live_workers"),
     )
-    shards = [
-        asdict(shard) | {"saving_ratio": shard.saving_ratio, "is_live": shard.is_live}
-        for shard in status.shards
-    ]
     return {
         **{name: value for name, value in fields.items() if name not in _NOT_IN_RESULT},
         "read_at": status.read_at.isoformat(),
         **{name: getattr(status, name) for name in totals},
-        "shards": shards,
+        "done": _counts(status.done),
+        "shards": [
+            asdict(shard) | {"done": _counts(shard.done), "is_live": shard.is_live}
+            for shard in status.shards
+        ],
         "workers": [asdict(worker) | {"is_live": worker.is_live} for worker in status.workers],
         "notes": list(status.notes),
-        "predicted_gpu_s": None if status.bill is None else status.bill.predicted_gpu_s,
-        "predicted_cost_usd": None if status.bill is None else status.bill.predicted_cost_usd,
+        "predicted_gpu_s": status.bill.predicted_gpu_s,
+        "predicted_cost_usd": status.bill.predicted_cost_usd,
         "refused": None if status.refusal is None else status.refusal.reason,
     }
+
+
+def _counts(done: Counts) -> dict[str, Any]:
+    return {**done.model_dump(), "saving_ratio": done.saving_ratio}
 
 
 def follow(
@@ -96,52 +101,34 @@ def follow(
     On a terminal each replaces the one before. Elsewhere a line of totals is printed whenever rows
     or states have changed.
     """
+    from batchllm_operator.report import format_status, format_totals
+
     is_terminal = stream.isatty()
     num_lines, seen = 0, None
     while True:
         status = read()
-        if is_terminal:
-            num_lines = _replace(status, stream, num_lines)
+        if is_terminal and num_lines:
+            stream.write(f"\x1b[{num_lines}F\x1b[J")  # cursor up, clear below
         if status.is_finished or status.is_committed:
-            if is_terminal:
-                _erase(stream, num_lines)
-            _show(status, stream)
+            print(format_status(status), file=stream, flush=True)
             return status
-        found = [(shard.state, shard.num_rows_done) for shard in status.shards]
-        if not is_terminal and found != seen:
-            _show_totals(status, stream)
-        seen = found
+        states = [(shard.state, shard.done.num_rows) for shard in status.shards]
+        if is_terminal:
+            num_lines = _show_cut(format_status(status), stream)
+        elif states != seen:
+            print(format_totals(status), file=stream, flush=True)
+        seen = states
         sleep(interval_s)
 
 
-def _replace(status: JobStatus, stream: TextIO, num_lines: int) -> int:
-    """Show the status over the previous one's `num_lines` lines; returns its number of lines.
+def _show_cut(text: str, stream: TextIO) -> int:
+    """Show lines cut to the terminal's size; returns their number.
 
-    Lines are cut to the terminal's width: wrapped ones would scroll the others away.
+    Wrapped lines would scroll the others away.
     """
-    from batchllm_operator.report import format_status
-
     size = shutil.get_terminal_size()
-    lines = format_status(status).splitlines()[: max(1, size.lines - 1)]
-    _erase(stream, num_lines)
+    lines = text.splitlines()[: max(1, size.lines - 1)]
     for line in lines:
         print(line[: max(_NARROWEST, size.columns - 1)], file=stream)
     stream.flush()
     return len(lines)
-
-
-def _erase(stream: TextIO, num_lines: int) -> None:
-    if num_lines:
-        stream.write(f"\x1b[{num_lines}F\x1b[J")  # cursor up, clear below
-
-
-def _show(status: JobStatus, stream: TextIO) -> None:
-    from batchllm_operator.report import format_status
-
-    print(format_status(status), file=stream, flush=True)
-
-
-def _show_totals(status: JobStatus, stream: TextIO) -> None:
-    from batchllm_operator.report import format_totals
-
-    print(format_totals(status), file=stream, flush=True)

@@ -41,10 +41,10 @@ class _Mean:
 
 def summarize_answers(
     spec: JobSpec, planned: PlannedAnswers, sources: Sequence[Outputs]
-) -> AnswerSummary | None:
+) -> AnswerSummary:
     """Count and average the answers of `sources`, each for the rows that its request stands for.
 
-    Memory is one part. None if the job asks for nothing that can be counted or averaged.
+    Memory is one part. Empty if the job asks for nothing that can be counted or averaged.
     """
     answers = Answers.of(spec, planned).over(partial(read_all, sources))
     counts = {name: Counter[str]() for kind in answers.kinds for name in kind.counted}
@@ -66,8 +66,6 @@ def summarize_answers(
             mean.add(columns[name], num_rows)
     known = {name: mean.value for name, mean in means.items() if mean.value is not None}
     remarks = {k: v for kind in answers.kinds for k, v in kind.remarks(known, texts).items()}
-    if not (counts or means or remarks):
-        return None
     most_frequent = {name: _most_frequent(counter) for name, counter in counts.items()}
     return AnswerSummary(counts=most_frequent, means=known, **remarks)
 

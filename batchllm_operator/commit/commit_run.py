@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import clipped, counted
+from batchllm_operator.commit.failed_rows import find_errors
 from batchllm_operator.commit.partition import FinishedShard, stored_shards, write_partition
-from batchllm_operator.commit.refusals import RefusalNote, noting_refusal
-from batchllm_operator.commit.report import describe_run, load_report, store_page, store_report
-from batchllm_operator.commit.row_errors import find_errors
-from batchllm_operator.errors import ConflictError, IncompleteRunError, TableError
+from batchllm_operator.commit.report import describe_run, load_report, store_page
+from batchllm_operator.errors import (
+    BatchLLMError,
+    ConflictError,
+    FailedRowsError,
+    IncompleteRunError,
+    StorageError,
+    TableError,
+)
 from batchllm_operator.lake import LakeTable, Publication, open_table
 from batchllm_operator.lake.table import StagedRows
-from batchllm_operator.shards.committed import find_committed, mark_committed
+from batchllm_operator.secrets.masking import Masker
+from batchllm_operator.shards.committed import REFUSED_FILE, Refusal, find_committed, mark_committed
 from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.shards.reuse_index import ReusedOutputs, write_index
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
@@ -31,6 +41,7 @@ from batchllm_operator.stored_plan.stored_plan import (
 WritePartition = Callable[
     [StoredPlan, Sequence[FinishedShard | ReusedOutputs], Path, LakeTable], Path | StagedRows
 ]
+_MAX_CHARS: Final = 2_000
 _log = logging.getLogger(__name__)
 
 
@@ -55,11 +66,17 @@ def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = Non
         CommitUnknownError: the outputs may have been published; commit again to find out.
     """
     plan = StoredPlan.open(plan)
-    with noting_refusal(plan) as note:
-        return _commit(plan, write or write_partition, note)
+    try:
+        return _commit(plan, write or write_partition)
+    except BatchLLMError as error:
+        try:
+            _note_refusal(plan, error)
+        except (StorageError, OSError, BatchLLMError) as fault:  # the commit's own error counts
+            _log.warning("%s/%s isn't written: %s", plan.folder.uri, REFUSED_FILE, fault)
+        raise
 
 
-def _commit(plan: StoredPlan, write: WritePartition, note: RefusalNote) -> RunReport:
+def _commit(plan: StoredPlan, write: WritePartition) -> RunReport:
     manifest = plan.manifest
     spec = manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column, spec.output.target_file_bytes)
@@ -69,7 +86,7 @@ def _commit(plan: StoredPlan, write: WritePartition, note: RefusalNote) -> RunRe
     plan.mark_committing()
     shards = _finished_shards(plan)
     seen = check_publisher(table, spec, manifest.ds)
-    note.errors = errors = find_errors(plan, shards)
+    errors = find_errors(plan, shards)
     if seen == plan.publication:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return _write_report(plan, table, shards, errors)
@@ -165,7 +182,7 @@ def _write_report(
 ) -> RunReport:
     """Write the report, and only then the note that the plan is committed."""
     report = describe_run(plan, table, shards, errors)
-    store_report(plan.folder, report)
+    plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
     mark_committed(
         plan,
         [
@@ -178,3 +195,18 @@ def _write_report(
     )
     store_page(plan.folder, report)
     return report
+
+
+def _note_refusal(plan: StoredPlan, error: BatchLLMError) -> None:
+    """Note in the plan's folder why nothing was published."""
+    reason = Masker.of(os.environ)(str(error)).encode(errors="replace").decode()
+    failed = error if isinstance(error, FailedRowsError) else FailedRowsError("")
+    refusal = Refusal(
+        plan_id=plan.manifest.plan_id,
+        refused_at=datetime.now(UTC),
+        reason=clipped(reason, _MAX_CHARS),
+        num_failed_rows=failed.num_rows,
+        errors=failed.kinds,
+    )
+    plan.check_stays()  # a file in the folder of a removed plan would stay for ever
+    plan.folder.write_bytes(REFUSED_FILE, refusal.to_bytes())

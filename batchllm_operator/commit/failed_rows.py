@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.commit.partition import FinishedShard, stored_shards
-from batchllm_operator.commit.row_errors import find_errors
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
+from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.committed import COMMITTED_FILE, find_committed
 from batchllm_operator.shards.parts import part_schema
-from batchllm_operator.shards.row_errors import RowErrors, clip
+from batchllm_operator.shards.row_errors import NUM_EXAMPLES, RowErrors, clip
 from batchllm_operator.shards.spills import read_spills
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 from batchllm_operator.stored_plan.row_keys import key_texts
@@ -51,8 +49,19 @@ class FailedRows:
     """The first ones in input order, as many as were asked for."""
 
     @property
-    def num_rows_failed(self) -> int:
+    def num_failed_rows(self) -> int:
         return sum(self.errors_by_kind.values())
+
+
+def find_errors(
+    plan: StoredPlan, shards: Sequence[FinishedShard], num_examples: int = NUM_EXAMPLES
+) -> RowErrors:
+    """Collect the errors of planning and of the shards' parts."""
+    errors = RowErrors(num_examples)
+    errors.add_rejected(plan)
+    for shard in shards:
+        errors.add_all(shard.failed())
+    return errors
 
 
 def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
@@ -91,7 +100,7 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         num_rows=counts.num_rows,
         num_rows_done=num_done,
         errors_by_kind=dict(sorted(kinds.items(), key=lambda each: (-each[1], each[0]))),
-        rows=tuple(_row(key, error) for key, error in found),
+        rows=tuple(FailedRow(key, error.kind, error.message or "") for key, error in found),
     )
 
 
@@ -106,40 +115,24 @@ def _add_spilled(plan: StoredPlan, shards: Sequence[FinishedShard], errors: RowE
         spilled = read_spills(shard.folder, manifest.plan_id, shard_idx, written, schema)
         for part in spilled.values():
             num_rows += part.counts.num_rows
-            for error, row_idxs in part.errors():
-                errors.add(error, row_idxs)
+            errors.add_all(part.errors())
     return num_rows
-
-
-def _row(key: Mapping[str, str], error: str) -> FailedRow:
-    kind, _, message = error.partition(":")
-    return FailedRow(key, kind, message.strip())
 
 
 def _published(
     plan: StoredPlan, limit: int
-) -> tuple[list[tuple[dict[str, str], str]], Counter[str]]:
+) -> tuple[list[tuple[dict[str, str], RowError]], Counter[str]]:
     """Key and error of the first failed rows of the output partition, and the number by kind."""
     spec = plan.manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column)
     kinds: Counter[str] = Counter()
-    first: list[tuple[dict[str, str], str]] = []
+    first: list[tuple[dict[str, str], RowError]] = []
     columns = [*spec.input.key, ERROR_COLUMN]
     for batch in table.scan(table.snapshot(plan.manifest.ds), columns):
         failed = batch.filter(pc.is_valid(batch.column(ERROR_COLUMN)))
-        for idx, error in enumerate(_texts(failed.column(ERROR_COLUMN))):
-            kinds[error.partition(":")[0]] += 1
+        for idx, fields in enumerate(failed.column(ERROR_COLUMN).to_pylist()):
+            error = RowError(**fields)
+            kinds[error.kind] += 1
             if len(first) < limit:
                 first.append((key_texts(failed, idx, spec.input.key), clip(error)))
     return first, kinds
-
-
-def _texts(errors: pa.Array) -> Iterator[str]:
-    """Errors as texts; tables of new jobs hold kind and message apart."""
-    for error in errors.to_pylist():
-        yield error if isinstance(error, str) else _joined(error)
-
-
-def _joined(error: Mapping[str, Any]) -> str:
-    kind, message = error["kind"], error["message"]
-    return kind if message is None else f"{kind}: {message}"

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.shards.outputs import ERROR_FIELD, STATUS_COLUMN
+from batchllm_operator.shards.outputs import STATUS_COLUMN
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.tasks import INVALID_OUTPUT
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 
-_KIND_AND_MESSAGE: Final = "(?s)^(?P<kind>.*?)(?:: (?P<message>.*))?$"
-
 
 def outcomes(
-    spec: JobSpec, schema: pa.Schema, rejected: pa.ChunkedArray, outputs: pa.Table
+    spec: JobSpec, rejected: pa.ChunkedArray, outputs: pa.Table
 ) -> dict[str, pa.ChunkedArray]:
-    """The columns `error` and, if `schema` has `error` as a struct, `status`, by name.
+    """The columns `error` and `status`, by name.
 
     Args:
         spec: the job's.
-        schema: the output table's; see `output_schema`.
-        rejected: why a row can't be prompted, as text; null if it can.
+        rejected: why a row can't be prompted; null if it can.
         outputs: the rows' outputs, with the columns of a part; all null without one.
     """
     failed = outputs[ERROR_COLUMN]
-    texts = pc.coalesce(rejected.cast(pa.large_string()), failed)
-    if schema.field(ERROR_COLUMN).type != ERROR_FIELD.type:
-        return {ERROR_COLUMN: texts}
-    errors = pc.extract_regex(texts, pattern=_KIND_AND_MESSAGE)
+    errors = pc.coalesce(rejected, failed)
     is_cut_off = pc.equal(outputs["finish_reason"], "length")
     conditions = {
         "rejected": pc.is_valid(rejected),

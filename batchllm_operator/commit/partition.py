@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,11 +16,12 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.commit.outcomes import outcomes
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import LakeTable, gather, published_schema, write_files
+from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.buckets import Outputs, spread
 from batchllm_operator.shards.outputs import model_name, output_schema
-from batchllm_operator.shards.parts import PartEntry, part_schema, read_ledger
+from batchllm_operator.shards.parts import PartEntry, errors_in, part_schema, read_ledger
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.storage import Folder, ahead
+from batchllm_operator.storage import Folder, ahead, together
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -45,20 +46,17 @@ class FinishedShard:
             readers = (pq.ParquetFile(pa.BufferReader(file)) for file in files)
             return pa.concat_tables(each.read(list(columns), use_threads=False) for each in readers)
 
-        return ahead(self._together(), read)
+        return ahead(together(self.entries, _fullness), read)
 
-    def _together(self) -> Iterator[list[PartEntry]]:
-        chosen: list[PartEntry] = []
-        num_rows = num_tokens = 0
-        for entry in self.entries:
-            chosen.append(entry)
-            num_rows += entry.num_rows
-            num_tokens += entry.num_output_tokens
-            if num_rows >= _ROWS_AT_ONCE or num_tokens >= _TOKENS_AT_ONCE:
-                yield chosen
-                chosen, num_rows, num_tokens = [], 0, 0
-        if chosen:
-            yield chosen
+    def failed(self) -> Iterator[tuple[RowError, list[int]]]:
+        """The error and the rows of each failed request; reads the parts that have some."""
+        entries = [entry for entry in self.entries if entry.num_failed_rows]
+        for part in replace(self, entries=entries).parts(["row_idxs", "error"]):
+            yield from errors_in(part)
+
+
+def _fullness(entry: PartEntry) -> float:
+    return max(entry.num_rows / _ROWS_AT_ONCE, entry.num_output_tokens / _TOKENS_AT_ONCE)
 
 
 def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -89,12 +87,12 @@ def write_partition(
         plan: the plan of the rows.
         sources: their outputs.
         spool: a local folder.
-        table: where they will be published; tells the form of `error`, and how large a file may be.
+        table: where they will be published; tells how large a file may be.
 
     Raises:
         PlanError: a row has no output, or more than one.
     """
-    joining = Joining.of(plan, table, sources)
+    joining = Joining.of(plan, sources)
     num_rows = plan.manifest.counts.num_rows
     buckets = spread(sources, part_schema(plan.manifest.spec), num_rows, spool)
     most = table.most_file_bytes
@@ -122,8 +120,8 @@ class Joining:
     run_id: str
 
     @classmethod
-    def of(cls, plan: StoredPlan, table: LakeTable, sources: Sequence[Outputs]) -> Joining:
-        """For the plan's rows in this table, and all of their outputs.
+    def of(cls, plan: StoredPlan, sources: Sequence[Outputs]) -> Joining:
+        """For the plan's rows, and all of their outputs.
 
         Raises:
             PlanError: the plan lacks columns that the job keeps.
@@ -131,7 +129,7 @@ class Joining:
         spec, manifest = plan.manifest.spec, plan.manifest
         rows_schema, planned = plan.rows_schema(), manifest.answers
         _check_kept(plan, rows_schema)
-        columns = output_schema(spec, rows_schema, table.columns(manifest.ds), planned)
+        columns = output_schema(spec, rows_schema, planned)
         schema = published_schema(columns, plan.publication)
         answers = Answers.of(spec, planned).over(partial(read_all, sources))
         return cls(spec, answers, tuple(rows_schema.names), schema, plan.publication.run_id)
@@ -228,7 +226,7 @@ def _join(
             joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
         columns = {name: joined[name] for name in joined.column_names}
         columns |= answers.columns(joined)
-        columns |= outcomes(spec, schema, some[ERROR_COLUMN], joined)
+        columns |= outcomes(spec, some[ERROR_COLUMN], joined)
         for name, value in constants.items():  # zero-copy
             columns[name] = value.slice(0, some.num_rows)
         for name in some.column_names:

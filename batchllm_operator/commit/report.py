@@ -14,7 +14,6 @@ from batchllm_operator.commit.partition import FinishedShard
 from batchllm_operator.commit.timelines import read_timeline
 from batchllm_operator.errors import PlanError, StorageError, TableError
 from batchllm_operator.lake import LakeTable
-from batchllm_operator.prefixes import saving_ratio
 from batchllm_operator.shards.committed import COMMITTED_FILE, holds_outputs
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.shards.outputs import model_name
@@ -33,7 +32,6 @@ from batchllm_operator.stored_plan.run_report import (
     SampleRow,
     ShardRun,
     Timeline,
-    TokenKinds,
 )
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -48,15 +46,11 @@ def describe_run(
     plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
 ) -> RunReport:
     """The report of a plan whose outputs are published; `shards` are in order."""
-    manifest = plan.manifest
-    counts, spec = manifest.counts, manifest.spec
-    entries = [entry for shard in shards for entry in shard.entries]
-    total = Counts.total(entries)
-    num_computed = total.num_computed_tokens
+    manifest, spec = plan.manifest, plan.manifest.spec
     attempts = _attempts(plan)
     runs = _shard_runs(manifest, shards, attempts)
     answers = summarize_answers(spec, manifest.answers, [*shards, ReusedOutputs(plan)])
-    for warning in answers.warnings if answers is not None else ():
+    for warning in answers.warnings:
         _log.warning("%s", warning)
     return RunReport(
         job=spec.name,
@@ -66,49 +60,20 @@ def describe_run(
         table_uri=table.uri,
         report_uri=f"{plan.folder.uri}/{REPORT_FILE}",
         model=model_name(spec),
-        num_rows_in=counts.num_rows,
-        num_rows_out=counts.num_rows - errors.num_rows,
-        num_rows_failed=errors.num_rows,
-        num_rows_duplicate=counts.num_duplicate_rows,
-        num_rows_reused=counts.num_reused_rows,
-        num_rows_control=counts.num_control_rows,
-        num_rows_truncated=counts.num_truncated_rows,
-        errors_by_kind=dict(errors.counts),
-        num_requests=counts.num_requests,
-        num_groups=counts.num_groups,
-        num_shared_groups=counts.num_shared_groups,
-        num_shards=len(manifest.shards),
-        num_logical_tokens=counts.num_logical_tokens,
-        num_computed_tokens=num_computed,
-        num_output_tokens=total.num_output_tokens,
-        optimal_saving_ratio=manifest.optimal_saving_ratio,
-        planned_saving_ratio=manifest.planned_saving_ratio,
-        achieved_saving_ratio=saving_ratio(num_computed, total.num_logical_tokens),
-        engine_s=total.engine_s,
-        sample_rows=_sample(table, manifest),
         committed_at=_first_committed(plan.folder) or datetime.now(UTC),
-        tokens=_tokens(total),
-        bill=_bill(manifest, runs),
+        plan=manifest.counts,
+        done=Counts.total(run.done for run in runs),
+        errors_by_kind=dict(errors.counts),
         errors=errors.kinds(plan),
+        bill=_bill(manifest, runs),
+        num_shards=len(manifest.shards),
         shards=runs,
         timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
         num_workers=len({each for each in map(_finisher, attempts.values()) if each}) or None,
         answers=answers,
+        sample_rows=_sample(table, manifest),
     )
-
-
-def _tokens(total: Counts) -> TokenKinds:
-    return TokenKinds(
-        num_duplicate=total.num_logical_tokens - total.num_prompt_tokens,
-        num_cached=total.num_cached_tokens,
-        num_computed=total.num_computed_tokens,
-        num_output=total.num_output_tokens,
-    )
-
-
-def store_report(folder: Folder, report: RunReport) -> None:
-    folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
 
 
 def store_page(folder: Folder, report: RunReport) -> None:
@@ -116,8 +81,11 @@ def store_page(folder: Folder, report: RunReport) -> None:
 
     A page that can't be rendered or written leads to a warning only, as the rows are published.
     """
-    from batchllm_operator.report.page import render_report  # imports matplotlib
+    from batchllm_operator.report.drawing import can_draw
+    from batchllm_operator.report.page import render_report
 
+    if not can_draw() and folder.exists(PAGE_FILE):  # that one may have pictures
+        return
     try:
         page = render_report(report).encode()
         try:
@@ -138,16 +106,15 @@ def load_report(plan_uri: str) -> RunReport:
         PlanError: the plan is absent, wasn't committed, or this release can't read its report.
     """
     plan = StoredPlan.open(plan_uri)
-    try:
-        data = plan.folder.read_bytes(REPORT_FILE)
-    except FileNotFoundError as error:
-        why = "it wasn't committed yet"
-        if plan.folder.exists(COMMITTED_FILE):
-            why = "it was committed, and the file removed since; commit makes it again"
-        elif _is_published(plan):
-            why = "its rows are published, but a report wasn't written; commit again to write it"
-        raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: {why}") from error
-    return RunReport.from_bytes(data, source=plan_uri)
+    report = RunReport.read(plan.folder, REPORT_FILE)
+    if report is not None:
+        return report
+    why = "it wasn't committed yet"
+    if plan.folder.exists(COMMITTED_FILE):
+        why = "it was committed, and the file removed since; commit makes it again"
+    elif _is_published(plan):
+        why = "its rows are published, but a report wasn't written; commit again to write it"
+    raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: {why}")
 
 
 def _is_published(plan: StoredPlan) -> bool:
@@ -160,9 +127,10 @@ def _is_published(plan: StoredPlan) -> bool:
 def _first_committed(folder: Folder) -> datetime | None:
     """The time of the plan's first commit, which a repeated commit keeps."""
     try:
-        return RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri).committed_at
-    except (FileNotFoundError, PlanError):
+        report = RunReport.read(folder, REPORT_FILE)
+    except PlanError:
         return None
+    return None if report is None else report.committed_at
 
 
 def _attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
@@ -179,21 +147,15 @@ def _shard_runs(
 ) -> tuple[ShardRun, ...]:
     runs = []
     for shard_idx, shard in enumerate(shards):
-        done = Counts.total(shard.entries)
-        found = attempts.get(shard_idx, ShardAttempts(0, ()))
+        begun = attempts.get(shard_idx, ShardAttempts(0, ()))
         runs.append(
             ShardRun(
                 shard_idx=shard_idx,
-                num_rows=done.num_rows,
-                num_rows_failed=done.num_failed_rows,
-                num_requests=done.num_requests,
-                num_computed_tokens=done.num_computed_tokens,
-                num_output_tokens=done.num_output_tokens,
-                engine_s=done.engine_s,
-                num_attempts=found.num_attempts,
-                gpu_s=_gpu_s(found),
+                done=Counts.total(shard.entries),
+                num_attempts=begun.num_attempts,
+                gpu_s=_gpu_s(begun),
                 predicted_gpu_s=manifest.shards[shard_idx].predicted_gpu_s,
-                worker=None if found.latest is None else found.latest.worker,
+                worker=None if begun.latest is None else begun.latest.worker,
             )
         )
     return tuple(runs)
@@ -227,7 +189,7 @@ def _timelines(
     engine_s: defaultdict[_Worker | int, float] = defaultdict(float)
     for run in runs:
         worker = _finisher(attempts.get(run.shard_idx, ShardAttempts(0, ())))
-        engine_s[worker or run.shard_idx] += run.engine_s
+        engine_s[worker or run.shard_idx] += run.done.engine_s
     first = _first_attempts(attempts)
     timelines = []
     for engine in heapq.nlargest(_NUM_TIMELINES, engine_s, key=lambda each: engine_s[each]):

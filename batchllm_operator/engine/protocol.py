@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from batchllm_operator.answers import NOTHING_PLANNED, PlannedAnswers
 from batchllm_operator.engine.device_profile import ProfileStore
 from batchllm_operator.errors import EngineError
+from batchllm_operator.row_error import RowError
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class EngineOutput:
     num_cached_tokens: int
     """Prompt tokens whose KV was in the cache; of several answers, for the first one."""
     num_output_tokens: int
-    error: str | None
+    error: RowError | None
     raw: Mapping[str, Any] = field(default_factory=dict)
     """What the job asks for beside a text: `Answers.raw_fields`, by name."""
 
@@ -114,7 +115,7 @@ class EngineOutput:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=0,
             num_output_tokens=0,
-            error=f"{ENGINE_ERROR}: {reason}",
+            error=RowError(ENGINE_ERROR, reason),
         )
 
 

@@ -27,9 +27,10 @@ from batchllm_operator.errors import (
 from batchllm_operator.named_file import write_file
 from batchllm_operator.plan.estimate import engine_limits, read_shape, shape_of
 from batchllm_operator.prefixes import PromptClasses, TokenTable
+from batchllm_operator.report.drawing import can_draw
+from batchllm_operator.report.timeline_plots import draw_runs
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
-from batchllm_operator.simulate.timeline_plot import plot_timelines
 from batchllm_operator.simulate.workload import Shape, Workload
 from batchllm_operator.stored_plan.shard_files import ADAPTER_FIELD, read_parts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -186,7 +187,10 @@ def find_model(name: str) -> ModelShape:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a writable folder for timelines, with its parents."""
+    """Create a writable folder for timelines and their picture, with its parents."""
+    if not can_draw():
+        error = ModuleNotFoundError(name="matplotlib")
+        raise MissingLibraryError.of(error, f"the picture in {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -204,7 +208,7 @@ def write_timeline(run: Run, folder: Path) -> None:
 
 def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
     """Draw the steps of all runs as `timeline.png`."""
-    write_file(folder / "timeline.png", plot_timelines(runs, machine))
+    write_file(folder / "timeline.png", draw_runs(runs, machine))
 
 
 def _with_error(workload: Workload, options: SimulationOptions) -> Workload:

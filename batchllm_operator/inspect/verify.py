@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.errors import IncompleteRunError, PlanError
+from batchllm_operator.errors import DamagedFileError, IncompleteRunError, PlanError
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_source import WorkerReport
 from batchllm_operator.shards.committed import find_committed
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_json import StoredJson
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
 
 _RECORDS: Final = "records"
-_RECORD_VERSION: Final = 1
+
+
+class PlanRecord(StoredJson):
+    """The result of planning, for a caller without access to the process."""
+
+    what = "record of a plan"
+    version_field = "record_version"
+    cure = "plan again"
+
+    record_version: Literal[1] = 1
+    result: dict[str, Any]
 
 
 def verify_worker(
@@ -58,8 +68,8 @@ def verify_worker(
 
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:
     """Store the result of planning under `name`, for a caller without access to this process."""
-    body = {"record_version": _RECORD_VERSION, "result": dict(result)}
-    _records(spec, ds).write_bytes(_file_name(name), json.dumps(body, indent=1).encode())
+    data = PlanRecord(result=dict(result)).to_bytes()
+    _records(spec, ds).write_bytes(_file_name(name), data)
 
 
 def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
@@ -71,19 +81,13 @@ def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
     """
     where = f"job {spec.name}, partition {ds}: record {name}"
     try:
-        record = json.loads(_records(spec, ds).read_bytes(_file_name(name)))
-    except FileNotFoundError:
-        raise IncompleteRunError(f"{where}: planning hasn't come to its end") from None
-    except (ValueError, RecursionError) as error:
-        raise IncompleteRunError(f"{where}: isn't JSON; plan again") from error
-    version = record.get("record_version") if isinstance(record, dict) else None
-    if version != _RECORD_VERSION:
-        raise PlanError(
-            f"{where} is of version {version!r}, this release reads version {_RECORD_VERSION}; use"
-            " one release of batchllm-operator everywhere"
-        )
-    result = record.get("result")
-    if not isinstance(result, dict) or not isinstance(result.get("plan_uri"), str):
+        record = PlanRecord.read(_records(spec, ds), _file_name(name))
+    except DamagedFileError as error:
+        raise IncompleteRunError(f"{where}: {error}") from error
+    if record is None:
+        raise IncompleteRunError(f"{where}: planning hasn't come to its end")
+    result = record.result
+    if not isinstance(result.get("plan_uri"), str):
         raise PlanError(f"{where}: names no plan; plan again")
     StoredPlan.open(result["plan_uri"])
     return result

@@ -188,9 +188,6 @@ class LakeTable(Protocol):
             TableError: the partition holds rows that no job of this package wrote.
         """
 
-    def columns(self, partition: str) -> pa.Schema | None:
-        """The columns that rows of the partition have to fit; None if there is no table."""
-
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> StoredColumns:

@@ -25,25 +25,25 @@ _Value = Callable[[ShardProgress], float | None]
 
 # Name without `_total`, help text, value.
 _COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
-    ("rows_done", "Rows with a text or an error.", lambda p: p.num_rows_done),
-    ("rows_failed", "Of them, rows with an error.", lambda p: p.num_rows_failed),
+    ("rows_done", "Rows with a text or an error.", lambda p: p.done.num_rows),
+    ("rows_failed", "Of them, rows with an error.", lambda p: p.done.num_failed_rows),
     ("parts_done", "Parts that are written.", lambda p: p.num_parts_done),
     (
         "logical_tokens",
         "Prompt tokens of the rows with a text, duplicates included.",
-        lambda p: p.num_logical_tokens,
+        lambda p: p.done.num_logical_tokens,
     ),
     (
         "prompt_tokens",
         "Prompt tokens of the requests that got a text.",
-        lambda p: p.num_prompt_tokens,
+        lambda p: p.done.num_prompt_tokens,
     ),
     (
         "cached_tokens",
         "Of them, tokens that were found in the cache.",
-        lambda p: p.num_cached_tokens,
+        lambda p: p.done.num_cached_tokens,
     ),
-    ("output_tokens", "Generated tokens.", lambda p: p.num_output_tokens),
+    ("output_tokens", "Generated tokens.", lambda p: p.done.num_output_tokens),
 )
 
 
@@ -63,7 +63,7 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
     (
         "saving_ratio",
         "Share of the logical prompt tokens that wasn't computed, 0 to 1.",
-        lambda p: p.saving_ratio,
+        lambda p: p.done.saving_ratio or 0.0,
     ),
     (
         "computed_tokens_per_second",

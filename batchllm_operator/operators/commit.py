@@ -12,7 +12,7 @@ from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_an
 from batchllm_operator.operators.metrics import send_stage
 
 _EVENT_FIELDS: Final = (
-    *("ds", "num_rows_in", "num_rows_out", "num_rows_failed", "achieved_saving_ratio"),
+    *("ds", "num_rows_in", "num_rows_out", "num_failed_rows", "achieved_saving_ratio"),
     *("plan_uri", "report_uri", "table_uri"),
 )
 
@@ -42,7 +42,7 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
 
     def execute(self, context: Context) -> dict[str, str | int | float]:
         result = self.run_command("commit", "--plan", str(self.plan_uri))
-        if num_failed := result.get("num_rows_failed"):
+        if num_failed := result.get("num_failed_rows"):
             self.log.warning(
                 "%s of %s failed, and were published with the reason in column `error`; report: %s",
                 f"{num_failed:,}",

@@ -34,7 +34,7 @@ from batchllm_operator.shards.reuse_index import (
     load_fingerprints,
 )
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import FINGERPRINTS_FILE, REUSED_FILE
+from batchllm_operator.stored_plan.manifest import ERROR_FIELD, FINGERPRINTS_FILE, REUSED_FILE
 from batchllm_operator.stored_plan.row_groups import RowGroupWriter
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher, job_folder
 
@@ -244,6 +244,6 @@ def _reused(
         columns |= {
             "row_idxs": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(of_entry)),
             "num_cached_tokens": num_prompt_tokens,  # as for all rows without computation
-            "error": pa.nulls(len(chosen), pa.string()),
+            "error": pa.nulls(len(chosen), ERROR_FIELD.type),
         }
         yield pa.table({name: columns[name] for name in schema.names[1:]}, schema=schema.remove(0))

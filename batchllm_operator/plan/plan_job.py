@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.lake import Snapshot
 from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.given import Given, find_given
@@ -42,7 +41,7 @@ from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.shards.parts import part_schema
 from batchllm_operator.shards.reuse_index import reuse_identity
 from batchllm_operator.shards.row_errors import WrittenRows
-from batchllm_operator.spec import SPEC_VERSION, JobSpec, load_spec
+from batchllm_operator.spec import JobSpec, load_spec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import (
     FINGERPRINTS_FILE,
@@ -56,7 +55,6 @@ from batchllm_operator.stored_plan.manifest import (
     PlanCounts,
     PlanManifest,
     ShardInfo,
-    SnapshotFile,
     compute_plan_id,
     describe_file,
 )
@@ -157,34 +155,22 @@ class PlanContent:
 
 def describe_plan(given: Given, content: PlanContent) -> PlanManifest:
     """The manifest of a plan."""
-    spec, tokenizer, counts = given.spec, given.tokenizer, content.counts
+    spec, tokenizer = given.spec, given.tokenizer
     versions = given.adapter_versions
     return PlanManifest(
         plan_id=compute_plan_id(
             spec, given.ds, tokenizer.model_version, content.files, content.learned, versions
         ),
-        spec_version=SPEC_VERSION,
         spec=spec,
-        spec_identity=spec.identity,
         ds=given.ds,
         input_uri=given.table.uri,
         input_version=given.snapshot.version,
-        input_files=_input_files(given.snapshot),
         tokenizer_fingerprint=tokenizer.fingerprint,
         model_version=tokenizer.model_version,
         adapter_versions=versions,
         max_model_len=tokenizer.max_model_len,
         answers=given.answers,
-        planned_saving_ratio=counts.planned_saving_ratio,
-        optimal_saving_ratio=counts.optimal_saving_ratio,
         **{field.name: getattr(content, field.name) for field in fields(content)},
-    )
-
-
-def _input_files(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
-    return tuple(
-        SnapshotFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
-        for file in snapshot.files
     )
 
 

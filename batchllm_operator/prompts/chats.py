@@ -21,6 +21,7 @@ from batchllm_operator.prompts.template import (
     rendered_prompts,
 )
 from batchllm_operator.prompts.values import NOT_UTF8, has_text, text_column
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import PromptSpec
 from batchllm_operator.spec.prompt import SYSTEM_ROLES, Turn
 
@@ -81,7 +82,7 @@ class _TurnsRenderer:
 
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
         turns = [renderer.render(batch) for _, renderer in self._turns]
-        errors: dict[int, str] = {}
+        errors: dict[int, RowError] = {}
         for turn in reversed(turns):
             errors |= turn.errors
         columns = [turn.texts.to_pylist() for turn in turns]
@@ -108,7 +109,9 @@ class _MessagesRenderer:
         column, where = batch.column(self._column), f"column {self._column!r}"
         known = text_column(column) if has_text(column.type) else None
         faults = {} if known is None else known.faults
-        errors = {row: f"{fault.code}: {where} {fault.reason}" for row, fault in faults.items()}
+        errors = {
+            row: RowError(fault.code, f"{where} {fault.reason}") for row, fault in faults.items()
+        }
         texts: list[str | None] = [None] * batch.num_rows
         control_rows = []
         for row, value in enumerate(column if known is None else known.texts):
@@ -121,13 +124,13 @@ class _MessagesRenderer:
                     texts[row] = self._chat(messages)
             except ControlTokenError as error:
                 control_rows.append(row)
-                errors[row] = f"{CONTROL_TOKEN}: {where} {error}"
+                errors[row] = RowError(CONTROL_TOKEN, f"{where} {error}")
             except UnicodeDecodeError as error:
-                errors[row] = f"{NOT_UTF8}: {where} isn't valid UTF-8: {error.reason}"
+                errors[row] = RowError(NOT_UTF8, f"{where} isn't valid UTF-8: {error.reason}")
             except InvalidMessagesError as error:
                 is_null = not value.is_valid
                 code = NULL_VALUE if is_null else INVALID_MESSAGES
-                errors[row] = f"{code}: {where} {'is null' if is_null else error}"
+                errors[row] = RowError(code, f"{where} {'is null' if is_null else error}")
         return rendered_prompts(texts, errors, control_rows)
 
     def _chat(self, messages: Messages) -> str:

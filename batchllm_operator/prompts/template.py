@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.values import TextColumn, text_column
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import PromptSpec
 
 NULL_VALUE: Final = "null_value"
@@ -26,12 +27,12 @@ class RenderedPrompts:
 
     Attributes:
         texts: large strings [num_rows], null for a row with an error.
-        errors: `code: explanation`, by row of the batch, ascending.
+        errors: by row of the batch, ascending.
         control_rows: rows whose values spell a control token of the model.
     """
 
     texts: pa.LargeStringArray
-    errors: dict[int, str]
+    errors: dict[int, RowError]
     control_rows: frozenset[int] = frozenset()
 
     @property
@@ -45,7 +46,7 @@ class RenderedPrompts:
 
 
 def rendered_prompts(
-    texts: Sequence[str | None], errors: dict[int, str], control_rows: Iterable[int] = ()
+    texts: Sequence[str | None], errors: dict[int, RowError], control_rows: Iterable[int] = ()
 ) -> RenderedPrompts:
     """Texts by row, with the errors of those without one."""
     sorted_errors = dict(sorted(errors.items()))
@@ -87,16 +88,16 @@ class PromptRenderer:
             values[name], found = self._control.in_column(texts, within=within)
             control_rows |= found
         rendered = self._join(values, batch.num_rows)
-        errors: dict[int, str] = {}
+        errors: dict[int, RowError] = {}
         if rendered.null_count:
             nulls = np.flatnonzero(rendered.is_null().to_numpy(zero_copy_only=False))
             errors = {int(row): _fault(values, int(row)) for row in nulls}
         is_empty = pc.equal(pc.binary_length(rendered), self._head_bytes).fill_null(False)
         if pc.any(is_empty).as_py():
             rendered = pc.if_else(is_empty, pa.scalar(None, pa.large_string()), rendered)
-            text = f"{EMPTY_PROMPT}: the template gives this row no text"
+            error = RowError(EMPTY_PROMPT, "the template gives this row no text")
             empty = np.flatnonzero(is_empty.to_numpy(zero_copy_only=False))
-            errors = dict(sorted((errors | dict.fromkeys(empty.tolist(), text)).items()))
+            errors = dict(sorted((errors | dict.fromkeys(empty.tolist(), error)).items()))
         return RenderedPrompts(rendered, errors, frozenset(control_rows))
 
     def _join(self, values: dict[str, TextColumn], num_rows: int) -> pa.LargeStringArray:
@@ -114,11 +115,11 @@ class PromptRenderer:
         return pc.binary_join_element_wise(*pieces, separator, null_handling="emit_null")
 
 
-def _fault(values: dict[str, TextColumn], row: int) -> str:
+def _fault(values: dict[str, TextColumn], row: int) -> RowError:
     """The fault of the first column without a text in this row."""
     for name, column in values.items():
         if (fault := column.faults.get(row)) is not None:
-            return f"{fault.code}: column {name!r} {fault.reason}"
+            return RowError(fault.code, f"column {name!r} {fault.reason}")
         if not column.texts[row].is_valid:
-            return f"{NULL_VALUE}: column {name!r} is null"
+            return RowError(NULL_VALUE, f"column {name!r} is null")
     raise AssertionError(row)

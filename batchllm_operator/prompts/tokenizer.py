@@ -34,6 +34,7 @@ from batchllm_operator.prompts.chats import (
 from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import EMPTY_PROMPT, RenderedPrompts, rendered_prompts
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.limits import shown
 
@@ -209,10 +210,9 @@ class ModelTokenizer(Tokenizer):
                 try:
                     texts[row] = self._chat.render([chat])[0]
                 except ChatRefusedError as error:
-                    reason, texts[row] = shown(" ".join(error.reason.split())), None
-                    errors[row] = (
-                        f"{INVALID_MESSAGES}: the model's chat template refuses them: {reason}"
-                    )
+                    reason = shown(" ".join(error.reason.split()))
+                    refusal = f"the model's chat template refuses them: {reason}"
+                    texts[row], errors[row] = None, RowError(INVALID_MESSAGES, refusal)
         return rendered_prompts(texts, errors)
 
     def _rendered(self, texts: Sequence[str]) -> Sequence[str]:
@@ -295,15 +295,16 @@ def _local_files(path: str) -> ModelFiles | None:
         return None
 
 
-def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> str | None:
+def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> RowError | None:
     """The row error of a prompt without tokens, or with more than the model allows."""
     if num_prompt_tokens == 0:
-        return f"{EMPTY_PROMPT}: the tokenizer makes no tokens of this row's text"
+        return RowError(EMPTY_PROMPT, "the tokenizer makes no tokens of this row's text")
     most = tokenizer.max_prompt_len
     if num_prompt_tokens <= most:
         return None
     output = " and one of output" if most < tokenizer.max_model_len else ""
-    return f"{PROMPT_TOO_LONG}: {num_prompt_tokens} tokens, the model allows {most}{output}"
+    reason = f"{num_prompt_tokens} tokens, the model allows {most}{output}"
+    return RowError(PROMPT_TOO_LONG, reason)
 
 
 def _vocabulary_bound(vocabulary: dict[str, int], path: str) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,7 +70,7 @@ class Plot:
     alt: str
     """The picture in words."""
     wide: str
-    """SVG for wide screens and print."""
+    """SVG for wide screens and print; empty, like `narrow`, if matplotlib isn't installed."""
     narrow: str
     """SVG for phones."""
     table: Table
@@ -94,9 +95,27 @@ def draw(
     `paint` fills a figure; its second argument is True for the narrow one. Heights are in inches,
     for widths of 10 and 3.7 inches.
     """
+    if not can_draw():
+        return Plot(title, alt, "", "", table)
     wide = _svg(title, alt, (_WIDE_INCHES, wide_height), lambda figure: paint(figure, False))
     narrow = _svg(title, alt, (_NARROW_INCHES, narrow_height), lambda figure: paint(figure, True))
     return Plot(title, alt, wide, narrow, table)
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed, which comes with the extra `report`."""
+    try:
+        return find_spec("matplotlib") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def short_number(value: float, position: float = 0.0) -> str:
+    """Numbers for axes, such as `950`, `12 k`, `3.5 M`."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size or (abs(value) >= size and value % size == 0):
+            return f"{value / size:,.3g} {unit}"
+    return f"{value:,.4g}"
 
 
 def plain_axes(axes: Axes, *, values_along: str) -> None:
@@ -108,7 +127,7 @@ def plain_axes(axes: Axes, *, values_along: str) -> None:
 
 
 def _svg(title: str, alt: str, inches: tuple[float, float], paint: Callable[[Figure], None]) -> str:
-    with _one_at_a_time, _quiet_matplotlib():
+    with _one_at_a_time, quiet_matplotlib():
         import matplotlib as mpl
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
@@ -147,7 +166,7 @@ def _rounded(number: re.Match[str]) -> str:
 
 
 @contextmanager
-def _quiet_matplotlib() -> Iterator[None]:
+def quiet_matplotlib() -> Iterator[None]:
     """Silence matplotlib's warnings about an unwritable home, and about characters without a glyph.
 
     Both are harmless: text is drawn by the reader's browser.

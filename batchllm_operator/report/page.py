@@ -9,17 +9,17 @@ from typing import Final
 
 from markupsafe import Markup
 
-from batchllm_operator.report.drawing import Plot
+from batchllm_operator.report.drawing import Plot, can_draw
 from batchllm_operator.report.pages import Trail, render
 from batchllm_operator.report.plots import (
     degree_plot,
     length_plot,
     saving_plot,
     shard_plot,
-    timeline_plot,
     token_plot,
     value_plot,
 )
+from batchllm_operator.report.timeline_plots import timeline_plot
 from batchllm_operator.stored_plan.run_report import RunReport, Timeline
 
 _NUM_SLOWEST: Final = 10
@@ -42,7 +42,7 @@ class _Plots:
 
 
 def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) -> str:
-    """The page of a run report of any version; equal reports give equal pages.
+    """The page of a run report; equal reports give equal pages.
 
     For `trail` and `actions` see `pages.render`.
     """
@@ -52,8 +52,9 @@ def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) 
         actions=actions,
         report=report,
         plots=_draw(report.model_dump_json()),
-        slowest=heapq.nlargest(_NUM_SLOWEST, report.shards, key=lambda shard: shard.engine_s),
+        slowest=heapq.nlargest(_NUM_SLOWEST, report.shards, key=lambda shard: shard.done.engine_s),
         svg=_svg,
+        can_draw=can_draw(),
     )
 
 
@@ -61,21 +62,16 @@ def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) 
 def _draw(report_json: str) -> _Plots:
     """Draw a report's plots; each takes tenths of a second, one at a time per process."""
     report = RunReport.model_validate_json(report_json)
-    sharing = report.sharing
-    lengths, degrees = (sharing.prefix_lengths, sharing.share_degrees) if sharing else (None, None)
+    lengths, degrees = report.sharing.prefix_lengths, report.sharing.share_degrees
     return _Plots(
         saving=saving_plot(report),
-        tokens=token_plot(report.tokens)
-        if report.tokens is not None and report.num_requests
-        else None,
+        tokens=token_plot(report.done) if report.plan.num_requests else None,
         values=tuple(
-            value_plot(column, found)
-            for column, found in (report.answers.counts.items() if report.answers else ())
-            if found
+            value_plot(column, counts) for column, counts in report.answers.counts.items() if counts
         ),
         timelines=tuple((line, timeline_plot(line)) for line in report.timelines),
-        lengths=length_plot(lengths) if lengths is not None and lengths.counts else None,
-        degrees=degree_plot(degrees) if degrees is not None and degrees.counts else None,
+        lengths=length_plot(lengths) if lengths.counts else None,
+        degrees=degree_plot(degrees) if degrees.counts else None,
         shards=shard_plot(report.shards) if len(report.shards) > 1 else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchllm_operator.amounts import byte_size, counted
+from batchllm_operator.report.pages import usd
 from batchllm_operator.stored_plan.manifest import CostEstimate, PlanManifest
 
 
@@ -88,10 +89,10 @@ def _format_estimate(estimate: CostEstimate) -> list[str]:
     )
     return [
         f"predicted for {estimate.gpu.name}: {_duration(estimate.gpu_s)} of GPU time,"
-        f" {_price(estimate.cost_usd)} (each row alone: {_duration(estimate.unshared_gpu_s)},"
-        f" {_price(estimate.unshared_cost_usd)})",
+        f" {usd(estimate.cost_usd)} (each row alone: {_duration(estimate.unshared_gpu_s)},"
+        f" {usd(estimate.unshared_cost_usd)})",
         f"  saved against each row alone: {counted(estimate.num_saved_tokens, 'prompt token')},"
-        f" {_duration(estimate.saved_gpu_s)} of GPU time{share}, {_price(estimate.saved_cost_usd)}",
+        f" {_duration(estimate.saved_gpu_s)} of GPU time{share}, {usd(estimate.saved_cost_usd)}",
         f"  {phases}",
         *(f"  assumed: {assumption}" for assumption in estimate.assumptions),
     ]
@@ -103,7 +104,3 @@ def _duration(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:,.3g} min"
     return f"{seconds / 3600:,.4g} h"
-
-
-def _price(usd: float) -> str:
-    return f"${usd:,.2f}" if usd >= 0.01 or usd == 0 else "under $0.01"

@@ -1,35 +1,29 @@
-"""The plots of a run report (paper, Fig. 2 and 6 for the timeline)."""
+"""The plots of a run report, but for its timelines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import clipped, counted
 from batchllm_operator.prefixes.sharing import Histogram
-from batchllm_operator.report.drawing import Plot, Table, colour, draw, plain_axes
+from batchllm_operator.report.drawing import Plot, Table, colour, draw, plain_axes, short_number
 from batchllm_operator.report.pages import count, duration, ratio
-from batchllm_operator.stored_plan.run_report import RunReport, ShardRun, Timeline, TokenKinds
+from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.run_report import RunReport, ShardRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-    from matplotlib.ticker import Locator
 
 _MOST_BARS: Final = 40
 _MAX_BAR_NAME: Final = 24
-_VALLEY_BIN: Final = 0.5
-"""A bin is shaded from this share of its time in valleys on."""
 _FEWEST_SLOTS: Final = 8
 """Minimum of bars that an axis has room for, so that a single one isn't as wide as the page."""
-_TABLE_POINTS: Final = 24
-_KINDS: Final = (
-    ("decode", "num_decode_tokens", "decode"),
-    ("distinct", "num_distinct_tokens", "prefill, distinct"),
-    ("prefix", "num_prefix_tokens", "prefill, prefix"),
-)
 
 
 def saving_plot(report: RunReport) -> Plot:
@@ -39,61 +33,50 @@ def saving_plot(report: RunReport) -> Plot:
         "planned": report.planned_saving,
         "achieved": report.achieved_saving,
     }
-    shown = [ratio(value) for value in values.values()]
+    shown = {name: ratio(value) for name, value in values.items()}
     lengths = [100 * (value or 0.0) for value in values.values()]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         colours = [colour("line"), colour("decode"), colour("prefix")]
-        bars = axes.barh(list(values), lengths, color=colours)
-        axes.bar_label(bars, labels=shown, padding=3, color=colour("ink"))
-        axes.invert_yaxis()
-        low = min(0.0, *lengths)
-        axes.set_xlim(1.15 * low, 118 if narrow else 108)
+        _bars_across(axes, list(values), lengths, colours, list(shown.values()))
+        axes.set_xlim(1.15 * min(0.0, *lengths), 118 if narrow else 108)
         axes.set_xlabel("% of prompt tokens saved")
-        plain_axes(axes, values_along="x")
 
     return draw(
         "Prompt tokens saved",
         "Bars of the share of prompt tokens that needn't be computed: "
-        + ", ".join(f"{text} {name}" for name, text in zip(values, shown, strict=True)),
-        Table(("Saving", "Share of prompt tokens"), list(zip(values, shown, strict=True))),
+        + ", ".join(f"{text} {name}" for name, text in shown.items()),
+        Table(("Saving", "Share of prompt tokens"), list(shown.items())),
         paint,
         wide_height=1.5,
         narrow_height=1.6,
     )
 
 
-def token_plot(tokens: TokenKinds) -> Plot:
-    kinds = (
-        ("saved", "prompt, of duplicate rows", tokens.num_duplicate),
-        ("prefix", "prompt, found in the KV cache", tokens.num_cached),
-        ("distinct", "prompt, computed", tokens.num_computed),
-        ("decode", "output", tokens.num_output),
-    )
-    total = max(1, tokens.num_logical + tokens.num_output)
+def token_plot(done: Counts) -> Plot:
+    """Where the tokens of a run went; prompt tokens, but for the last kind."""
+    kinds = {
+        "prompt, of duplicate rows": done.num_duplicate_tokens,
+        "prompt, found in the KV cache": done.num_cached_tokens,
+        "prompt, computed": done.num_computed_tokens,
+        "output": done.num_output_tokens,
+    }
+    colours = [colour(name) for name in ("saved", "prefix", "distinct", "decode")]
+    total = max(1, sum(kinds.values()))
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
-        bars = axes.barh(
-            [name for _, name, _ in kinds],
-            [value for _, _, value in kinds],
-            color=[colour(each) for each, _, _ in kinds],
-        )
-        axes.bar_label(bars, labels=[count(value) for _, _, value in kinds], padding=3)
-        axes.invert_yaxis()
-        axes.set_xlim(0, (1.45 if narrow else 1.15) * max(1, *(value for _, _, value in kinds)))
-        axes.xaxis.set_major_locator(_few_ticks(3 if narrow else 6))
-        axes.xaxis.set_major_formatter(_short_number)
-        axes.set_xlabel("tokens")
-        plain_axes(axes, values_along="x")
+        numbers = list(kinds.values())
+        _bars_across(axes, list(kinds), numbers, colours, [count(number) for number in numbers])
+        _count_along(axes, numbers, "tokens", narrow)
 
     return draw(
         "Tokens by kind",
-        "Bars of tokens: " + ", ".join(f"{count(value)} {name}" for _, name, value in kinds),
+        "Bars of tokens: " + ", ".join(f"{count(number)} {name}" for name, number in kinds.items()),
         Table(
             ("Kind", "Tokens", "Share"),
-            [(name, count(value), ratio(value / total)) for _, name, value in kinds],
+            [(name, count(number), ratio(number / total)) for name, number in kinds.items()],
         ),
         paint,
         wide_height=1.9,
@@ -103,23 +86,15 @@ def token_plot(tokens: TokenKinds) -> Plot:
 
 def value_plot(column: str, counts: Mapping[str, int]) -> Plot:
     """Rows by value of a column, such as its labels; `counts` has the most frequent first."""
-    shown = list(counts.items())[:_MOST_BARS]
-    names = [_bar_name(value) for value, _ in shown]
-    numbers = [number for _, number in shown]
+    names = [_bar_name(value) for value in list(counts)[:_MOST_BARS]]
+    numbers = list(counts.values())[:_MOST_BARS]
     total = max(1, sum(counts.values()))
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
-        places = range(len(names))
-        bars = axes.barh(places, numbers, color=colour("prefix"), height=0.7)
-        axes.bar_label(bars, labels=[ratio(number / total) for number in numbers], padding=3)
-        axes.set_yticks(places, names, parse_math=False)
-        axes.invert_yaxis()
-        axes.set_xlim(0, (1.45 if narrow else 1.15) * max(1, *numbers))
-        axes.xaxis.set_major_locator(_few_ticks(3 if narrow else 6))
-        axes.xaxis.set_major_formatter(_short_number)
-        axes.set_xlabel("rows")
-        plain_axes(axes, values_along="x")
+        shares = [ratio(number / total) for number in numbers]
+        _bars_across(axes, names, numbers, [colour("prefix")], shares)
+        _count_along(axes, numbers, "rows", narrow)
 
     height = 0.24 * len(names) + 0.9
     return draw(
@@ -136,74 +111,31 @@ def value_plot(column: str, counts: Mapping[str, int]) -> Plot:
     )
 
 
-def timeline_plot(line: Timeline) -> Plot:
-    def paint(figure: Figure, narrow: bool) -> None:
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
-        edges = np.arange(len(line.kv_used) + 1) * line.bin_s
-        _paint_tokens(upper, line, edges)
-        lower.stairs(
-            100 * np.array(line.kv_used), edges, fill=True, color=colour("saved"), label="in use"
-        )
-        lower.stairs(
-            100 * np.array(line.kv_held), edges, fill=True, color=colour("limit"), label="held"
-        )
-        lower.set_ylim(0, 105)
-        lower.set_ylabel("% of KV blocks")
-        lower.set_xlabel("seconds since the first step")
-        lower.set_xlim(0, edges[-1])
-        handles, labels = upper.get_legend_handles_labels()
-        more, others = lower.get_legend_handles_labels()
-        figure.legend(
-            [*handles, *more],
-            [*labels, *(f"KV {each}" for each in others)],
-            loc="outside upper left",
-            ncols=2 if narrow else 7,
-        )
-
-    limit = f"chunk size {count(line.chunk_size)}" if line.chunk_size else "chunk size unknown"
-    alt = (
-        f"Tokens of each step over {duration(line.duration_s)}, {counted(line.num_steps, 'step')},"
-        f" {limit}: {ratio(line.valley_share)} of the time in valleys; the KV cache is"
-        f" {ratio(max(line.kv_used))} full at most"
-    )
-    return draw(
-        f"Token batches of {line.name}",
-        alt,
-        _timeline_table(line),
-        paint,
-        wide_height=3.6,
-        narrow_height=3.9,
-    )
-
-
-def length_plot(found: Histogram) -> Plot:
+def length_plot(lengths: Histogram) -> Plot:
     return _histogram_plot(
-        found, "Prefix lengths", "tokens of the shared prefix", "groups", colour("prefix")
+        lengths, "Prefix lengths", "tokens of the shared prefix", "groups", colour("prefix")
     )
 
 
-def degree_plot(found: Histogram) -> Plot:
+def degree_plot(degrees: Histogram) -> Plot:
     return _histogram_plot(
-        found, "Share degrees", "requests that share the prefix", "requests", colour("decode")
+        degrees, "Share degrees", "requests that share the prefix", "requests", colour("decode")
     )
 
 
 def shard_plot(shards: Sequence[ShardRun]) -> Plot:
-    slowest = sorted(shards, key=lambda each: -each.engine_s)[:_MOST_BARS]
-    names = [str(each.shard_idx) for each in slowest]
+    slowest = sorted(shards, key=lambda shard: -shard.done.engine_s)[:_MOST_BARS]
+    names = [str(shard.shard_idx) for shard in slowest]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
-        axes.bar(names, [each.engine_s for each in slowest], color=colour("distinct"))
-        axes.set_xlim(-0.6, max(len(names), _FEWEST_SLOTS) - 0.4)
+        _bars_up(axes, names, [shard.done.engine_s for shard in slowest], colour("distinct"))
         if len(names) > (8 if narrow else 30):
             axes.set_xticks(axes.get_xticks()[:: 5 if narrow else 2])
-        axes.yaxis.set_major_locator(_few_ticks(4))
         axes.set_ylabel("seconds")
         axes.set_xlabel("shard")
-        plain_axes(axes, values_along="y")
 
-    seconds = np.array([each.engine_s for each in shards])
+    seconds = np.array([shard.done.engine_s for shard in shards])
     return draw(
         "Seconds of generating, by shard",
         f"Bars of the {len(slowest)} slowest of {counted(len(shards), 'shard')}: the slowest took"
@@ -212,13 +144,13 @@ def shard_plot(shards: Sequence[ShardRun]) -> Plot:
             ("Shard", "Generating", "Rows", "Computed tokens/s", "Output tokens/s"),
             [
                 (
-                    str(each.shard_idx),
-                    duration(each.engine_s),
-                    count(each.num_rows),
-                    count(each.computed_tokens_per_s),
-                    count(each.output_tokens_per_s),
+                    str(shard.shard_idx),
+                    duration(shard.done.engine_s),
+                    count(shard.done.num_rows),
+                    count(shard.done.computed_tokens_per_s),
+                    count(shard.done.output_tokens_per_s),
                 )
-                for each in slowest
+                for shard in slowest
             ],
         ),
         paint,
@@ -227,36 +159,31 @@ def shard_plot(shards: Sequence[ShardRun]) -> Plot:
     )
 
 
-def _histogram_plot(found: Histogram, title: str, sizes: str, things: str, fill: str) -> Plot:
-    names = [_bin_name(low, high) for low, high in zip(found.edges, found.edges[1:], strict=False)]
-    most = int(np.argmax(found.counts))
+def _histogram_plot(histogram: Histogram, title: str, sizes: str, things: str, fill: str) -> Plot:
+    edges, counts = histogram.edges, histogram.counts
+    names = [_bin_name(low, high) for low, high in pairwise(edges)]
+    most = int(np.argmax(counts))
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         if narrow:
-            axes.barh(names, found.counts, color=fill, height=min(0.8, 0.25 * len(names)))
+            _bars_across(axes, names, counts, [fill])
             axes.set_ylabel(sizes)
             axes.set_xlabel(things)
-            axes.xaxis.set_major_locator(_few_ticks(4))
-            axes.xaxis.set_major_formatter(_short_number)
-            axes.invert_yaxis()
-            plain_axes(axes, values_along="x")
+            _count_ticks(axes.xaxis, 4)
             return
-        axes.bar(names, found.counts, color=fill)
-        axes.set_xlim(-0.6, max(len(names), _FEWEST_SLOTS) - 0.4)
+        _bars_up(axes, names, counts, fill)
         axes.set_xlabel(sizes)
         axes.set_ylabel(things)
-        axes.yaxis.set_major_locator(_few_ticks(4))
-        axes.yaxis.set_major_formatter(_short_number)
-        plain_axes(axes, values_along="y")
+        axes.yaxis.set_major_formatter(short_number)
 
     return draw(
         title,
-        f"Bars of {things} by {sizes}: {count(sum(found.counts))} {things} in all, most of them,"
-        f" {count(found.counts[most])}, with {names[most]}",
+        f"Bars of {things} by {sizes}: {count(sum(counts))} {things} in all, most of them,"
+        f" {count(counts[most])}, with {names[most]}",
         Table(
             (sizes.capitalize(), things.capitalize()),
-            [(name, count(number)) for name, number in zip(names, found.counts, strict=True)],
+            [(name, count(number)) for name, number in zip(names, counts, strict=True)],
         ),
         paint,
         wide_height=2.2,
@@ -264,66 +191,53 @@ def _histogram_plot(found: Histogram, title: str, sizes: str, things: str, fill:
     )
 
 
-def _paint_tokens(axes: Axes, line: Timeline, edges: np.ndarray) -> None:
-    bottom = np.zeros(len(edges) - 1)
-    for name, attribute, label in _KINDS:
-        top = bottom + np.array(getattr(line, attribute))
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=colour(name), label=label)
-        bottom = top
-    valleys = np.array(line.valley) >= _VALLEY_BIN
-    if valleys.any():
-        full = np.where(valleys, 2.0 * max(line.chunk_size or 0, float(bottom.max()), 1), 0.0)
-        axes.stairs(
-            full, edges, fill=True, color=colour("muted"), alpha=0.18, zorder=0, label="valley"
-        )
-    if line.chunk_size is not None:
-        axes.axhline(
-            line.chunk_size, color=colour("limit"), linestyle="--", linewidth=1, label="chunk size"
-        )
-    axes.set_ylabel("tokens per step")
-    axes.yaxis.set_major_formatter(_short_number)
-    axes.set_ylim(0, 1.08 * max(line.chunk_size or 0, float(bottom.max()), 1))
+def _bars_across(
+    axes: Axes,
+    names: Sequence[str],
+    values: Sequence[float],
+    colours: Sequence[str],
+    labels: Sequence[str] = (),
+) -> None:
+    """Bars from left to right, the first one on top, with labels at their ends."""
+    places = range(len(names))
+    bars = axes.barh(places, values, color=colours, height=min(0.8, 0.25 * len(names)))
+    if labels:
+        axes.bar_label(bars, labels=labels, padding=3, color=colour("ink"))
+    axes.set_yticks(places, names, parse_math=False)
+    axes.invert_yaxis()
+    plain_axes(axes, values_along="x")
 
 
-def _timeline_table(line: Timeline) -> Table:
-    """The timeline in at most `_TABLE_POINTS` rows."""
-    every = -(-len(line.kv_used) // _TABLE_POINTS)
-    rows = []
-    for start in range(0, len(line.kv_used), every):
-        chosen = slice(start, start + every)
-        means = (np.mean(getattr(line, attribute)[chosen]) for _, attribute, _ in _KINDS)
-        rows.append(
-            (
-                f"{start * line.bin_s:,.1f} s",
-                *(count(float(mean)) for mean in means),
-                ratio(max(line.kv_used[chosen])),
-                ratio(max(line.kv_held[chosen])),
-                ratio(float(np.mean(line.valley[chosen]))),
-            )
-        )
-    names = (label.capitalize() for _, _, label in _KINDS)
-    return Table(("From", *names, "KV in use, at most", "KV held, at most", "In valleys"), rows)
+def _bars_up(axes: Axes, names: Sequence[str], values: Sequence[float], fill: str) -> None:
+    axes.bar(names, values, color=fill)
+    axes.set_xlim(-0.6, max(len(names), _FEWEST_SLOTS) - 0.4)
+    axes.yaxis.set_major_locator(_few_ticks(4))
+    plain_axes(axes, values_along="y")
+
+
+def _count_along(axes: Axes, numbers: Sequence[int], things: str, narrow: bool) -> None:
+    """Leave room for the labels of bars, and count things along their axis."""
+    axes.set_xlim(0, (1.45 if narrow else 1.15) * max(1, *numbers))
+    axes.set_xlabel(things)
+    _count_ticks(axes.xaxis, 3 if narrow else 6)
+
+
+def _count_ticks(axis: Axis, most: int) -> None:
+    axis.set_major_locator(_few_ticks(most))
+    axis.set_major_formatter(short_number)
 
 
 def _bin_name(low: int, high: int) -> str:
-    return count(low) if high == low + 1 else f"{_short_number(low)} to {_short_number(high - 1)}"
+    return count(low) if high == low + 1 else f"{short_number(low)} to {short_number(high - 1)}"
 
 
 def _bar_name(value: str) -> str:
     """A text of the spec as the name of a bar."""
     text = value if value.isprintable() else repr(value)
-    return text if len(text) <= _MAX_BAR_NAME else text[: _MAX_BAR_NAME - 1] + "…"
+    return clipped(text, _MAX_BAR_NAME)
 
 
-def _short_number(value: float, position: float = 0.0) -> str:
-    """Numbers for axes, such as `950`, `12 k`, `3.5 M`."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 10 * size or (abs(value) >= size and value % size == 0):
-            return f"{value / size:,.3g} {unit}"
-    return f"{value:,.4g}"
-
-
-def _few_ticks(most: int) -> Locator:
+def _few_ticks(most: int) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(most, integer=True)

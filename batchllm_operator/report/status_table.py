@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, get_args
 
-from batchllm_operator.amounts import counted, token_speed
+from batchllm_operator.amounts import clipped, counted, printable, text_table, token_speed
 from batchllm_operator.progress import duration
 from batchllm_operator.shards.status import (
     JobStatus,
@@ -43,23 +43,23 @@ def format_status(status: JobStatus) -> str:
     if left_out:
         lines.append(f"  not shown: {_count_states(left_out, ShardState)}")
     lines += [
-        f"  shard {shard.shard_idx}: {_clip(shard.error)}"
+        f"  shard {shard.shard_idx}: {clipped(printable(shard.error), _MAX_ERROR_CHARS)}"
         for shard in shown
         if shard.error is not None
     ]
-    lines += [f"  note: {_printable(note)}" for note in status.notes]
+    lines += [f"  note: {printable(note)}" for note in status.notes]
     if (refusal := status.refusal) is not None:
         when = f"{refusal.refused_at:%Y-%m-%d %H:%M} UTC"
-        lines.append(f"  commit refused, {when}: {_printable(refusal.reason)}")
+        lines.append(f"  commit refused, {when}: {printable(refusal.reason)}")
     return "\n".join(lines)
 
 
 def format_totals(status: JobStatus) -> str:
-    states = _count_states(status.shards, ShardState)
+    done, states = status.done, _count_states(status.shards, ShardState)
     parts = [
-        f"{_share(status.num_rows_done, status.num_rows)} rows",
-        f"{status.num_rows_failed:,} failed" if status.num_rows_failed else "",
-        f"{status.num_rows_rejected:,} rejected" if status.num_rows_rejected else "",
+        f"{_share(done.num_rows, status.num_rows)} rows",
+        f"{done.num_failed_rows:,} failed" if done.num_failed_rows else "",
+        f"{status.num_rejected_rows:,} rejected" if status.num_rejected_rows else "",
         "committed" if status.is_committed else f"shards: {states}",
         _live_workers(status),
     ]
@@ -67,10 +67,10 @@ def format_totals(status: JobStatus) -> str:
         eta = "unknown" if status.eta_s is None else duration(status.eta_s)
         speed = token_speed(status.computed_tokens_per_s, status.output_tokens_per_s)
         parts += [speed, f"ETA {eta}"]
-    if status.saving_ratio is not None:
-        parts.insert(-1, f"{100 * status.saving_ratio:.0f} % of prompt tokens saved")
+    if done.saving_ratio is not None:
+        parts.insert(-1, f"{100 * done.saving_ratio:.0f} % of prompt tokens saved")
     words = ", ".join(filter(None, parts))
-    return f"job {_printable(status.job)}, partition {_printable(status.ds)}: {words}"
+    return f"job {printable(status.job)}, partition {printable(status.ds)}: {words}"
 
 
 def _shown(shards: Sequence[ShardStatus]) -> tuple[list[ShardStatus], list[ShardStatus]]:
@@ -103,15 +103,8 @@ def _table(items: Sequence[_Item], columns: _Columns[_Item]) -> list[str]:
         return []
     rows = [[name for name, _, _ in columns]]
     rows += [[cell(item) for _, _, cell in columns] for item in items]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, (_, is_left, _) in zip(row, widths, columns, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    left = [idx for idx, (_, is_left, _) in enumerate(columns) if is_left]
+    return text_table(rows, left, indent="  ")
 
 
 def _worker(shard: ShardStatus) -> str:
@@ -119,7 +112,8 @@ def _worker(shard: ShardStatus) -> str:
 
 
 def _saved(shard: ShardStatus) -> str:
-    return "" if shard.saving_ratio is None else f"{100 * shard.saving_ratio:.0f} %"
+    ratio = shard.done.saving_ratio
+    return "" if ratio is None else f"{100 * ratio:.0f} %"
 
 
 def _eta(shard: ShardStatus) -> str:
@@ -146,21 +140,11 @@ def _share(count: int, total: int) -> str:
     return f"{count:,}/{total:,} ({percent:.0f} %)"
 
 
-def _clip(text: str) -> str:
-    text = _printable(text)
-    return text if len(text) <= _MAX_ERROR_CHARS else text[: _MAX_ERROR_CHARS - 1] + "…"
-
-
-def _printable(text: str) -> str:
-    """Untrusted text without control characters for the terminal."""
-    return "".join(char if char.isprintable() else "�" for char in text)
-
-
 _SHARD_COLUMNS: Final[_Columns[ShardStatus]] = (
     ("shard", False, lambda shard: str(shard.shard_idx)),
     ("state", True, lambda shard: shard.state),
     ("worker", False, _worker),
-    ("rows", False, lambda shard: _share(shard.num_rows_done, shard.num_rows)),
+    ("rows", False, lambda shard: _share(shard.done.num_rows, shard.num_rows)),
     ("parts", False, lambda shard: f"{shard.num_parts_done:,}/{shard.num_parts:,}"),
     ("computed/s", False, _computed),
     ("output/s", False, _output),
@@ -178,5 +162,5 @@ _WORKER_COLUMNS: Final[_Columns[WorkerStatus]] = (
     ("output/s", False, _output),
     ("GPU time", False, lambda worker: duration(worker.gpu_s) if worker.gpu_s else ""),
     ("last sign", True, _last_sign),
-    ("host", True, lambda worker: _printable(worker.host)),
+    ("host", True, lambda worker: printable(worker.host)),
 )

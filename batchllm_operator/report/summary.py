@@ -5,37 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from batchllm_operator.amounts import counted, token_speed
+from batchllm_operator.amounts import clipped, counted, token_speed
 from batchllm_operator.report.pages import duration, usd
-from batchllm_operator.stored_plan.counts import share
-from batchllm_operator.stored_plan.run_report import AnswerSummary, Bill, RunReport
+from batchllm_operator.stored_plan.counts import Counts, share
+from batchllm_operator.stored_plan.run_report import Bill, RunReport
 
 _MAX_TEXT_CHARS: Final = 70
 _NUM_VALUES: Final = 5
 
 
 def format_summary(report: RunReport) -> str:
+    plan, done = report.plan, report.done
     failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
     workers = "" if report.num_workers is None else f" by {counted(report.num_workers, 'worker')}"
-    reused = f", {report.num_rows_reused:,} reused" if report.num_rows_reused else ""
-    spelling = counted(report.num_rows_control, "spells", "spell")
-    control = f", {spelling} control tokens" * bool(report.num_rows_control)
-    cut = f", {report.num_rows_truncated:,} cut" * bool(report.num_rows_truncated)
+    reused = f", {plan.num_reused_rows:,} reused" if plan.num_reused_rows else ""
+    spelling = counted(plan.num_control_rows, "spells", "spell")
+    control = f", {spelling} control tokens" * bool(plan.num_control_rows)
+    cut = f", {plan.num_truncated_rows:,} cut" * bool(plan.num_truncated_rows)
     lines = [
         f"job {report.job}, partition {report.ds}",
-        f"  rows           {report.num_rows_in:,} in, {report.num_rows_out:,} out,"
-        f" {report.num_rows_failed:,} failed{failed and ' (' + failed[2:] + ')'},"
-        f" {counted(report.num_rows_duplicate, 'duplicate')} generated once{reused}{control}{cut}",
-        f"  prompt tokens  {report.num_logical_tokens:,} logical,"
-        f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
+        f"  rows           {plan.num_rows:,} in, {report.num_rows_out:,} out,"
+        f" {report.num_failed_rows:,} failed{failed and ' (' + failed[2:] + ')'},"
+        f" {counted(plan.num_duplicate_rows, 'duplicate')} generated once{reused}{control}{cut}",
+        f"  prompt tokens  {plan.num_logical_tokens:,} logical,"
+        f" {done.num_computed_tokens:,} computed; output tokens {done.num_output_tokens:,}",
         *_answer_lines(report),
         f"  saved tokens   {_ratio(report.achieved_saving)} of the prompt tokens achieved,"
         f" {_ratio(report.planned_saving)} planned, {_ratio(report.optimal_saving)} optimal",
         *_saving_lines(report.bill),
-        f"  plan           {counted(report.num_requests, 'request')} in"
-        f" {counted(report.num_groups, 'group')} ({report.num_shared_groups:,} shared),"
+        f"  plan           {counted(plan.num_requests, 'request')} in"
+        f" {counted(plan.num_groups, 'group')} ({plan.num_shared_groups:,} shared),"
         f" {counted(report.num_shards, 'shard')}",
-        f"  speed          {_speed(report)} over {report.engine_s:,.1f} s of generating{workers}",
+        f"  speed          {_speed(done)} over {done.engine_s:,.1f} s of generating{workers}",
         f"  model          {report.model}",
         f"  table          {report.table_uri}",
         f"  report         {report.report_uri}",
@@ -45,13 +46,13 @@ def format_summary(report: RunReport) -> str:
         lines.append("  sample rows")
     for row in report.sample_rows:
         key = ", ".join(f"{name}={_printable(value)}" for name, value in row.key.items())
-        lines.append(f"    {key}: {_clip(row.generated_text)!r}")
+        lines.append(f"    {key}: {clipped(row.generated_text, _MAX_TEXT_CHARS)!r}")
     return "\n".join(lines)
 
 
-def _saving_lines(bill: Bill | None) -> list[str]:
+def _saving_lines(bill: Bill) -> list[str]:
     """The GPU time and the money that the cost model says are saved; nothing measures them."""
-    if bill is None or bill.predicted_saved_gpu_s is None:
+    if bill.predicted_saved_gpu_s is None:
         return []
     alone_s = bill.unshared_gpu_s
     saved_s = duration(bill.predicted_saved_gpu_s)
@@ -68,19 +69,19 @@ def _saving_lines(bill: Bill | None) -> list[str]:
     return lines
 
 
-def _speed(report: RunReport) -> str:
-    computed, output = report.computed_tokens_per_s, report.output_tokens_per_s
+def _speed(done: Counts) -> str:
+    computed, output = done.computed_tokens_per_s, done.output_tokens_per_s
     return "unknown" if computed is None or output is None else token_speed(computed, output)
 
 
 def _answer_lines(report: RunReport) -> list[str]:
     """What is known of the answers as a whole."""
     lines = []
-    answers = report.answers or AnswerSummary()
+    answers = report.answers
     for column, found in answers.counts.items():
         total = sum(found.values())
         named = [
-            f"{_printable(_clip(value))} {share(number, total)}"
+            f"{_printable(clipped(value, _MAX_TEXT_CHARS))} {share(number, total)}"
             for value, number in list(found.items())[:_NUM_VALUES]
         ]
         more = f", {len(found) - _NUM_VALUES} more" if len(found) > _NUM_VALUES else ""
@@ -93,27 +94,24 @@ def _answer_lines(report: RunReport) -> list[str]:
     lines += [f"  warning        {warning}" for warning in answers.warnings]
     if answers.embedding_size is not None:
         lines.append(f"  embeddings     {counted(answers.embedding_size, 'number')} each")
-    if report.num_rows_invalid:
-        num_answers = report.num_rows_out + report.num_rows_invalid
-        of_answers = share(report.num_rows_invalid, num_answers)
-        invalid = counted(report.num_rows_invalid, "answer")
-        lines.append(f"  invalid        {invalid}, {of_answers}")
+    if num_invalid := report.num_invalid_rows:
+        of_answers = share(num_invalid, report.num_rows_out + num_invalid)
+        lines.append(f"  invalid        {counted(num_invalid, 'answer')}, {of_answers}")
     return lines
 
 
 def _prior_text(prior: Mapping[str, float]) -> str:
     likeliest = sorted(prior.items(), key=lambda each: (-each[1], each[0]))
-    named = [f"{_printable(_clip(label))} {value:.4g}" for label, value in likeliest[:_NUM_VALUES]]
+    named = [
+        f"{_printable(clipped(label, _MAX_TEXT_CHARS))} {value:.4g}"
+        for label, value in likeliest[:_NUM_VALUES]
+    ]
     more = f", {len(prior) - _NUM_VALUES} more" if len(prior) > _NUM_VALUES else ""
     return ", ".join(named) + more
 
 
 def _ratio(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1%}"
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT_CHARS else text[: _MAX_TEXT_CHARS - 1] + "…"
 
 
 def _printable(key: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from batchllm_operator.row_error import RowError
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.shards.parts import part_schema, read_ledger
@@ -35,8 +36,7 @@ def check_failures(plan: StoredPlan, runs: Sequence[ShardRun], shards: ShardQueu
     else:  # another shard tells the kinds
         shard_idx = max(others, key=lambda idx: others[idx])
         found, num_others = [_stored(plan, shard_idx)], num_others - others[shard_idx]
-    for error, row_idxs in chain.from_iterable(found):
-        errors.add(error, row_idxs)
+    errors.add_all(chain.from_iterable(found))
     if counts.num_rejected_rows:
         errors.add_rejected(plan)
     raise too_many_failed(
@@ -51,7 +51,7 @@ def check_failures(plan: StoredPlan, runs: Sequence[ShardRun], shards: ShardQueu
     )
 
 
-def _stored(plan: StoredPlan, shard_idx: int) -> Iterator[tuple[str, list[int]]]:
+def _stored(plan: StoredPlan, shard_idx: int) -> Iterator[tuple[RowError, list[int]]]:
     """The error and the rows of each request of a shard that is stored as failed."""
     folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
     entries = read_ledger(folder, plan_id)

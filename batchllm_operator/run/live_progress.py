@@ -139,7 +139,7 @@ class ProgressWriter:
 
     def _write_news(self, *, is_last: bool) -> None:
         progress = self._tally.snapshot()
-        seen = (progress.state, progress.num_rows_done)
+        seen = (progress.state, progress.done.num_rows)
         if self._news is None or self._news[0] != seen:
             self._news = (seen, progress.elapsed_s)
         elif progress.elapsed_s - self._news[1] > _QUIET_S and not is_last:

@@ -62,7 +62,7 @@ class Retries:
         if request.num_tries == self._most or not output.is_served or output.text is None:
             return False
         fault = self._answers.fault(output.text, output.raw)
-        if fault is None or not fault.startswith(f"{INVALID_OUTPUT}:"):
+        if fault is None or fault.kind != INVALID_OUTPUT:
             return False
         self._num_retries += 1
         self._num_tokens += output.num_output_tokens

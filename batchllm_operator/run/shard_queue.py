@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,16 +30,16 @@ from batchllm_operator.shards.progress import (
     MOST_INTERVAL_S,
     ShardProgress,
 )
-from batchllm_operator.shards.report import REPORT_FILE, ShardReport, read_report
+from batchllm_operator.shards.report import REPORT_FILE, ShardReport, require_report
 from batchllm_operator.storage import ahead
-from batchllm_operator.stored_plan.stored_plan import RUNS_FOLDER, StoredPlan
+from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
 _SILENT_AFTER_S: Final = 60.0
 """For a claim without progress, by this host's clock alone."""
 _WATCHED_INTERVALS: Final = 3.0
-_SHARD: Final = re.compile(r"shard-([0-9]{5,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +213,7 @@ class ShardQueue:
             numbers = attempt_numbers(folder)
             if not numbers or not self._is_ours(read_claim(folder, numbers[-1])):
                 return None
-        return read_report(folder, f"shard {shard_idx} of plan {self._plan.folder.uri}")
+        return require_report(self._plan, shard_idx)
 
     def unsure_for_s(self) -> float:
         """Seconds until another `take` tells whether attempts without recent signs are lost."""
@@ -233,9 +232,7 @@ class ShardQueue:
 
     def _look(self) -> None:
         """Read the latest attempts of shards that may have changed."""
-        matches = map(_SHARD.fullmatch, self._plan.folder.child(RUNS_FOLDER).subfolder_names())
-        begun = {int(match[1]) for match in matches if match}
-        idxs = sorted((begun & set(range(self.num_shards))) - self._finished.keys() - self._mine)
+        idxs = sorted(set(self._plan.begun_shards()) - self._finished.keys() - self._mine)
         for idx, sight in zip(idxs, ahead(idxs, self._read, num_threads=_NUM_THREADS), strict=True):
             if sight is None:  # a folder without an attempt
                 continue
@@ -273,18 +270,18 @@ class ShardQueue:
 
     def _is_whole(self, shard_idx: int) -> bool:
         """Whether the ledger has all parts of a shard, and its report counts them."""
-        folder, plan_id = self._plan.run_folder(shard_idx), self._plan.manifest.plan_id
         try:
-            report = read_report(folder, f"shard {shard_idx} of plan {self._plan.folder.uri}")
+            report = require_report(self._plan, shard_idx)
         except IncompleteRunError as error:
             _log.warning("%s", error)
             return False
+        folder, plan_id = self._plan.run_folder(shard_idx), self._plan.manifest.plan_id
         entries = read_ledger(folder, plan_id)
         if len(entries) < self._plan.shard(shard_idx).num_parts:
             return False
-        found = ShardReport.of_parts(plan_id, shard_idx, list(entries.values()), 0)
-        same = ("plan_id", "shard_idx", "num_requests", "num_rows")
-        if all(getattr(report, name) == getattr(found, name) for name in same):
+        counts = Counts.total(entries.values())
+        names = ("num_requests", "num_rows")
+        if all(getattr(report.counts, name) == getattr(counts, name) for name in names):
             return True
         _log.warning("%s/%s doesn't count: the ledger says otherwise", folder.uri, REPORT_FILE)
         return False
@@ -293,13 +290,13 @@ class ShardQueue:
         """Finished rows of a shard; the report is read only if the progress doesn't say it all."""
         if is_finished and (progress is None or progress.state != "finished"):
             try:
-                report = read_report(self._plan.run_folder(shard_idx), f"shard {shard_idx}")
-                return RowsDone(report.num_rows, report.num_failed_rows)
+                report = require_report(self._plan, shard_idx)
+                return RowsDone(report.counts.num_rows, report.counts.num_failed_rows)
             except (IncompleteRunError, PlanError) as error:
                 _log.warning("%s", error)
         if progress is None:
             return RowsDone(0, 0)
-        return RowsDone(progress.num_rows_done, progress.num_rows_failed)
+        return RowsDone(progress.done.num_rows, progress.done.num_failed_rows)
 
     def _is_left(self, shard_idx: int) -> bool:
         """Whether nobody works on a shard that was begun.

@@ -15,6 +15,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
+from batchllm_operator.row_error import RowError
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Observe, ProgressWriter, live_progress
 from batchllm_operator.run.open_parts import OpenPart, OpenParts
@@ -27,7 +28,7 @@ from batchllm_operator.shards.parts import (
     read_ledger,
     write_part,
 )
-from batchllm_operator.shards.report import ShardReport, write_report
+from batchllm_operator.shards.report import REPORT_FILE, ShardReport
 from batchllm_operator.shards.spills import (
     SpilledPart,
     read_spills,
@@ -184,7 +185,7 @@ class ShardRun:
         fault."""
         return self.tally.num_failed_rows - self._open_parts.num_suspect_rows
 
-    def errors(self) -> Iterator[tuple[str, list[int]]]:
+    def errors(self) -> Iterator[tuple[RowError, list[int]]]:
         """The error and the rows of each request that has failed in any attempt."""
         parts = [*self._open_parts, *self._spilled.values()]
         return stored_errors(self.attempt.shard_folder, self._entries.values(), parts)
@@ -350,7 +351,7 @@ def store_report(
     """Write the report of a shard whose parts are all in the ledger, and return it."""
     in_order = [entries[part_idx] for part_idx in sorted(entries)]
     report = ShardReport.of_parts(plan.manifest.plan_id, shard_idx, in_order, num_resumed_parts)
-    write_report(plan.run_folder(shard_idx), report)
+    plan.run_folder(shard_idx).write_bytes(REPORT_FILE, report.to_bytes())
     return report
 
 

@@ -41,6 +41,6 @@ class WorkerReport(NamedTuple):
         """For the command's result; counts are those of the shards that it has finished."""
         fields = self._asdict()
         reports = fields.pop("shards")
-        counts = Counts.total(reports.values()).model_dump()
+        counts = Counts.total(report.counts for report in reports.values()).model_dump()
         num_parts = sum(report.num_parts for report in reports.values())
         return {**fields, "shard_idxs": sorted(reports), "num_parts": num_parts, **counts}

@@ -12,7 +12,6 @@ from typing import Final
 
 from batchllm_operator.amounts import token_speed
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.prefixes import saving_ratio
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.parts import PartEntry
 from batchllm_operator.shards.progress import ShardProgress, State
@@ -145,11 +144,9 @@ class ShardTally:
             num_gpus=self._num_gpus,
             gpu_held_s=self._gpu_held_s(clock),
             num_rows=self._shard.num_rows,
-            num_rows_done=done.num_rows,
-            num_rows_failed=done.num_failed_rows,
             num_parts=self._shard.num_parts,
             num_parts_done=self._num_parts,
-            **done.tokens,
+            done=done,
             computed_tokens_per_s=computed_per_s,
             output_tokens_per_s=output_per_s,
             eta_s=self._eta_s(state, done, running_s, rows_per_s),
@@ -161,7 +158,7 @@ class ShardTally:
         clock, done = self._clock(), self._done
         running_s = 0.0 if self._running_at is None else clock - self._running_at
         computed_per_s, output_per_s, _ = self._window.rates(clock, running_s)
-        saved = saving_ratio(done.num_computed_tokens, done.num_logical_tokens)
+        saved = done.saving_ratio or 0.0
         speed = token_speed(computed_per_s, output_per_s)
         return f"{speed}, {100 * saved:.0f} % of prompt tokens saved"
 

@@ -66,13 +66,13 @@ class ShardWork:
 
         Parts without such requests are left out.
 
-        `num_output_tokens` is missing if it is no estimate, or in plans of older releases.
+        `num_output_tokens` is missing if it is no estimate.
         """
         for part_idx, table in read_parts(self._file, self._part_idxs):
             table = self._missing(table)
             if not table.num_rows:
                 continue
-            if not self._has_estimates and "num_output_tokens" in table.column_names:
+            if not self._has_estimates:
                 table = table.drop_columns(["num_output_tokens"])
             if self._turns:
                 turns = self._turns_of(table["group_id"].to_numpy())

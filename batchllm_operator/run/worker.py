@@ -201,7 +201,7 @@ class Worker:
             return
         self._remove(run, None)
         self.reports[run.shard_idx] = report
-        self._shards.ended(run.shard_idx, report.num_failed_rows)
+        self._shards.ended(run.shard_idx, report.counts.num_failed_rows)
 
     def _give_up(self, run: ShardRun, error: FencedError) -> None:
         self._shards.give_up(run.shard_idx, error)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.storage import ahead
+from batchllm_operator.storage import ahead, together
 
 BUCKET_ROWS: Final = 1 << 16
 _MAX_BUCKETS: Final = 256
@@ -91,18 +91,12 @@ def _read_bucket(path: Path) -> pa.Table:
 
 def _merged(sources: Sequence[Outputs], names: Sequence[str]) -> Iterator[pa.Table]:
     """The parts of all sources; small ones are merged, as each costs as much as a large one."""
-    kept: list[pa.Table] = []
-    num_rows = num_bytes = 0
-    for source in sources:
-        for part in source.parts(["row_idxs", *names]):
-            kept.append(part)
-            num_rows += part.num_rows
-            num_bytes += part.get_total_buffer_size()
-            if num_rows >= _SLICE_ROWS or num_bytes >= _SLICE_BYTES:
-                yield pa.concat_tables(kept)
-                kept, num_rows, num_bytes = [], 0, 0
-    if kept:
-        yield pa.concat_tables(kept)
+    parts = (part for source in sources for part in source.parts(["row_idxs", *names]))
+    return map(pa.concat_tables, together(parts, _fullness))
+
+
+def _fullness(part: pa.Table) -> float:
+    return float(max(part.num_rows / _SLICE_ROWS, part.get_total_buffer_size() / _SLICE_BYTES))
 
 
 def one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:

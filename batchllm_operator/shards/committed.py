@@ -1,7 +1,4 @@
-"""The note in a plan's folder after its commit: nothing is left to do.
-
-The parts may be removed then; a cleared task must neither miss nor regenerate them.
-"""
+"""What a commit notes in the plan's folder: that it has published, or why it hasn't."""
 
 from __future__ import annotations
 
@@ -9,20 +6,30 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from pydantic import ValidationError
+from pydantic import AwareDatetime
 
-from batchllm_operator.errors import MissingLibraryError, SpecError
+from batchllm_operator.errors import MissingLibraryError, PlanError, SpecError
 from batchllm_operator.lake import open_table
 from batchllm_operator.shards.report import ShardReport
-from batchllm_operator.stored_plan.counts import Frozen
+from batchllm_operator.stored_plan.counts import Count
+from batchllm_operator.stored_plan.run_report import ErrorKind
+from batchllm_operator.stored_plan.stored_json import StoredJson
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
 
 COMMITTED_FILE: Final = "committed.json"
+REFUSED_FILE: Final = "refused.json"
 _log = logging.getLogger(__name__)
 
 
-class Committed(Frozen):
-    """Version 1 of committed.json. Committing again writes the same bytes."""
+class Committed(StoredJson):
+    """Version 1 of committed.json: nothing is left to do. Committing again writes the same bytes.
+
+    The parts may be removed then; a cleared task must neither miss nor regenerate them.
+    """
+
+    what = "note of a commit"
+    version_field = "committed_version"
+    cure = "commit again"
 
     committed_version: Literal[1] = 1
     plan_id: str
@@ -32,14 +39,32 @@ class Committed(Frozen):
     """Digest of the index of reusable outputs, if the spec asks for one."""
 
 
+class Refusal(StoredJson):
+    """Version 1 of refused.json: why the last commit published nothing, for pages and `status`.
+
+    A later commit replaces it, or succeeds: then it doesn't count.
+    """
+
+    what = "refusal"
+    version_field = "refused_version"
+
+    refused_version: Literal[1] = 1
+    plan_id: str
+    refused_at: AwareDatetime
+    reason: str
+    """The commit's error, without credentials."""
+    num_failed_rows: Count = 0
+    errors: tuple[ErrorKind, ...] = ()
+    """The failed rows' most frequent kinds, if it was for these that the commit was refused."""
+
+
 def mark_committed(
     plan: StoredPlan, shards: Sequence[ShardReport], reuse_sha256: str | None = None
 ) -> None:
     """Note in the plan's folder that the output table holds its rows, as the caller has checked."""
     plan_id = plan.manifest.plan_id
     committed = Committed(plan_id=plan_id, shards=tuple(shards), reuse_sha256=reuse_sha256)
-    data = committed.model_dump_json(indent=1, exclude_none=True).encode()
-    plan.folder.write_bytes(COMMITTED_FILE, data)
+    plan.folder.write_bytes(COMMITTED_FILE, committed.to_bytes())
 
 
 def find_committed(plan: StoredPlan) -> Committed | None:
@@ -51,17 +76,13 @@ def find_committed(plan: StoredPlan) -> Committed | None:
     Raises:
         TableError: the output partition holds what another job or program wrote.
     """
-    try:
-        committed = Committed.model_validate_json(plan.folder.read_bytes(COMMITTED_FILE))
-    except FileNotFoundError:
-        return None
-    except ValidationError:
-        _log.warning("%s/%s doesn't count: it can't be read", plan.folder.uri, COMMITTED_FILE)
-        return None
     manifest = plan.manifest
-    is_its_own = committed.plan_id == manifest.plan_id
-    if not is_its_own or len(committed.shards) != len(manifest.shards):
-        _log.warning("%s/%s doesn't count: it belongs elsewhere", plan.folder.uri, COMMITTED_FILE)
+    try:
+        committed = Committed.read(plan.folder, COMMITTED_FILE, plan_id=manifest.plan_id)
+    except PlanError as error:
+        _log.warning("%s; it doesn't count", error)
+        return None
+    if committed is None or len(committed.shards) != len(manifest.shards):
         return None
     return committed if holds_outputs(plan) else None
 

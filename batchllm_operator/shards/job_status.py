@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
-from pydantic import ValidationError
-
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.shards.attempts import attempt_name, attempt_numbers, read_progress
-from batchllm_operator.shards.committed import find_committed
+from batchllm_operator.shards.attempts import attempt_name, attempt_numbers
+from batchllm_operator.shards.committed import REFUSED_FILE, Refusal, find_committed
 from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
-from batchllm_operator.shards.refusal import find_refusal
-from batchllm_operator.shards.report import REPORT_FILE, ShardReport
+from batchllm_operator.shards.report import ShardReport, read_report
 from batchllm_operator.shards.status import (
     JobStatus,
     ShardStatus,
@@ -24,12 +20,11 @@ from batchllm_operator.shards.status import (
     worker_statuses,
 )
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.storage import Folder, ahead
+from batchllm_operator.storage import ahead
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
 from batchllm_operator.stored_plan.run_report import Bill
 from batchllm_operator.stored_plan.stored_plan import (
     PLAN_FOLDER,
-    RUNS_FOLDER,
     StoredPlan,
     job_folder,
     turn_of,
@@ -38,7 +33,6 @@ from batchllm_operator.stored_plan.stored_plan import (
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
 """Shards read concurrently: each is a listing and some small files, one after another."""
-_SHARD: Final = re.compile(r"shard-([0-9]{5,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,6 @@ class ShardAttempts:
     """The progress of all attempts at a shard."""
 
     num_attempts: int
-    """Attempts that have a folder, so not the parts of older releases."""
     progress: tuple[ShardProgress, ...]
     """By attempt, ascending; missing and unreadable progress is left out."""
     notes: tuple[str, ...] = ()
@@ -133,7 +126,7 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
     refusal = None
     if committed is None:
         try:
-            refusal = find_refusal(plan.folder, manifest.plan_id)
+            refusal = Refusal.read(plan.folder, REFUSED_FILE, plan_id=manifest.plan_id)
         except PlanError as error:
             notes.append(str(error))
     return JobStatus(
@@ -146,8 +139,8 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         shards=tuple(shards),
         notes=tuple(notes),
         workers=worker_statuses(shards, attempts, now),
-        num_rows_rejected=manifest.counts.num_rejected_rows,
-        planned_saving_ratio=manifest.planned_saving_ratio if shards else None,
+        num_rejected_rows=manifest.counts.num_rejected_rows,
+        planned_saving_ratio=manifest.counts.planned_saving_ratio if shards else None,
         bill=bill_of(manifest, sum(shard.gpu_s for shard in shards) or None),
         refusal=refusal,
     )
@@ -179,10 +172,8 @@ def _status(
         status = replace(
             status,
             state="finished",
-            num_rows_done=report.num_rows,
-            num_rows_failed=report.num_failed_rows,
             num_parts_done=report.num_parts,
-            **report.tokens,
+            done=report.counts,
             age_s=latest.age_s(now) if latest is not None else None,
             host=latest.host if latest is not None else "",
             worker=latest.worker if latest is not None else None,
@@ -201,9 +192,7 @@ def _status(
 
 def _read_shards(plan: StoredPlan, *, with_reports: bool) -> dict[int, _Found]:
     """The content of the run folders of the plan's shards, by shard_idx."""
-    matches = map(_SHARD.fullmatch, plan.folder.child(RUNS_FOLDER).subfolder_names())
-    numbers = [int(match[1]) for match in matches if match]
-    begun = [number for number in numbers if number < len(plan.manifest.shards)]
+    begun = plan.begun_shards()
     read = partial(_read_shard, plan, with_report=with_reports)
     return dict(zip(begun, ahead(begun, read, num_threads=_NUM_THREADS), strict=True))
 
@@ -214,42 +203,20 @@ def _read_shard(plan: StoredPlan, shard_idx: int, *, with_report: bool) -> _Foun
     progress: list[ShardProgress] = []
     notes: list[str] = []
     for number in numbers:
+        name = f"{attempt_name(number)}/{PROGRESS_FILE}"
+        place = {"plan_id": plan_id, "shard_idx": shard_idx, "attempt": number}
         try:
-            found = _progress(folder, number, plan_id, shard_idx)
+            last = ShardProgress.read(folder, name, **place)
         except PlanError as error:
             notes.append(str(error))
         else:
-            progress += [found] if found is not None else []
+            progress += [last] if last is not None else []
     report = None
     # Read after the progress: the report is written before the last progress, with the same counts.
     is_known = bool(progress) and progress[-1].state == "finished"
     if with_report and not is_known:
         try:
-            report = _report(folder, plan_id, shard_idx)
+            report = read_report(plan, shard_idx)
         except PlanError as error:
             notes.append(str(error))
     return _Found(ShardAttempts(len(numbers), tuple(progress), tuple(notes)), report)
-
-
-def _progress(folder: Folder, number: int, plan_id: str, shard_idx: int) -> ShardProgress | None:
-    """See `read_progress`; progress of another plan, shard or attempt is a `PlanError`, too."""
-    progress = read_progress(folder, number)
-    where = f"{folder.uri}/{attempt_name(number)}/{PROGRESS_FILE}"
-    expected = (plan_id, shard_idx, number)
-    if progress and (progress.plan_id, progress.shard_idx, progress.attempt) != expected:
-        raise PlanError(f"progress {where}: belongs elsewhere")
-    return progress
-
-
-def _report(folder: Folder, plan_id: str, shard_idx: int) -> ShardReport | None:
-    """The report of a shard; None if there is none yet. `PlanError` if it is unreadable."""
-    where = f"report {folder.uri}/{REPORT_FILE}"
-    try:
-        report = ShardReport.model_validate_json(folder.read_bytes(REPORT_FILE))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise PlanError(f"{where}: can't be read by this release") from error
-    if (report.plan_id, report.shard_idx) != (plan_id, shard_idx):
-        raise PlanError(f"{where}: belongs elsewhere")
-    return report

@@ -5,11 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Final, Literal
 
-from pydantic import AwareDatetime, Field, ValidationError
+from pydantic import AwareDatetime, Field
 
-from batchllm_operator.errors import PlanError
-from batchllm_operator.prefixes import saving_ratio
-from batchllm_operator.stored_plan.counts import Count, Frozen, Seconds
+from batchllm_operator.stored_plan.counts import Count, Counts, Seconds
+from batchllm_operator.stored_plan.stored_json import StoredJson
 
 PROGRESS_FILE: Final = "progress.json"
 """File name in an attempt's folder."""
@@ -23,11 +22,11 @@ MOST_INTERVAL_S: Final = 60.0
 """Upper bound of intervals that count: otherwise a killed attempt could look live for hours."""
 
 
-class ShardProgress(Frozen):
-    """Version 1 of an attempt's progress.json. For people, and for waiting tasks.
+class ShardProgress(StoredJson):
+    """Version 1 of an attempt's progress.json. For people, and for waiting tasks."""
 
-    Rows, parts and tokens count what is finished, by this attempt and by those before it.
-    """
+    what = "progress"
+    version_field = "progress_version"
 
     progress_version: Literal[1] = 1
     plan_id: str
@@ -50,20 +49,15 @@ class ShardProgress(Frozen):
     """Number of workers that this one was started as one of; None for `run --shard`."""
     num_gpus: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """GPUs that the attempt holds; 0 on a CPU."""
-    gpu_held_s: Seconds | None = None
+    gpu_held_s: Seconds
     """The part of `elapsed_s` that counts for this attempt's GPU time: a worker begins its next
-    shard before the last one has ended, and its GPUs are counted once. None in progress of older
-    releases, where all of it counts."""
+    shard before the last one has ended, and its GPUs are counted once."""
     num_rows: Count
-    num_rows_done: Count
-    num_rows_failed: Count = 0
     num_parts: Count
     num_parts_done: Count
     """Written parts. Rows of other parts count as done once the engine has generated them."""
-    num_logical_tokens: Count = 0
-    num_prompt_tokens: Count = 0
-    num_cached_tokens: Count = 0
-    num_output_tokens: Count = 0
+    done: Counts
+    """Finished work, by this attempt and by those before it."""
     computed_tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
     """Prompt tokens that this attempt has computed per second over the last minute; without those
     that it found in the cache."""
@@ -75,16 +69,9 @@ class ShardProgress(Frozen):
     """First line of a failed attempt's error."""
 
     @property
-    def saving_ratio(self) -> float:
-        """Eq. 2 so far, over the rows that got a text, 0 to 1."""
-        num_computed = self.num_prompt_tokens - self.num_cached_tokens
-        return saving_ratio(num_computed, self.num_logical_tokens)
-
-    @property
     def gpu_s(self) -> float:
         """GPU seconds that count for the attempt, up to its last sign."""
-        held_s = self.elapsed_s if self.gpu_held_s is None else self.gpu_held_s
-        return held_s * self.num_gpus
+        return self.gpu_held_s * self.num_gpus
 
     def age_s(self, now: datetime) -> float:
         """Seconds since it was written, at least 0, because clocks differ."""
@@ -102,15 +89,3 @@ class ShardProgress(Frozen):
         A killed process leaves its last state behind, but doesn't update it any more.
         """
         return self.state in LIVE_STATES and self.age_s(now) <= self.silent_after_s
-
-    @classmethod
-    def from_bytes(cls, data: bytes, *, source: str) -> ShardProgress:
-        """Read a stored object; `source` names it in errors.
-
-        Raises:
-            PlanError: it isn't progress of this version.
-        """
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise PlanError(f"progress {source}: can't be read by this release") from error

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from pydantic import ValidationError
-
-from batchllm_operator.errors import IncompleteRunError, PlanError
+from batchllm_operator.errors import DamagedFileError, IncompleteRunError
 from batchllm_operator.shards.parts import PartEntry
-from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Count, Counts
+from batchllm_operator.stored_plan.stored_json import StoredJson
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 REPORT_FILE: Final = "report.json"
-_REPORT_VERSION: Final = 1
 
 
-class ShardReport(Counts):
-    """The counts of a finished shard, over all attempts."""
+class ShardReport(StoredJson):
+    """A finished shard."""
+
+    what = "shard report"
+    version_field = "report_version"
+    cure = "run the shard again"
 
     report_version: Literal[1] = 1
     plan_id: str
@@ -26,6 +27,8 @@ class ShardReport(Counts):
     num_parts: Count
     num_resumed_parts: Count
     """Parts that earlier attempts had finished."""
+    counts: Counts
+    """Over all attempts."""
 
     @classmethod
     def of_parts(
@@ -37,34 +40,37 @@ class ShardReport(Counts):
             shard_idx=shard_idx,
             num_parts=len(entries),
             num_resumed_parts=num_resumed_parts,
-            **dict(Counts.total(entries)),
+            counts=Counts.total(entries),
         )
 
+    def figures(self) -> dict[str, Any]:
+        """All fields by name, for a command's result."""
+        return {**self.model_dump(exclude={"counts"}), **self.counts.model_dump()}
 
-def write_report(folder: Folder, report: ShardReport) -> None:
-    folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
+
+def read_report(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
+    """The report of a shard; None if there is none yet.
+
+    Raises:
+        PlanError: see `StoredJson.read`.
+    """
+    folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
+    return ShardReport.read(folder, REPORT_FILE, plan_id=plan_id, shard_idx=shard_idx)
 
 
-def read_report(folder: Folder, where: str) -> ShardReport:
-    """The report in a shard's run folder; `where` names the shard in errors.
+def require_report(plan: StoredPlan, shard_idx: int) -> ShardReport:
+    """The report of a shard that should be finished.
 
     Raises:
         IncompleteRunError: there is none, or it is damaged.
-        PlanError: it is of another version.
+        PlanError: it is of another version, or belongs elsewhere.
     """
     try:
-        fields = json.loads(folder.read_bytes(REPORT_FILE))
-    except FileNotFoundError:
-        raise IncompleteRunError(f"{where}: there is no report; run the shard") from None
-    except (ValueError, RecursionError) as error:
-        raise IncompleteRunError(f"{where}: the report isn't JSON; run the shard again") from error
-    version = fields.get("report_version") if isinstance(fields, dict) else None
-    if version != _REPORT_VERSION:
-        raise PlanError(
-            f"{where}: the report is of version {version!r}, this release reads version"
-            f" {_REPORT_VERSION}; use one release of batchllm-operator everywhere"
+        report = read_report(plan, shard_idx)
+    except DamagedFileError as error:
+        raise IncompleteRunError(str(error)) from error
+    if report is None:
+        raise IncompleteRunError(
+            f"shard {shard_idx} of plan {plan.folder.uri}: there is no report; run the shard"
         )
-    try:
-        return ShardReport.model_validate(fields)
-    except ValidationError as error:
-        raise IncompleteRunError(f"{where}: the report isn't whole; run the shard again") from error
+    return report

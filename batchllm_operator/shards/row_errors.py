@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import clipped, counted
 from batchllm_operator.errors import FailedRowsError
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import share
@@ -57,27 +58,30 @@ class WrittenRows:
 
 @dataclass(slots=True)
 class RowErrors:
-    """Failed rows by kind, the part of their errors before the colon."""
+    """Failed rows by the kind of their errors."""
 
     num_examples: int = NUM_EXAMPLES
     """Rows of each kind that are kept."""
     counts: Counter[str] = field(default_factory=Counter)
-    _first: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    _first: dict[str, list[tuple[int, RowError]]] = field(default_factory=dict)
     """By kind, row_idx and error of the first rows in input order, and of some more."""
 
     @property
     def num_rows(self) -> int:
         return self.counts.total()
 
-    def add(self, error: str, row_idxs: Iterable[int]) -> None:
-        kind = error.partition(":")[0]
-        row_idxs = list(row_idxs)
+    def add(self, error: RowError, row_idxs: Iterable[int]) -> None:
+        kind, row_idxs = error.kind, list(row_idxs)
         self.counts[kind] += len(row_idxs)
         clipped = clip(error)
         first = self._first.setdefault(kind, [])
         first += [(row_idx, clipped) for row_idx in row_idxs]
         if len(first) > 2 * self.num_examples + _SPARE:
             self._first[kind] = self._kept(kind)
+
+    def add_all(self, failed: Iterable[tuple[RowError, Iterable[int]]]) -> None:
+        for error, row_idxs in failed:
+            self.add(error, row_idxs)
 
     def add_rejected(self, rows: PlanRows) -> None:
         """Add the rows that planning has rejected."""
@@ -87,10 +91,10 @@ class RowErrors:
             if column.null_count < len(column):
                 failed = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
                 for offset, error in zip(failed, column.drop_null().to_pylist(), strict=True):
-                    self.add(error, [start + int(offset)])
+                    self.add(RowError(**error), [start + int(offset)])
             start += batch.num_rows
 
-    def _kept(self, kind: str) -> list[tuple[int, str]]:
+    def _kept(self, kind: str) -> list[tuple[int, RowError]]:
         return heapq.nsmallest(self.num_examples, self._first[kind])
 
     def kinds(self, rows: PlanRows) -> tuple[ErrorKind, ...]:
@@ -104,12 +108,12 @@ class RowErrors:
                 kind=kind,
                 num_rows=self.counts[kind],
                 example_keys=tuple(keys[row_idx] for row_idx, _ in first[kind]),
-                example_error=first[kind][0][1],
+                example_error=str(first[kind][0][1]),
             )
             for kind in chosen
         )
 
-    def first_rows(self, rows: PlanRows) -> list[tuple[dict[str, str], str]]:
+    def first_rows(self, rows: PlanRows) -> list[tuple[dict[str, str], RowError]]:
         """Key and error of the first `num_examples` rows of all kinds, in input order."""
         found = (row for kind in self._first for row in self._kept(kind))
         first = heapq.nsmallest(self.num_examples, found)
@@ -117,8 +121,12 @@ class RowErrors:
         return [(keys[row_idx], error) for row_idx, error in first]
 
 
-def clip(error: str) -> str:
-    return error if len(error) <= _MAX_CHARS else error[: _MAX_CHARS - 1] + "…"
+def clip(error: RowError) -> RowError:
+    """The error with at most 300 characters."""
+    message = error.message
+    return RowError(
+        error.kind, message and clipped(message, _MAX_CHARS - len(error.kind) - len(": "))
+    )
 
 
 def are_too_many(spec: JobSpec, num_failed: int, num_rows: int) -> bool:
@@ -155,11 +163,12 @@ def too_many_failed(
     if kinds:
         key = ", ".join(f"{name} {value}" for name, value in kinds[0].example_keys[0].items())
         example = f" First {kinds[0].kind}: {key}: {kinds[0].example_error!r}."
-    return FailedRowsError(
+    message = (
         f"{num_failed:,} of {counted(num_rows, 'row')} failed, {share(num_failed, num_rows)}"
         f" ({', '.join(counts)}), more than max_failed_fraction {spec.max_failed_fraction} allows;"
         f" {verdict}.{example} {cure}. Or mend the rows, and plan again"
     )
+    return FailedRowsError(message, num_failed, kinds)
 
 
 def _read_keys(rows: PlanRows, row_idxs: Sequence[int]) -> dict[int, dict[str, str]]:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.engine import EngineOutput
+from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.parts import (
     PART_SCHEMA,
@@ -61,7 +62,7 @@ class SpilledPart:
     engine_s: float = 0.0
     """Its share of the spills' seconds."""
 
-    def errors(self) -> Iterator[tuple[str, list[int]]]:
+    def errors(self) -> Iterator[tuple[RowError, list[int]]]:
         """The error and the rows of each request that has failed."""
         for request_idx, output in self.outputs.items():
             if output.error is not None:
@@ -154,7 +155,7 @@ def read_spills(
 
 def stored_errors(
     folder: Folder, entries: Iterable[PartEntry], spilled: Iterable[SpilledPart]
-) -> Iterator[tuple[str, list[int]]]:
+) -> Iterator[tuple[RowError, list[int]]]:
     """The error and the rows of each request that has failed, in parts and beside them."""
     for entry in entries:
         if entry.num_failed_rows:
@@ -177,4 +178,6 @@ def _rows(
 def _output(row: Mapping[str, Any], raw_names: Sequence[str]) -> EngineOutput:
     raw = {name: row[name] for name in raw_names if row.get(name) is not None}
     fields = {name: row[name] for name in _PART_NAMES}
+    if fields["error"] is not None:
+        fields["error"] = RowError(**fields["error"])
     return EngineOutput(text=row["generated_text"], raw=raw, **fields)

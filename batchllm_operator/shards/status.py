@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Literal
 
-from batchllm_operator.prefixes import saving_ratio
+from batchllm_operator.shards.committed import Refusal
 from batchllm_operator.shards.progress import ShardProgress
-from batchllm_operator.shards.refusal import Refusal
+from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.run_report import Bill
 
 ShardState = Literal["waiting", "starting", "running", "silent", "stopped", "failed", "finished"]
@@ -27,21 +27,16 @@ of its last one."""
 class ShardStatus:
     """One shard, by its report or else by its latest attempt.
 
-    Rows, parts and tokens count finished work of all attempts. Without progress they are 0 until
-    the shard is finished, because the ledger isn't read for this.
+    Finished work is that of all attempts. Without progress it is 0 until the shard is finished,
+    because the ledger isn't read for this.
     """
 
     shard_idx: int
     state: ShardState
     num_rows: int
     num_parts: int
-    num_rows_done: int = 0
-    num_rows_failed: int = 0
     num_parts_done: int = 0
-    num_logical_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
+    done: Counts = NOTHING
     computed_tokens_per_s: float = 0.0
     """Prompt tokens computed per second, without cached ones; 0 unless the shard is live."""
     output_tokens_per_s: float = 0.0
@@ -65,11 +60,6 @@ class ShardStatus:
     @property
     def is_live(self) -> bool:
         return self.state in ("starting", "running")
-
-    @property
-    def saving_ratio(self) -> float | None:
-        """Eq. 2 so far, over the rows that got a text; None before there is one."""
-        return _saving_ratio([self])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +112,15 @@ class JobStatus:
     read_at: datetime
     shards: tuple[ShardStatus, ...]
     """All shards, in order."""
+    bill: Bill
+    """GPU time so far, None without a GPU, and the plan's prediction if it has one."""
     notes: tuple[str, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
     """By number, and among equal numbers the latest sign first; none with `run --shard`."""
-    num_rows_rejected: int = 0
+    num_rejected_rows: int = 0
     """Rows that can't be prompted: failed rows, too, for commit and its limit."""
     planned_saving_ratio: float | None = None
-    """What the plan says `saving_ratio` will be; None if there is nothing to generate."""
-    bill: Bill | None = None
-    """GPU time so far, None without a GPU, and the plan's prediction if it has one."""
+    """What the plan says `done.saving_ratio` will be; None if there is nothing to generate."""
     refusal: Refusal | None = None
     """Why the last commit published nothing; None if it hasn't refused, or after a commit."""
 
@@ -143,12 +133,9 @@ class JobStatus:
         return sum(shard.num_rows for shard in self.shards)
 
     @property
-    def num_rows_done(self) -> int:
-        return sum(shard.num_rows_done for shard in self.shards)
-
-    @property
-    def num_rows_failed(self) -> int:
-        return sum(shard.num_rows_failed for shard in self.shards)
+    def done(self) -> Counts:
+        """Finished work of all shards."""
+        return Counts.total(shard.done for shard in self.shards)
 
     @property
     def num_parts(self) -> int:
@@ -172,11 +159,6 @@ class JobStatus:
         return sum(shard.gpu_s for shard in self.shards)
 
     @property
-    def saving_ratio(self) -> float | None:
-        """Eq. 2 so far, over the rows that got a text; None before there is one."""
-        return _saving_ratio(self.shards)
-
-    @property
     def num_finished(self) -> int:
         return sum(shard.state == "finished" for shard in self.shards)
 
@@ -197,7 +179,7 @@ class JobStatus:
             return 0.0
         # The rest as of the last sign takes its time from then on, not from now.
         live = [
-            (shard.num_rows - shard.num_rows_done, shard.eta_s, shard.age_s or 0.0)
+            (shard.num_rows - shard.done.num_rows, shard.eta_s, shard.age_s or 0.0)
             for shard in self.shards
             if shard.is_live and shard.eta_s is not None
         ]
@@ -209,7 +191,7 @@ class JobStatus:
         rows_per_s = sum(speeds)
         since = sum(speed * age_s for speed, (_, _, age_s) in zip(speeds, live, strict=True))
         latest_s = max(eta_s for _, eta_s, _ in live)
-        num_left = self.num_rows - self.num_rows_done - since
+        num_left = self.num_rows - self.done.num_rows - since
         return max(latest_s, num_left / rows_per_s) if rows_per_s > 0 else None
 
 
@@ -261,18 +243,9 @@ def _worker_status(
         state=state,
         live_shards=tuple(sorted(each.shard_idx for each in live)),
         num_finished=sum(shard.state == "finished" for shard in shards),
-        num_rows_done=sum(shard.num_rows_done for shard in shards),
+        num_rows_done=sum(shard.done.num_rows for shard in shards),
         computed_tokens_per_s=sum(each.computed_tokens_per_s for each in live),
         output_tokens_per_s=sum(each.output_tokens_per_s for each in live),
         age_s=last.age_s(now),
         gpu_s=sum(each.gpu_s for each in made),
     )
-
-
-def _saving_ratio(shards: Iterable[ShardStatus]) -> float | None:
-    shards = list(shards)
-    num_logical = sum(shard.num_logical_tokens for shard in shards)
-    if not num_logical:
-        return None
-    num_computed = sum(shard.num_prompt_tokens - shard.num_cached_tokens for shard in shards)
-    return saving_ratio(num_computed, num_logical)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from batchllm_operator.amounts import text_table
 from batchllm_operator.cost import AttentionKernels, AttentionRates, attention_kernels, step_seconds
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.run import Run
-from batchllm_operator.simulate.summary import text_table
 
 _PREFILL_AND_DECODE: Final[Mapping[str, tuple[str, str]]] = {
     "stock": ("FlashAttention 3", "FlashAttention 3"),
@@ -102,7 +102,7 @@ def format_attention(found: Sequence[AttentionPrediction], machine: Machine) -> 
         for each in found
     ]
     headings = ("policy", "prefill by", "decode by", "tokens", "predicted")
-    lines = text_table([(*headings, *(f"over {base}" for base in bases)), *rows], num_texts=3)
+    lines = text_table([(*headings, *(f"over {base}" for base in bases)), *rows], left=range(3))
     return "\n".join(
         [f"attention kernels on {machine.gpu.name}, slow to fast: predicted, not measured", *lines]
     )

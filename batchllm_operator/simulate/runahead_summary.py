@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from batchllm_operator.amounts import text_table
 from batchllm_operator.simulate.runahead import (
     Paper,
     PredictedRow,
@@ -14,7 +15,6 @@ from batchllm_operator.simulate.runahead import (
     log_errors,
     root_mean_square,
 )
-from batchllm_operator.simulate.summary import text_table
 
 _HEADINGS: Final = (
     "source",
@@ -64,7 +64,7 @@ def format_rows(
         "Predicted TTFT in seconds, beside that of the KV-Runahead paper (Cho et al., 2024) on"
         f" {paper.gpu}; rows with * took no part in the fit",
         "",
-        *text_table([_HEADINGS, *map(_cells, rows)], _NUM_TEXTS),
+        *text_table([_HEADINGS, *map(_cells, rows)], range(_NUM_TEXTS)),
         "",
         "Chunks, as shares of the context:",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import counted, text_table
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.workload import Workload
@@ -56,7 +56,7 @@ def format_runs(workload: Workload, machine: Machine, runs: Sequence[Run]) -> st
         )
         for run, relative in zip(runs, relative_times(runs), strict=True)
     ]
-    return "\n".join([*lines, *text_table([_HEADINGS, *rows], num_texts=1), *_notes(runs)])
+    return "\n".join([*lines, *text_table([_HEADINGS, *rows]), *_notes(runs)])
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:
@@ -77,15 +77,3 @@ def _notes(runs: Sequence[Run]) -> list[str]:
         "Stock vLLM takes in all requests before its first step; these 0.4 ms a request aren't in"
         " its prediction.",
     ] * (more > 0)
-
-
-def text_table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
-    """Lines of a table with aligned columns; the first `num_texts` are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if idx < num_texts else text.rjust(width)
-            for idx, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

@@ -34,7 +34,7 @@ from batchllm_operator.spark.live import counted
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
-from batchllm_operator.storage import Folder
+from batchllm_operator.storage import Folder, together
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -68,7 +68,7 @@ def _write(
 ) -> Path | StagedRows:
     """Write the partition's data files; see `write_partition`."""
     spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
-    joining = Joining.of(plan, table, sources)
+    joining = Joining.of(plan, sources)
     add_columns = spec.output.add_columns
     staging = table.staging(plan.manifest.ds, joining.schema, add_columns=add_columns)
     if staging is None:
@@ -110,14 +110,8 @@ def _payloads(sources: Sequence[FinishedShard | ReusedOutputs]) -> Iterator[byte
         if isinstance(source, ReusedOutputs):
             yield json.dumps({"reused": source.plan.folder.uri}).encode()
             continue
-        kept: list[PartEntry] = []
-        for entry in source.entries:
-            kept.append(entry)
-            if sum(each.num_rows for each in kept) >= _TASK_ROWS:
-                yield _payload(source.folder, kept)
-                kept = []
-        if kept:
-            yield _payload(source.folder, kept)
+        for entries in together(source.entries, lambda entry: entry.num_rows / _TASK_ROWS):
+            yield _payload(source.folder, entries)
 
 
 def _payload(folder: Folder, entries: Sequence[PartEntry]) -> bytes:

@@ -21,7 +21,7 @@ MAX_LABELS: Final = 128
 """As many as vLLM gives the log-probabilities of."""
 _AFTER: Final = (
     *("finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-    *("error", "model", "run_id"),
+    *("status", "error", "model", "run_id"),
 )
 _OF_TEXTS: Final = frozenset({"generated_text", "finish_reason", "num_output_tokens"})
 """Columns that a vector hasn't."""
@@ -109,7 +109,7 @@ def _check_response_format(spec: JobSpec) -> None:
         raise ValueError("response_format: is for one answer a row, so leave out sampling.n")
     if not isinstance(spec.response_format, JsonSchemaFormat):
         return
-    others = ("generated_text", *_answer_columns(spec), "status", *_AFTER)
+    others = ("generated_text", *_answer_columns(spec), *_AFTER)
     kept = (spec.input.partition_column, *spec.kept_columns)
     taken = {name.casefold() for name in (*others, *kept)}
     for name in spec.response_format.columns:

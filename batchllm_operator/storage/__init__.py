@@ -10,3 +10,4 @@ from batchllm_operator.storage.many_files import hash_files as hash_files
 from batchllm_operator.storage.many_files import list_files as list_files
 from batchllm_operator.storage.many_files import read_files as read_files
 from batchllm_operator.storage.many_files import remove_files as remove_files
+from batchllm_operator.storage.many_files import together as together

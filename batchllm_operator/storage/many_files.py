@@ -101,6 +101,20 @@ def ahead(
                 each.cancel()
 
 
+def together(items: Iterable[Item], fullness: Callable[[Item], float]) -> Iterator[list[Item]]:
+    """Consecutive items in lists; a list ends with the item that makes it full (1)."""
+    chosen: list[Item] = []
+    full = 0.0
+    for item in items:
+        chosen.append(item)
+        full += fullness(item)
+        if full >= 1:
+            yield chosen
+            chosen, full = [], 0.0
+    if chosen:
+        yield chosen
+
+
 def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
     """The result for each name whose file exists. The first error ends the others."""
     names = list(names)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from batchllm_operator.prefixes.algorithm1 import saving_ratio
 
 if TYPE_CHECKING:
     from batchllm_operator.engine import EngineOutput
@@ -26,6 +28,7 @@ class Counts(Frozen):
 
     num_requests: Count
     num_rows: Count
+    """Rows with a text or an error."""
     num_failed_rows: Count
     num_logical_tokens: Count
     """Prompt tokens of the rows that were served, duplicates included."""
@@ -34,7 +37,7 @@ class Counts(Frozen):
     num_cached_tokens: Count
     """Those of them that were found in the cache."""
     num_output_tokens: Count
-    engine_s: Annotated[float, Field(ge=0)]
+    engine_s: Seconds
     """Seconds from the part before (or the start of the stream) to this one, summed over parts."""
 
     @classmethod
@@ -57,21 +60,46 @@ class Counts(Frozen):
     @classmethod
     def total(cls, counts: Iterable[Counts]) -> Counts:
         counts = list(counts)
-        sums = {name: sum(getattr(each, name) for each in counts) for name in Counts.model_fields}
+        sums = {name: sum(getattr(count, name) for count in counts) for name in Counts.model_fields}
         return Counts(**sums | {"engine_s": round(sums["engine_s"], 3)})
 
     def __add__(self, other: Counts) -> Counts:
         return Counts.total([self, other])
 
     @property
-    def tokens(self) -> dict[str, Any]:
-        """The counts of tokens by name, which progress and status share."""
-        return {name: getattr(self, name) for name in Counts.model_fields if "tokens" in name}
-
-    @property
     def num_computed_tokens(self) -> int:
         """Prompt tokens whose KV was computed."""
         return self.num_prompt_tokens - self.num_cached_tokens
+
+    @property
+    def num_duplicate_tokens(self) -> int:
+        """Prompt tokens of rows that an equal prompt's request served."""
+        return self.num_logical_tokens - self.num_prompt_tokens
+
+    @property
+    def saving_ratio(self) -> float | None:
+        """Eq. 2 as measured, in whole KV blocks, over the rows that were served; None before."""
+        if not self.num_logical_tokens:
+            return None
+        return saving_ratio(self.num_computed_tokens, self.num_logical_tokens)
+
+    @property
+    def computed_tokens_per_s(self) -> float | None:
+        """Computed prompt tokens per second of `engine_s`; None if nothing was generated."""
+        return self.num_computed_tokens / self.engine_s if self.engine_s else None
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """Output tokens per second of `engine_s`; None if nothing was generated."""
+        return self.num_output_tokens / self.engine_s if self.engine_s else None
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Rows per second of `engine_s`; None if nothing was generated."""
+        return self.num_rows / self.engine_s if self.engine_s else None
+
+
+NOTHING: Final = Counts.total(())
 
 
 def share(num_some: int, num_all: int) -> str:

@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import pyarrow as pa
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from batchllm_operator.answers import PlannedAnswers
 from batchllm_operator.cost.gpu import GPU
 from batchllm_operator.cost.model_shape import ModelShape
-from batchllm_operator.errors import PlanError
+from batchllm_operator.errors import DamagedFileError
 from batchllm_operator.prefixes.algorithm1 import saving_ratio
 from batchllm_operator.prefixes.sharing import PlanSharing
-from batchllm_operator.spec import SPEC_VERSION, JobSpec
-from batchllm_operator.spec.faults import describe
+from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.counts import Count, Frozen
 from batchllm_operator.stored_plan.shard_files import shard_file
+from batchllm_operator.stored_plan.stored_json import StoredJson
 
-PLAN_VERSION: Final = 1
-PLAN_KIND: Final = "batchllm-plan"
 MANIFEST_FILE: Final = "manifest.json"
 ROWS_FILE: Final = "rows.parquet"
 GROUPS_FILE: Final = "groups.parquet"
@@ -35,8 +33,12 @@ FINGERPRINTS_FILE: Final = "fingerprints.parquet"
 REUSED_FILE: Final = "reused.parquet"
 """Outputs that the plan takes from an earlier commit, with the schema of parts."""
 ERROR_COLUMN: Final = "error"
-"""Column of rows.parquet: why a row can't be prompted; null where it can."""
-ERRORS_SCHEMA: Final = pa.schema([pa.field(ERROR_COLUMN, pa.string())])
+"""Column of rows.parquet, parts and output tables."""
+ERROR_FIELD: Final = pa.field(
+    ERROR_COLUMN, pa.struct([("kind", pa.string()), ("message", pa.string())])
+)
+"""A `RowError`; null where there is none."""
+ERRORS_SCHEMA: Final = pa.schema([ERROR_FIELD])
 """Columns of rows.parquet beside those that the job keeps."""
 GROUPS_SCHEMA: Final = pa.schema(
     [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
@@ -132,10 +134,9 @@ class PlanCounts(Frozen):
     """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
     num_planned_tokens: Count
     """Prefill tokens of the shards' engines, if each keeps in its cache what it will need again
-    (Eq. 2, N_processed); in whole KV blocks. In plans of releases that dealt out groups, those of
-    groups that compute their one prefix once, by exact tokens."""
+    (Eq. 2, N_processed); in whole KV blocks."""
     num_optimal_tokens: Count
-    """The same with one shard; by exact tokens in plans of those releases."""
+    """The same with one shard."""
     num_algorithm_1_saved_tokens: Count
     """Tokens that the paper's Algorithm 1 saves in one shard."""
     num_exact_saved_tokens: Count
@@ -223,29 +224,20 @@ class RowFile(Frozen):
     num_rows: Count
 
 
-class SnapshotFile(Frozen):
-    """One input file as it was when the plan read it."""
-
-    name: str
-    size_bytes: Count
-    version: str
-
-
-class PlanManifest(Frozen):
+class PlanManifest(StoredJson):
     """Everything about a plan but its data. Equal inputs give equal bytes."""
 
-    kind: Literal["batchllm-plan"] = PLAN_KIND
-    plan_version: Literal[1] = PLAN_VERSION
+    what = "plan"
+    version_field = "plan_version"
+    cure = "make the plan again"
+
+    plan_version: Literal[1] = 1
     plan_id: str = Field(pattern=r"^[0-9a-f]{16}$")
-    spec_version: int
     spec: JobSpec
-    spec_identity: str
     ds: str = Field(min_length=1)
     input_uri: str
-    input_version: str | None = None
-    """State of the table that was read, such as `delta:<version>`; None in plans of releases
-    that read only Parquet."""
-    input_files: tuple[SnapshotFile, ...]
+    input_version: str
+    """State of the table that was read, such as `delta:<version>`."""
     tokenizer_fingerprint: str
     model_version: str
     """The hub's commit (`commit:...`) or a digest of the model's folder."""
@@ -254,14 +246,11 @@ class PlanManifest(Frozen):
     answers: PlannedAnswers = PlannedAnswers()
     max_model_len: Count
     counts: PlanCounts
-    planned_saving_ratio: float
-    optimal_saving_ratio: float
     learned: LearnedOutputs | None = None
     """The earlier outputs for the estimate, if the spec asks for it and there are any."""
     estimate: CostEstimate | None = None
     """None if no GPU is named, or the model's shape is unknown."""
-    sharing: PlanSharing | None = None
-    """None in plans of older releases."""
+    sharing: PlanSharing
     imbalance: float = 1.0
     """Predicted work of the largest shard / that of the average shard."""
     files: Mapping[str, DataFile]
@@ -303,39 +292,18 @@ class PlanManifest(Frozen):
         return _dump({**body, "manifest_sha256": _digest(body)})
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, source: str) -> PlanManifest:
-        """Read a stored manifest; `source` names it in errors.
-
-        Raises:
-            PlanError: it isn't a plan, is of another version, is corrupted, or is refused by this
-                release.
-        """
+    def opened(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        """Check the digest."""
+        digest = fields.pop("manifest_sha256", None)
         try:
-            body = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"plan {source}: the manifest is corrupted: not JSON") from error
-        if not isinstance(body, dict) or body.get("kind") != PLAN_KIND:
-            raise PlanError(f"plan {source}: this isn't a plan made by `batchllm plan`")
-        for field, ours in (("plan_version", PLAN_VERSION), ("spec_version", SPEC_VERSION)):
-            if body.get(field) != ours:
-                raise PlanError(
-                    f"plan {source}: has {field} {body.get(field)!r}; this release reads {ours};"
-                    " make the plan again with this release"
-                )
-        try:
-            is_whole = body.pop("manifest_sha256", None) == _digest(body)
+            is_whole = digest == _digest(fields)
         except (ValueError, RecursionError):  # a lone surrogate, which UTF-8 can't encode
             is_whole = False
         if not is_whole:
-            raise PlanError(f"plan {source}: the manifest is corrupted: its checksum doesn't hold")
-        try:
-            return cls.model_validate(body)
-        except ValidationError as error:
-            # It is intact, so a release with other rules has written it.
-            raise PlanError(
-                f"plan {source}: this release refuses it ({describe(error, cls)}); make the plan"
-                " again, with a spec that this release takes"
-            ) from error
+            raise DamagedFileError(
+                f"{where}: the manifest is corrupted: its checksum doesn't hold; {cls.cure}"
+            )
+        return fields
 
 
 def rows_file(idx: int) -> str:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AwareDatetime, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.spec.tasks import INVALID_OUTPUT
-from batchllm_operator.stored_plan.counts import Count, Frozen, Seconds
+from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, Seconds
+from batchllm_operator.stored_plan.manifest import PlanCounts
+from batchllm_operator.stored_plan.stored_json import StoredJson
 
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
-_NOT_FIGURES: Final = {"sample_rows", "bill", "errors", "shards", "timelines", "sharing"}
+_FIGURES: Final = {
+    *("job", "ds", "run_id", "plan_uri", "table_uri", "report_uri", "model", "committed_at"),
+    *("errors_by_kind", "num_shards", "num_workers", "answers"),
+}
+_OF_PLAN: Final = {
+    *("num_duplicate_rows", "num_reused_rows", "num_control_rows", "num_truncated_rows"),
+    *("num_requests", "num_groups", "num_shared_groups", "num_logical_tokens"),
+}
 _MOST_BINS: Final = 1000
 
 # Bounded so that every readable report can be drawn.
 _Number = Annotated[float, Field(ge=0, le=1e24)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_Saving = Annotated[float, Field(ge=-1e6, le=1)]
 _Bins = Annotated[tuple[_Number, ...], Field(min_length=1, max_length=_MOST_BINS)]
 _Shares = Annotated[tuple[_Share, ...], Field(min_length=1, max_length=_MOST_BINS)]
 
@@ -35,7 +42,6 @@ class ErrorKind(Frozen):
     """Rows that failed in the same way."""
 
     kind: str
-    """The part of their errors before the colon."""
     num_rows: Count
     example_keys: tuple[dict[str, str], ...]
     """Keys of the first few rows of this kind, in input order."""
@@ -43,32 +49,11 @@ class ErrorKind(Frozen):
     """Error of the first of these rows, clipped."""
 
 
-class TokenKinds(Frozen):
-    """Where the tokens of the rows that got a text went. Prompt tokens, but for the last."""
-
-    num_duplicate: Count
-    """Tokens of rows that took their text from an equal prompt's request."""
-    num_cached: Count
-    """Tokens found in the KV cache: shared prefixes that were computed once."""
-    num_computed: Count
-    num_output: Count
-
-    @property
-    def num_logical(self) -> int:
-        return self.num_duplicate + self.num_cached + self.num_computed
-
-
 class ShardRun(Frozen):
     """What one shard took."""
 
     shard_idx: Count
-    num_rows: Count
-    num_rows_failed: Count
-    num_requests: Count
-    num_computed_tokens: Count
-    """Prompt tokens of the requests that got a text, without those found in the cache."""
-    num_output_tokens: Count
-    engine_s: Seconds
+    done: Counts
     num_attempts: Count
     gpu_s: _Number | None = None
     """GPU seconds of all attempts, with engine starts and dropped work; None if unknown."""
@@ -76,22 +61,14 @@ class ShardRun(Frozen):
     worker: Count | None = None
     """Number of the worker that finished it; None for `run --shard`, or if unknown."""
 
-    @property
-    def computed_tokens_per_s(self) -> float:
-        return self.num_computed_tokens / self.engine_s if self.engine_s else 0.0
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.num_output_tokens / self.engine_s if self.engine_s else 0.0
-
 
 class Bill(Frozen):
     """GPU time and its price, against what was predicted."""
 
     gpu_s: _Number | None
     """GPU seconds that attempts have held, from their start to their last sign, with engine starts
-    and dropped work; those that a worker's shards share count once. None if unknown (no GPU, or an
-    older release)."""
+    and dropped work; those that a worker's shards share count once. None if unknown, or without a
+    GPU."""
     usd_per_hour: _Number | None
     """Price of a GPU, from the table of GPUs; None if the spec names none."""
     gpu: str | None = None
@@ -159,8 +136,7 @@ class Timeline(Frozen):
     """Number of the worker whose engine it is; None for `run --shard`."""
     num_steps: Count
     duration_s: Seconds
-    chunk_size: Count | None
-    """None in traces of older releases."""
+    chunk_size: Count
     bin_s: Annotated[float, Field(gt=0, le=1e12)]
     num_decode_tokens: _Bins
     num_distinct_tokens: _Bins
@@ -190,13 +166,14 @@ class Timeline(Frozen):
         return self
 
 
-class RunReport(Frozen):
-    """Version 2 of report.json. Ratios are fractions (0 to 1) of the logical prompt tokens.
+class RunReport(StoredJson):
+    """Version 1 of report.json."""
 
-    Version 1, of older releases, ends with `sample_rows`, and is read too.
-    """
+    what = "report"
+    version_field = "report_version"
+    cure = "remove it, and commit again to have it made"
 
-    report_version: Literal[1, 2] = 2
+    report_version: Literal[1] = 1
     job: str
     ds: str
     run_id: str
@@ -204,121 +181,91 @@ class RunReport(Frozen):
     table_uri: str
     report_uri: str
     model: str
-    num_rows_in: Count
-    num_rows_out: Count
-    """Rows with a text."""
-    num_rows_failed: Count
-    num_rows_duplicate: Count
-    """Rows that took their text from an equal prompt's request."""
-    num_rows_reused: Count = 0
-    """Rows that took their text from an earlier commit. Tokens and ratios exclude them."""
-    num_rows_control: Count = 0
-    """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
-    num_rows_truncated: Count = 0
-    """Rows of which a value was cut; see `prompt.truncate`."""
+    committed_at: AwareDatetime
+    plan: PlanCounts
+    """What the plan counts. Tokens and ratios exclude reused rows."""
+    done: Counts
+    """What the shards' parts count. `engine_s` is without engine starts, and without parts that an
+    interruption dropped."""
     errors_by_kind: dict[str, Count]
-    num_requests: Count
-    num_groups: Count
-    num_shared_groups: Count
-    num_shards: Count
-    num_logical_tokens: Count
-    """Prompt tokens of all rows that could be prompted and reused no output."""
-    num_computed_tokens: Count
-    """Prompt tokens of the answered requests whose KV was computed rather than found in the
-    cache, without recomputation after preemptions."""
-    num_output_tokens: Count
-    optimal_saving_ratio: _Saving
-    """Eq. 2 of one engine with unbounded memory."""
-    planned_saving_ratio: _Saving
-    """Eq. 2 of the plan's shards; see `PlanCounts`."""
-    achieved_saving_ratio: _Saving
-    """Eq. 2 as measured, in whole KV blocks, over the rows that got a text."""
-    engine_s: Seconds
-    """Seconds of generating the parts, summed over the shards, without engine starts and without
-    parts that an interruption dropped."""
-    sample_rows: tuple[SampleRow, ...]
-
-    committed_at: AwareDatetime | None = None
-    tokens: TokenKinds | None = None
-    bill: Bill | None = None
     errors: tuple[ErrorKind, ...] = ()
     """By frequency, descending."""
+    bill: Bill
+    num_shards: Count
     shards: tuple[ShardRun, ...] = ()
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
     """Of the shards or workers that took longest, longest first; none with vLLM's own scheduler."""
-    sharing: PlanSharing | None = None
+    sharing: PlanSharing
     num_workers: Count | None = None
     """Workers that have finished a shard, by number and host; None with `run --shard`."""
-    answers: AnswerSummary | None = None
-    """None if the job asks for texts only."""
+    answers: AnswerSummary = AnswerSummary()
+    """Empty if the job asks for texts only."""
+    sample_rows: tuple[SampleRow, ...] = ()
 
     @property
     def page_uri(self) -> str:
         return f"{self.plan_uri}/{PAGE_FILE}"
 
     @property
-    def num_rows_invalid(self) -> int:
+    def num_rows_out(self) -> int:
+        """Rows with a text."""
+        return self.plan.num_rows - self.num_failed_rows
+
+    @property
+    def num_failed_rows(self) -> int:
+        """Rows with an error, those that the plan has rejected included."""
+        return sum(self.errors_by_kind.values())
+
+    @property
+    def num_invalid_rows(self) -> int:
         """Rows whose answer can't be used."""
         return self.errors_by_kind.get(INVALID_OUTPUT, 0)
 
     @property
     def invalid_share(self) -> float | None:
         """Share of the answers that can't be used, 0 to 1; None without answers."""
-        num_answers = self.num_rows_out + self.num_rows_invalid
-        return self.num_rows_invalid / num_answers if num_answers else None
+        num_answers = self.num_rows_out + self.num_invalid_rows
+        return self.num_invalid_rows / num_answers if num_answers else None
 
     @property
     def optimal_saving(self) -> float | None:
-        """`optimal_saving_ratio`; None if there was nothing to generate."""
-        return self.optimal_saving_ratio if self.num_logical_tokens else None
+        """Eq. 2 of one engine with unbounded memory; None if there was nothing to generate."""
+        return self.plan.optimal_saving_ratio if self.plan.num_logical_tokens else None
 
     @property
     def planned_saving(self) -> float | None:
-        """`planned_saving_ratio`; None if there was nothing to generate."""
-        return self.planned_saving_ratio if self.num_logical_tokens else None
+        """Eq. 2 of the plan's shards; None if there was nothing to generate."""
+        return self.plan.planned_saving_ratio if self.plan.num_logical_tokens else None
 
     @property
     def achieved_saving(self) -> float | None:
-        """`achieved_saving_ratio`; None if no row got a generated text."""
-        num_tokens = self.num_computed_tokens if self.tokens is None else self.tokens.num_logical
-        return self.achieved_saving_ratio if num_tokens else None
-
-    @property
-    def num_saved_tokens(self) -> int | None:
-        """Prompt tokens of the rows with a text that weren't computed; None if unknown."""
-        return None if self.tokens is None else self.tokens.num_duplicate + self.tokens.num_cached
-
-    @property
-    def computed_tokens_per_s(self) -> float | None:
-        """`num_computed_tokens` per second of `engine_s`; None if there was nothing to generate."""
-        return self.num_computed_tokens / self.engine_s if self.engine_s else None
-
-    @property
-    def output_tokens_per_s(self) -> float | None:
-        """Output tokens per second of `engine_s`; None if there was nothing to generate."""
-        return self.num_output_tokens / self.engine_s if self.engine_s else None
-
-    @property
-    def rows_per_s(self) -> float | None:
-        """Generated rows per second of `engine_s`; None if there were none."""
-        num_rows = sum(shard.num_rows for shard in self.shards)
-        return num_rows / self.engine_s if self.engine_s and self.shards else None
+        """Eq. 2 as measured; None if no row got a generated text."""
+        return self.done.saving_ratio
 
     def figures(self) -> dict[str, Any]:
         """The figures for programs: URIs, counts, ratios, times and cost, without texts of rows.
 
         Unknown figures are None, such as ratios and speeds of a run with nothing to generate.
         """
-        bill = self.bill or Bill(gpu_s=None, usd_per_hour=None)
+        plan, done, bill = self.plan, self.done, self.bill
         return {
-            **self.model_dump(mode="json", exclude=_NOT_FIGURES),
+            **self.model_dump(mode="json", include=_FIGURES),
+            **plan.model_dump(include=_OF_PLAN),
+            "num_rows_in": plan.num_rows,
+            "num_rows_out": self.num_rows_out,
+            "num_failed_rows": self.num_failed_rows,
+            "num_duplicate_tokens": done.num_duplicate_tokens,
+            "num_cached_tokens": done.num_cached_tokens,
+            "num_computed_tokens": done.num_computed_tokens,
+            "num_output_tokens": done.num_output_tokens,
+            "num_saved_tokens": done.num_duplicate_tokens + done.num_cached_tokens,
+            "engine_s": done.engine_s,
             "optimal_saving_ratio": self.optimal_saving,
             "planned_saving_ratio": self.planned_saving,
             "achieved_saving_ratio": self.achieved_saving,
-            "num_saved_tokens": self.num_saved_tokens,
-            "computed_tokens_per_s": _rounded(self.computed_tokens_per_s, 1),
-            "output_tokens_per_s": _rounded(self.output_tokens_per_s, 1),
-            "rows_per_s": _rounded(self.rows_per_s, 3),
+            "computed_tokens_per_s": _rounded(done.computed_tokens_per_s, 1),
+            "output_tokens_per_s": _rounded(done.output_tokens_per_s, 1),
+            "rows_per_s": _rounded(done.rows_per_s, 3),
             "gpu_s": bill.gpu_s,
             "cost_usd": bill.cost_usd,
             "predicted_gpu_s": bill.predicted_gpu_s,
@@ -326,21 +273,6 @@ class RunReport(Frozen):
             "predicted_saved_gpu_s": bill.predicted_saved_gpu_s,
             "predicted_saved_cost_usd": bill.predicted_saved_usd,
         }
-
-    @classmethod
-    def from_bytes(cls, data: bytes, *, source: str) -> RunReport:
-        """Read a stored report.
-
-        Raises:
-            PlanError: it isn't a report of a version that this release knows.
-        """
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise PlanError(
-                f"report {source}: can't be read by this release; a later one has written it, or it"
-                " is damaged: remove it, and commit again to have it made"
-            ) from error
 
 
 def _rounded(value: float | None, num_digits: int) -> float | None:

@@ -43,11 +43,6 @@ _SHARD_ENCODING: Final = {"prompt_token_ids.list.element": "BYTE_STREAM_SPLIT"}
 _SHARD_BATCH: Final = 1 << 20
 """Values per encoding step. With Arrow's 1024, writing ids takes 1.5 times as long."""
 
-REQUIRED_SHARD_SCHEMA: Final = pa.schema(
-    [field for field in SHARD_SCHEMA if field.name != "num_output_tokens"]
-)
-"""Columns in the shards of all releases."""
-
 
 def shard_file(shard_idx: int) -> str:
     return f"shard-{shard_idx:05d}.parquet"

@@ -25,12 +25,13 @@ from batchllm_operator.stored_plan.manifest import (
     ShardInfo,
 )
 from batchllm_operator.stored_plan.plan_file import PlanFile
-from batchllm_operator.stored_plan.shard_files import REQUIRED_SHARD_SCHEMA
+from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
 
 SUPERSEDED_FILE: Final = "superseded.json"
 COMMITTING_FILE: Final = "committing.json"
 TURN_FILE: Final = "turn.json"
 RUNS_FOLDER: Final = "runs"
+_RUN: Final = re.compile(r"shard-([0-9]{5,})")
 PLAN_FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
 STAGED_FOLDER: Final = re.compile(r"staged-[0-9a-f]{32}")
 """Files of a plan that Spark is making, beside the plans."""
@@ -55,13 +56,12 @@ class StoredPlan:
             return plan
         uri = str(plan)
         folder = Folder.open(uri)
-        try:
-            data = folder.read_bytes(MANIFEST_FILE)
-        except FileNotFoundError as error:
+        manifest = PlanManifest.read(folder, MANIFEST_FILE)
+        if manifest is None:
             raise PlanError(
                 f"plan {uri}: there is no {MANIFEST_FILE}: not a plan, or one never completed"
-            ) from error
-        return cls(folder, PlanManifest.from_bytes(data, source=uri))
+            )
+        return cls(folder, manifest)
 
     @property
     def publication(self) -> Publication:
@@ -80,7 +80,7 @@ class StoredPlan:
             PlanError: the plan has no such shard, or its file was altered.
         """
         shard = self.shard(shard_idx)
-        with self.open_parquet(shard.file, REQUIRED_SHARD_SCHEMA, shard.num_requests) as file:
+        with self.open_parquet(shard.file, SHARD_SCHEMA, shard.num_requests) as file:
             if file.num_row_groups != shard.num_parts:
                 raise PlanError(
                     f"plan {self.folder.uri}: {shard.file} has {file.num_row_groups} parts where"
@@ -162,6 +162,12 @@ class StoredPlan:
         """The folder of a shard's attempts; raises like `shard`."""
         self.shard(shard_idx)
         return self.folder.child(RUNS_FOLDER, f"shard-{shard_idx:05d}")
+
+    def begun_shards(self) -> list[int]:
+        """Numbers of the shards that have a run folder, ascending."""
+        matches = map(_RUN.fullmatch, self.folder.child(RUNS_FOLDER).subfolder_names())
+        numbers = sorted(int(match[1]) for match in matches if match)
+        return [number for number in numbers if number < len(self.manifest.shards)]
 
     def note_turn(self) -> None:
         """Note that this plan was planned after the others of its job and partition.
@@ -274,7 +280,7 @@ def _superseded_by(folder: Folder) -> str | None:
 
 
 def turn_of(folder: Folder) -> int:
-    """The plan's position in the order of planning, from 1; 0 for plans of older releases."""
+    """The plan's position in the order of planning, from 1; 0 if it has no readable note."""
     try:
         return int(_noted(folder, TURN_FILE, "turn") or 0)
     except (ValueError, TypeError, OverflowError):

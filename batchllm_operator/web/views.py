@@ -72,7 +72,7 @@ class LiveJob:
     @property
     def _values(self) -> dict[str, Any]:
         status, masker = self.status, Masker.of(os.environ)
-        share = 0.0 if status is None else _share(status.num_rows_done, status.num_rows)
+        share = 0.0 if status is None else _share(status.done.num_rows, status.num_rows)
         summary = self.stage.text
         if status is not None and not self.stage.is_failed:
             summary = f"{self.stage.text}, {_tenths(share)} of the rows are done"
@@ -127,7 +127,7 @@ class LiveShard:
 
     @property
     def _values(self) -> dict[str, Any]:
-        share = _share(self.shard.num_rows_done, self.shard.num_rows)
+        share = _share(self.shard.done.num_rows, self.shard.num_rows)
         return {
             "shard": self.shard,
             "share": share,

@@ -129,7 +129,7 @@ def _ours(shape: Shape, repetition: int) -> dict[str, Any]:
     return {
         **result,
         "probabilities": [[row[label] for label in LABEL_VALUES] for row in probabilities],
-        "num_cached_tokens": report.num_logical_tokens - report.num_computed_tokens,
+        "num_cached_tokens": report.plan.num_logical_tokens - report.done.num_computed_tokens,
     }
 
 

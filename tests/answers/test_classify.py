@@ -150,7 +150,6 @@ def test_calibration_divides_by_the_tables_mean_probabilities(biased: None, tmp_
     assert len({row["label"] for row in found if row["label"]}) > 1
     assert found[2]["probabilities"] is found[2]["raw_probabilities"] is None
     report = load_report(plan.folder.uri)
-    assert report.answers is not None
     assert report.answers.prior == pytest.approx(prior, abs=1e-6)
     assert report.answers.prior["9"] == 0
     assert f"prior          1 {prior['1']:.4g}, " in format_summary(report)
@@ -178,5 +177,4 @@ def test_a_table_without_an_answer_needs_no_prior(tmp_path: Path) -> None:
     plan = run_and_commit(spec)
     assert [row["raw_probabilities"] for row in published(spec)] == [None, None]
     answers = load_report(plan.folder.uri).answers
-    assert answers is not None
     assert answers.prior == {}

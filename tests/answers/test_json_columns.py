@@ -103,7 +103,7 @@ def test_strings_may_hold_control_characters() -> None:
 def test_answers_that_do_not_fit(schema: dict[str, Any], text: str, reason: str) -> None:
     fault = columns_of(schema).fault(text, {})
     assert fault is not None
-    assert fault.startswith(f"invalid_output: {reason}")
+    assert str(fault).startswith(f"invalid_output: {reason}")
 
 
 def test_a_schema_of_references_that_grows_without_end_is_refused() -> None:

@@ -30,7 +30,7 @@ ODD_LABELS = {"not relevant": "no", " yes": "yes", "a.b=c, {d};": "a", "無関�
 VALUES = {"1": 1.0, "2": 2.0, "5": 5.0}
 OF_EVERY_JOB = {
     *("generated_text", "finish_reason", "num_prompt_tokens", "num_cached_tokens"),
-    *("num_output_tokens", "error", "model", "run_id"),
+    *("num_output_tokens", "status", "error", "model", "run_id"),
 }
 NUMBER = pa.float64()
 NUMBERS = pa.list_(NUMBER)

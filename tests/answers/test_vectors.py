@@ -87,7 +87,7 @@ def test_prefixes_are_shared_as_the_files_say(
         (model / "modules.json").write_text(json.dumps([module]))
     write_table(tmp_path / "documents", document_rows(3, 4))
     manifest = plan_job(pooling(tmp_path, model={"path": str(model)}), DS).manifest
-    assert (manifest.planned_saving_ratio > 0) == is_shared
+    assert (manifest.counts.planned_saving_ratio > 0) == is_shared
     assert (manifest.counts.num_shared_groups > 0) == is_shared
     assert (manifest.answers.reason_against_sharing is None) == is_shared
 

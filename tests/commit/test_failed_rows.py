@@ -29,7 +29,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.refusal import REFUSED_FILE, find_refusal
+from batchllm_operator.shards.committed import REFUSED_FILE, Refusal
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import ErrorKind
@@ -75,7 +75,7 @@ def test_failed_rows_are_listed_as_they_come(tmp_path: Path, no_pictures: None) 
     commit_run(plan.folder.uri)
     committed = find_failed_rows(plan.folder.uri, 10)
     assert committed.is_committed
-    assert (committed.rows, committed.num_rows_failed) == (uncommitted.rows, 2)
+    assert (committed.rows, committed.num_failed_rows) == (uncommitted.rows, 2)
 
 
 def test_failed_rows_of_a_stopped_run_are_listed_though_no_part_is_written(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_failed_rows_of_a_published_plan_outlive_its_parts(
     remove_garbage(garbage)
     assert not list(plan.run_folder(0).find())
     found = find_failed_rows(plan.folder.uri, 1)
-    assert (found.rows, found.num_rows_failed, found.num_rows_done) == ((ERROR,), 2, 12)
+    assert (found.rows, found.num_failed_rows, found.num_rows_done) == ((ERROR,), 2, 12)
 
 
 def test_failed_rows_of_a_replaced_plan_are_not_said_to_be_none(
@@ -136,7 +136,7 @@ def test_the_first_rows_are_kept_however_they_come(tmp_path: Path) -> None:
     plan = run(plan_job(failing_spec(tmp_path, planner={"part_rows": 3}), DS))
     found = find_failed_rows(plan.folder.uri, 7)
     assert [row.key["row_key"] for row in found.rows] == [f"{i:05d}" for i in range(7)]
-    assert found.num_rows_failed == 30
+    assert found.num_failed_rows == 30
     assert find_failed_rows(plan.folder.uri, 0).rows == ()
 
 
@@ -168,17 +168,17 @@ def test_the_command_lists_counts_and_limits(
 
 def test_a_refused_commit_notes_its_reason_and_the_kinds(tmp_path: Path) -> None:
     plan = planned(tmp_path)
-    assert find_refusal(plan.folder, plan.manifest.plan_id) is None
+    assert Refusal.read(plan.folder, REFUSED_FILE, plan_id=plan.manifest.plan_id) is None
     with pytest.raises(IncompleteRunError):
         commit_run(plan.folder.uri)
-    noted = find_refusal(plan.folder, plan.manifest.plan_id)
+    noted = Refusal.read(plan.folder, REFUSED_FILE, plan_id=plan.manifest.plan_id)
     assert noted is not None and "unfinished: shard 0" in noted.reason and noted.errors == ()
     run(plan)
     with pytest.raises(FailedRowsError) as caught:
         commit_run(plan.folder.uri)
-    noted = find_refusal(plan.folder, plan.manifest.plan_id)
+    noted = Refusal.read(plan.folder, REFUSED_FILE, plan_id=plan.manifest.plan_id)
     assert noted is not None
-    assert (noted.reason, noted.num_rows_failed) == (str(caught.value), 2)
+    assert (noted.reason, noted.num_failed_rows) == (str(caught.value), 2)
     assert noted.errors[1] == ErrorKind(
         kind="null_value",
         num_rows=1,
@@ -186,8 +186,8 @@ def test_a_refused_commit_notes_its_reason_and_the_kinds(tmp_path: Path) -> None
         example_error="null_value: column 'document' is null",
     )
     plan.folder.write_bytes(REFUSED_FILE, b"{}")
-    with pytest.raises(PlanError, match="can't be read"):
-        find_refusal(plan.folder, plan.manifest.plan_id)
+    with pytest.raises(PlanError, match="no refused_version"):
+        Refusal.read(plan.folder, REFUSED_FILE, plan_id=plan.manifest.plan_id)
 
 
 def test_a_refusal_that_cannot_be_noted_stays_the_error(

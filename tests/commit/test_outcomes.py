@@ -1,4 +1,4 @@
-"""What became of each row: the columns `status` and `error`, and tables from before them."""
+"""What became of each row: the columns `status` and `error`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import TableError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.shards import outputs
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 
 EARLIER = "2026-01-30"
-OLD_COLUMNS = {
+WITHOUT_STATUS = {
     **dict.fromkeys(["row_key", "generated_text", "finish_reason"], pa.string()),
     **dict.fromkeys(["num_prompt_tokens", "num_cached_tokens", "num_output_tokens"], pa.int32()),
-    **dict.fromkeys(["error", "model", "run_id", "query"], pa.string()),
+    **dict.fromkeys(["model", "run_id", "query"], pa.string()),
 }
-"""As releases before `status` have created them, but for the partition column."""
+"""What another program may have created, but for the partition column."""
 ERROR = pa.struct([("kind", pa.string()), ("message", pa.string())])
 ROWS: list[dict[str, Any]] = [
     *document_rows(1, 1),
@@ -60,8 +60,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ends = b"ends" in bytes(request.prompt_token_ids)
         return replace(output, finish_reason="stop") if ends else output
 
-    def fault(self: Answers, text: str, raw: Mapping[str, Any]) -> str | None:
-        return "invalid_output: not this: but that" if text == invalid else None
+    def fault(self: Answers, text: str, raw: Mapping[str, Any]) -> RowError | None:
+        return RowError("invalid_output", "not this: but that") if text == invalid else None
 
     monkeypatch.setattr(FakeEngine, "_answer", as_asked)
     monkeypatch.setattr(Answers, "fault", fault)
@@ -108,13 +108,6 @@ def columns_of(lake: Lake) -> dict[str, pa.DataType]:
     return {field.name: field.type for field in schema if field.name != "ds"}
 
 
-def run_as_before(monkeypatch: pytest.MonkeyPatch, spec: JobSpec, ds: str) -> None:
-    """As a release before `status` would."""
-    with monkeypatch.context() as patch:
-        patch.setattr(outputs, "_has_status", lambda *args: False)
-        run_and_commit(spec, ds)
-
-
 def test_a_new_table_tells_what_became_of_each_row(lakes: tuple[Lake, Lake], engine: None) -> None:
     spec = spec_of(lakes)
     run_and_commit(spec)
@@ -128,38 +121,15 @@ def test_a_new_table_tells_what_became_of_each_row(lakes: tuple[Lake, Lake], eng
     assert open_lake(lakes[1]).partitions() == [EARLIER, DS]
 
 
-@pytest.mark.parametrize("days", [(EARLIER, DS), (DS, DS)], ids=["another day", "the same day"])
-def test_a_table_from_before_keeps_its_columns(
-    lakes: tuple[Lake, Lake], engine: None, monkeypatch: pytest.MonkeyPatch, days: tuple[str, str]
-) -> None:
-    run_as_before(monkeypatch, spec_of(lakes), days[0])
-    changed = spec_of(lakes, prompt={"template": "{document}|{query}"})
-    run_and_commit(changed, days[1])
-    assert columns_of(lakes[1]) == OLD_COLUMNS
-    errors = {key: row["error"] for key, row in read(lakes[1]).items()}
-    texts = {
-        key: error and f"{error['kind']}: {error['message']}" for key, (_, error) in FOUND.items()
-    }
-    assert errors == {**texts, "invalid": None}  # its prompt is another one
-
-
-def test_a_table_with_the_struct_alone_gains_a_status_if_it_may(
-    lakes: tuple[Lake, Lake], engine: None
-) -> None:
+def test_a_table_without_status_gains_it_if_it_may(lakes: tuple[Lake, Lake], engine: None) -> None:
     if not lakes[1].has_versions:
         pytest.skip("plain Parquet has no tables of other programs")
-    lakes[1].create(pa.schema({**OLD_COLUMNS, "error": ERROR}))
+    lakes[1].create(pa.schema({**WITHOUT_STATUS, "error": ERROR}))
     spec = spec_of(lakes)
     with pytest.raises(TableError, match=r"has no column 'status'; set output\.add_columns"):
         plan_job(spec, DS)
     run_and_commit(spec_of(lakes, output={"add_columns": True}))
     assert {key: (row["status"], row["error"]) for key, row in read(lakes[1]).items()} == FOUND
-
-
-def test_a_column_of_that_name_is_carried_as_before(lakes: tuple[Lake, Lake], engine: None) -> None:
-    run_and_commit(spec_of(lakes, output={"carry": ["query", "Status"]}))
-    assert columns_of(lakes[1]) == {**OLD_COLUMNS, "Status": pa.string()}
-    assert {row["Status"] for row in read(lakes[1]).values()} == {"mine"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from batchllm_operator.errors import EngineError, PlanError, StorageError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.summary import format_summary
+from batchllm_operator.row_error import RowError
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import row_errors
 from batchllm_operator.shards.attempts import attempt_name
@@ -28,6 +29,7 @@ from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.run_report import PAGE_FILE, RunReport, Timeline
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -52,25 +54,17 @@ def test_tokens_and_shards_add_up(tmp_path: Path) -> None:
     rows = document_rows(8, 5)
     rows[11] = {**rows[20], "row_key": "a duplicate"}
     report = commit_job(tmp_path, rows)
-    tokens = report.tokens
-    assert tokens is not None
-    assert tokens.num_logical == report.num_logical_tokens
-    assert tokens.num_computed == report.num_computed_tokens
-    assert tokens.num_output == report.num_output_tokens
-    assert tokens.num_duplicate > 0 and tokens.num_cached > 0
-    assert 1 - tokens.num_computed / tokens.num_logical == pytest.approx(
-        report.achieved_saving_ratio
-    )
+    done, runs = report.done, [shard.done for shard in report.shards]
+    assert done.num_logical_tokens == report.plan.num_logical_tokens
+    assert done.num_duplicate_tokens > 0 and done.num_cached_tokens > 0
     assert [shard.shard_idx for shard in report.shards] == [0, 1]
-    assert sum(shard.num_rows for shard in report.shards) == 40
-    assert sum(shard.num_requests for shard in report.shards) == report.num_requests
-    assert sum(shard.engine_s for shard in report.shards) == pytest.approx(report.engine_s)
+    assert done == Counts.total(runs)
+    assert (done.num_rows, done.num_requests) == (40, report.plan.num_requests)
     assert {shard.num_attempts for shard in report.shards} == {1}
 
 
 def test_without_a_gpu_there_is_no_bill(tmp_path: Path) -> None:
     report = commit_job(tmp_path, document_rows())
-    assert report.bill is not None
     assert (report.bill.gpu_s, report.bill.cost_usd) == (None, None)
     assert report.timelines == ()
 
@@ -86,7 +80,7 @@ def test_the_bill_counts_gpus_of_all_attempts(tmp_path: Path) -> None:
         run_worker(plan, num_gpus=2, start=start)
     run_worker(plan, num_gpus=2)
     report = commit_run(plan.folder.uri)
-    assert report.bill is not None and report.bill.gpu_s is not None
+    assert report.bill.gpu_s is not None
     known = [shard.gpu_s for shard in report.shards if shard.gpu_s is not None]
     assert report.bill.gpu_s == pytest.approx(sum(known))
     assert [shard.num_attempts for shard in report.shards] == [2, 1]
@@ -102,7 +96,7 @@ def test_an_attempt_that_left_no_sign_leaves_the_bill_open(tmp_path: Path) -> No
     run_worker(plan, num_gpus=2)
     (plan.run_folder(1).child("attempt-00001")).remove("progress.json")
     report = commit_run(plan.folder.uri)
-    assert report.bill is not None and report.bill.gpu_s is None
+    assert report.bill.gpu_s is None
     assert report.shards[0].gpu_s is not None and report.shards[1].gpu_s is None
 
 
@@ -153,9 +147,8 @@ def test_workers_are_counted_and_their_engines_shown(
 def test_what_the_plan_knew_of_sharing_is_in_it(tmp_path: Path) -> None:
     report = commit_job(tmp_path, document_rows(6, 5))
     sharing = report.sharing
-    assert sharing is not None
-    assert sum(sharing.share_degrees.counts) == report.num_requests == 30
-    assert sum(sharing.prefix_lengths.counts) == report.num_shared_groups
+    assert sum(sharing.share_degrees.counts) == report.plan.num_requests == 30
+    assert sum(sharing.prefix_lengths.counts) == report.plan.num_shared_groups
     largest = sharing.largest_groups[0]
     assert largest.num_saved_tokens == largest.num_prefix_tokens * (largest.num_requests - 1)
     assert any("document" in group.first_words for group in sharing.largest_groups)
@@ -180,10 +173,10 @@ def test_errors_have_the_keys_of_their_first_rows(tmp_path: Path) -> None:
 
 def test_errors_of_the_engine_are_found_whatever_their_order(tmp_path: Path) -> None:
     errors = RowErrors()
-    errors.add("engine_error: b", [9, 30])
-    errors.add("engine_error: a", [4])
-    errors.add("engine_error: " + "long " * 500, [2])
-    errors.add("other: x", [1])
+    errors.add(RowError("engine_error", "b"), [9, 30])
+    errors.add(RowError("engine_error", "a"), [4])
+    errors.add(RowError("engine_error", "long " * 500), [2])
+    errors.add(RowError("other"), [1])
     rows = document_rows(8, 5)
     write_table(tmp_path / "documents", rows)
     plan = plan_job(fake_spec(tmp_path), DS)
@@ -201,7 +194,7 @@ def test_kinds_beyond_number_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_table(tmp_path / "documents", document_rows(8, 5))
     errors = RowErrors()
     for idx, kind in enumerate(["a", "b", "b", "c"]):
-        errors.add(f"{kind}: x", [idx])
+        errors.add(RowError(kind, "x"), [idx])
     assert [each.kind for each in errors.kinds(plan_job(fake_spec(tmp_path), DS))] == ["b", "a"]
     assert errors.num_rows == 4
 
@@ -228,7 +221,7 @@ def test_a_page_that_is_as_it_should_be_is_not_written_again(tmp_path: Path) -> 
     before = page.stat().st_mtime_ns
     store_page(Folder.open(report.plan_uri), report)
     assert page.stat().st_mtime_ns == before
-    page.write_text("of an older release")
+    page.write_text("drawn by another release")
     store_page(Folder.open(report.plan_uri), report)
     assert page.read_text() == render_report(report)
 
@@ -254,7 +247,7 @@ def test_a_report_before_the_commit_is_refused(tmp_path: Path) -> None:
         load_report(plan.folder.uri)
 
 
-def test_a_report_of_an_older_release_is_replaced_with_the_time_of_now(tmp_path: Path) -> None:
+def test_an_unreadable_report_is_replaced_with_the_time_of_now(tmp_path: Path) -> None:
     report = commit_job(tmp_path, document_rows())
     folder = Folder.open(report.plan_uri)
     folder.write_bytes("report.json", b"{}")
@@ -269,7 +262,7 @@ def test_a_commit_needs_no_progress(
 
     monkeypatch.setattr(run_report, "read_attempts", fail)
     report = commit_job(tmp_path, document_rows())
-    assert report.bill is not None and report.bill.gpu_s is None
+    assert report.bill.gpu_s is None
     assert "what its attempts took isn't known: no access" in caplog.text
 
 
@@ -291,6 +284,6 @@ def test_where_all_is_reused_the_bill_is_known_to_be_nothing(tmp_path: Path) -> 
     write_table(tmp_path / "documents", rows, "2026-02-01")
     plan = plan_job(fake_spec(tmp_path, reuse_outputs=True), "2026-02-01")
     report = commit_run(plan.folder.uri)
-    assert report.num_rows_reused == len(rows) and report.shards == ()
-    assert report.bill is not None and report.bill.gpu_s == 0
+    assert report.plan.num_reused_rows == len(rows) and report.shards == ()
+    assert report.bill.gpu_s == 0
     assert report.figures()["achieved_saving_ratio"] is None

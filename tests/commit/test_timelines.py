@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.levels import examples
 
 from batchllm_operator.commit import timelines
 from batchllm_operator.commit.timelines import read_timeline
+from batchllm_operator.report.timelines import condense
 from batchllm_operator.storage import Folder
 from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
 from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
@@ -51,7 +53,7 @@ def write_trace(
     *,
     attempt: int = 1,
     name: str = "a",
-    chunk: int | None = CHUNK,
+    chunk: int = CHUNK,
 ) -> None:
     path = folder / f"attempt-{attempt:05d}" / f"trace-{name}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +119,7 @@ def test_long_runs_keep_their_means_and_peaks(
         start_s += length_s
     write_trace(folder, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timelines, "_NUM_BINS", num_bins)
+        patch.setattr(timelines, "condense", partial(condense, num_bins=num_bins))
         found = read_timeline(Folder.open(str(folder)), 0)
     assert found is not None
     assert len(found.kv_used) == len(found.num_decode_tokens) == min(num_bins, len(rows))
@@ -160,14 +162,15 @@ def test_of_very_many_steps_the_last_engines_count(
 
 
 def test_what_is_no_trace_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_trace(tmp_path, [step(0, 0.0, 8, waiting=1)], chunk=None)
+    write_trace(tmp_path, [step(0, 0.0, 8)])
+    table = pq.read_table(next(tmp_path.glob("*/*.parquet"))).replace_schema_metadata()
+    pq.write_table(table, tmp_path / "attempt-00001" / "trace-no-chunk.parquet")
     (tmp_path / "attempt-00001" / "trace-broken.parquet").write_bytes(b"PAR1")
     (tmp_path / "attempt-00001" / "trace-empty.parquet").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         found = read_timeline(Folder.open(str(tmp_path)), 0)
-    assert found is not None and found.chunk_size is None
-    assert found.num_valley_steps == 0, "the largest step stands for the chunk size"
-    assert len(caplog.records) == 2
+    assert found is not None and found.num_steps == 1
+    assert len(caplog.records) == 3
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_partition_that_arrives_is_run(standalone: Standalone, arrived: str) -
     (extra,) = [
         event["extra"] for event in standalone.events("snippets") if event["extra"]["ds"] == ARRIVED
     ]
-    counts = ("num_rows_in", "num_rows_out", "num_rows_failed")
+    counts = ("num_rows_in", "num_rows_out", "num_failed_rows")
     assert tuple(extra[name] for name in counts) == (30, 28, 2)
     plan = standalone.job.plan("daily_snippets", ARRIVED)
     assert (extra["plan_uri"], extra["report_uri"]) == (str(plan), f"{plan}/report.json")

@@ -58,7 +58,7 @@ def test_only_fatal_requests_fail(width: int, num_requests: int, fatal: set[int]
     outputs = serve([idx in fatal for idx in range(num_requests)], width)
     failed = {idx for idx, output in outputs.items() if output.error is not None}
     assert failed == {idx for idx in fatal if idx < num_requests}
-    assert all(outputs[idx].error == "engine_error: boom" for idx in failed)
+    assert all(str(outputs[idx].error) == "engine_error: boom" for idx in failed)
 
 
 def test_a_machine_that_kills_everything_stops_the_job() -> None:

@@ -72,5 +72,5 @@ def test_batch_invariance_without_effect_is_refused(
 
 def test_a_failed_output_is_one_line() -> None:
     output = EngineOutput.failed(EngineRequest(0, [1, 2, 3], 0, 0), "first\n  second")
-    assert output.error == "engine_error: first second"
+    assert str(output.error) == "engine_error: first second"
     assert (output.text, output.num_prompt_tokens, output.num_output_tokens) == (None, 3, 0)

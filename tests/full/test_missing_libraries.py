@@ -14,9 +14,11 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 BARE = """
 import contextlib, importlib.abc, io, json, sys
 
+MISSING = ("airflow", "deltalake", "matplotlib", "pyiceberg", "torch", "vllm")
+
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in ("airflow", "deltalake", "pyiceberg", "torch", "vllm"):
+        if name.partition(".")[0] in MISSING:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())

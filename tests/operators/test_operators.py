@@ -130,7 +130,7 @@ def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.Monk
         "ds": "2026-01-31",
         "num_rows_in": 12,
         "num_rows_out": 11,
-        "num_rows_failed": 1,
+        "num_failed_rows": 1,
         "achieved_saving_ratio": 0.6,
         "plan_uri": "s3://b/plan-1",
         "report_uri": "s3://b/plan-1/report.json",
@@ -156,7 +156,7 @@ def test_commit_warns_of_failed_rows(monkeypatch: pytest.MonkeyPatch, num_failed
     result = {
         "report_uri": "s3://b/plan-1/report.json",
         "num_rows_in": 56_789,
-        "num_rows_failed": num_failed,
+        "num_failed_rows": num_failed,
     }
     log = mock.Mock()
     monkeypatch.setattr(BatchLLMCommitOperator, "log", log)

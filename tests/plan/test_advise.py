@@ -35,7 +35,7 @@ def test_each_order_saves_what_a_plan_of_it_would(tmp_path: Path) -> None:
     for each in advice.alternatives:
         spec = fake_spec(tmp_path, prompt={"template": each.template})
         manifest = plan_job(spec.model_copy(update={"name": "x"}), DS).manifest
-        assert each.saving_ratio == pytest.approx(manifest.optimal_saving_ratio)
+        assert each.saving_ratio == pytest.approx(manifest.counts.optimal_saving_ratio)
 
 
 def test_token_ids_that_prove_wrong_are_all_made_again(

@@ -86,7 +86,7 @@ def test_the_estimate_is_that_of_the_cost_model(tmp_path: Path, targeted: object
     saved = f"  saved against each row alone: {estimate.num_saved_tokens:,} prompt tokens, "
     (line,) = (line for line in printed.splitlines() if line.startswith(saved))
     share = estimate.saved_gpu_s / estimate.unshared_gpu_s
-    assert 0 < share < plan.manifest.planned_saving_ratio, "decoding saves nothing"
+    assert 0 < share < plan.manifest.counts.planned_saving_ratio, "decoding saves nothing"
     assert line.endswith(f" of GPU time ({share:.1%}), under $0.01")
 
 

@@ -116,14 +116,14 @@ def test_a_second_day_pays_for_what_has_changed(tmp_path: Path) -> None:
     put(tmp_path, later, NEXT)
     spec = reusing(tmp_path)
     first, report = run_and_commit(spec)
-    assert (first.manifest.counts.num_reused_rows, report.num_rows_reused) == (0, 0)
+    assert (first.manifest.counts.num_reused_rows, report.plan.num_reused_rows) == (0, 0)
     plan, report = run_and_commit(spec, NEXT)
     counts = plan.manifest.counts
     assert (counts.num_requests, counts.num_reused_rows, counts.num_rows) == (10, 90, 100)
     assert (counts.num_duplicate_rows, counts.num_rejected_rows) == (0, 0)
     assert sum(shard.num_rows for shard in plan.manifest.shards) == 10
-    assert (report.num_rows_out, report.num_rows_reused) == (100, 90)
-    assert report.num_output_tokens == 10 * 8
+    assert (report.num_rows_out, report.plan.num_reused_rows) == (100, 90)
+    assert report.done.num_output_tokens == 10 * 8
     assert counts.num_logical_tokens == sum(
         len(expected_prompt(row)) for row in later if row["query"].startswith("new")
     )
@@ -145,7 +145,7 @@ def test_a_chain_of_days_keeps_what_was_reused(tmp_path: Path) -> None:
     days = {DS: rows, NEXT: changed(rows, 4), THIRD: changed(changed(rows, 4), 0)}
     for ds, of_day in days.items():
         put(tmp_path, of_day, ds)
-    reused = [run_and_commit(spec, ds)[1].num_rows_reused for ds in days]
+    reused = [run_and_commit(spec, ds)[1].plan.num_reused_rows for ds in days]
     assert reused == [0, 16, 20]
     for ds, of_day in days.items():
         check_texts(spec, ds, of_day)
@@ -161,8 +161,8 @@ def test_a_day_on_which_all_is_known_needs_no_shard(tmp_path: Path) -> None:
     assert plan.manifest.shards == ()
     assert run_worker(plan).shards == verify_worker(plan.folder.uri).shards == {}
     report = commit_run(plan.folder.uri)
-    assert (report.num_rows_out, report.num_rows_reused) == (30, 30)
-    assert (report.num_output_tokens, report.achieved_saving_ratio) == (0, 0.0)
+    assert (report.num_rows_out, report.plan.num_reused_rows) == (30, 30)
+    assert (report.done.num_output_tokens, report.achieved_saving) == (0, None)
     check_texts(spec, NEXT, changed(rows, 0))
     assert commit_run(plan.folder.uri) == report
 
@@ -175,7 +175,7 @@ def test_planning_a_committed_partition_again_generates_nothing(tmp_path: Path) 
     first, _ = run_and_commit(spec)
     before = published(spec, DS, "num_cached_tokens", "run_id")
     second, report = run_and_commit(spec)
-    assert report.num_rows_reused == len(rows)
+    assert report.plan.num_reused_rows == len(rows)
     assert published(spec, DS, "num_cached_tokens", "run_id") == before
     third, _ = run_and_commit(spec)
     assert first.manifest.plan_id != second.manifest.plan_id
@@ -190,7 +190,7 @@ def test_a_changed_row_of_a_committed_partition_is_generated(tmp_path: Path) -> 
     rows[3]["query"] = "a correction"
     put(tmp_path, rows, DS)
     plan, report = run_and_commit(spec)
-    assert (plan.manifest.counts.num_requests, report.num_rows_reused) == (1, len(rows) - 1)
+    assert (plan.manifest.counts.num_requests, report.plan.num_reused_rows) == (1, len(rows) - 1)
     check_texts(spec, DS, rows)
 
 
@@ -205,7 +205,7 @@ def test_the_partition_itself_goes_before_the_one_before(tmp_path: Path) -> None
     put(tmp_path, [*later, *rows], NEXT)  # the old prompts that the new ones replaced
     plan, report = run_and_commit(spec, NEXT)
     assert plan.manifest.shards == ()
-    assert report.num_rows_reused == 2 * len(rows)
+    assert report.plan.num_reused_rows == 2 * len(rows)
     check_texts(spec, NEXT, [*later, *rows])
 
 
@@ -219,7 +219,11 @@ def test_equal_prompts_share_what_is_reused(tmp_path: Path) -> None:
     plan, _ = run_and_commit(spec)
     assert pq.read_metadata(index_path(plan)).num_rows == 4
     plan, report = run_and_commit(spec, NEXT)
-    assert (report.num_rows_reused, report.num_rows_duplicate, report.num_requests) == (12, 1, 1)
+    assert (
+        report.plan.num_reused_rows,
+        report.plan.num_duplicate_rows,
+        report.plan.num_requests,
+    ) == (12, 1, 1)
     check_texts(spec, NEXT, [*copies, *new])
 
 
@@ -232,11 +236,11 @@ def test_failed_and_rejected_rows_are_not_reused(tmp_path: Path) -> None:
     args = {"error_token_id": 7}
     spec = reusing(tmp_path, engine={"extra_args": args}, max_failed_fraction=0.5)
     _, report = run_and_commit(spec)
-    assert report.num_rows_failed == 2
+    assert report.num_failed_rows == 2
     plan, report = run_and_commit(spec, NEXT)
-    assert (plan.manifest.counts.num_requests, report.num_rows_reused) == (1, 4)
+    assert (plan.manifest.counts.num_requests, report.plan.num_reused_rows) == (1, 4)
     assert plan.manifest.counts.num_rejected_rows == 1
-    assert report.num_rows_failed == 2
+    assert report.num_failed_rows == 2
 
 
 def test_the_order_of_outputs_does_not_change_the_plan(tmp_path: Path) -> None:
@@ -263,7 +267,7 @@ def test_every_format_reuses(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     )
     run_and_commit(spec)
     _, report = run_and_commit(spec, NEXT)
-    assert (report.num_rows_reused, report.num_rows_out) == (27, 30)
+    assert (report.plan.num_reused_rows, report.num_rows_out) == (27, 30)
     check_texts(spec, NEXT, changed(rows, 3))
 
 
@@ -328,7 +332,7 @@ def test_a_job_that_has_not_asked_before_keeps_no_index(tmp_path: Path) -> None:
     plan, _ = run_and_commit(fake_spec(tmp_path))
     names = set(plan.folder.find())
     assert not names & {"reuse.parquet", REUSED_FILE, "fingerprints.parquet"}
-    assert "reuse" not in plan.folder.read_bytes("committed.json").decode()
+    assert json.loads(plan.folder.read_bytes("committed.json"))["reuse_sha256"] is None
     assert plan_job(reusing(tmp_path), NEXT).manifest.counts.num_reused_rows == 0
 
 
@@ -360,7 +364,7 @@ def test_a_spoilt_index_is_none(
     spoil(index_path(plan))
     with caplog.at_level(logging.WARNING):
         plan, report = run_and_commit(reusing(tmp_path), NEXT)
-    assert report.num_rows_reused == 0
+    assert report.plan.num_reused_rows == 0
     assert f"partition {DS}: no outputs are reused" in caplog.text
     assert said in caplog.text
     check_texts(reusing(tmp_path), NEXT, document_rows())
@@ -431,7 +435,7 @@ def test_the_index_outlives_gc_and_a_plan_outlives_the_index(tmp_path: Path) -> 
         kept.add("reuse.parquet")
         assert set(plan.folder.find()) == kept
     index_path(second).unlink()
-    assert commit_run(waiting.folder.uri).num_rows_reused == len(rows)
+    assert commit_run(waiting.folder.uri).plan.num_reused_rows == len(rows)
     assert plan_job(spec, "2026-02-01").manifest.counts.num_reused_rows == len(rows)
 
 

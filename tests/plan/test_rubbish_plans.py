@@ -232,7 +232,6 @@ def test_any_bytes_in_the_place_of_a_shard(job: Job, data: st.DataObject) -> Non
         {"plan_id": "../../x"},
         {"input_version": "\x00"},
         {"max_model_len": -1},
-        {"spec_identity": ""},
     ],
     ids=str,
 )

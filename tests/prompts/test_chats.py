@@ -13,6 +13,7 @@ from prompts.test_tokenizer import CHAT_TEMPLATE, END, START, build_tokenizer, j
 from batchllm_operator.errors import ModelError
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer, has_messages, renderer_of
 from batchllm_operator.prompts import load_tokenizer as load
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 
 DS = "2026-01-31"
@@ -74,7 +75,7 @@ def test_turns_place_columns_and_keep_what_looks_like_json() -> None:
         {"role": "user", "content": "2"},
     ]
     assert found(rendered)[2] is None
-    assert rendered.errors == {2: "null_value: column 'topic' is null"}
+    assert rendered.errors == {2: RowError("null_value", "column 'topic' is null")}
 
 
 def test_a_turn_without_text_fails_its_row() -> None:
@@ -82,7 +83,7 @@ def test_a_turn_without_text_fails_its_row() -> None:
     rendered = chats({"turns": turns}, {"a": ["x", ""], "b": ["", "y"]})
     assert found(rendered) == [None, None]
     assert set(rendered.errors) == {0, 1}
-    assert rendered.errors[0].startswith("empty_prompt")
+    assert str(rendered.errors[0]).startswith("empty_prompt")
 
 
 def test_structs_lose_fields_that_are_null_and_json_keeps_its_own() -> None:
@@ -95,7 +96,7 @@ def test_structs_lose_fields_that_are_null_and_json_keeps_its_own() -> None:
     wanted = [[USER, {"role": "assistant", "tool_calls": call}], rows[1], None]
     rendered = chats({"messages": "chat"}, {"chat": pa.array(rows)})
     assert found(rendered) == wanted
-    assert rendered.errors == {2: "null_value: column 'chat' is null"}
+    assert rendered.errors == {2: RowError("null_value", "column 'chat' is null")}
     assert found(messages(*rows)) == wanted
 
 
@@ -150,9 +151,9 @@ def test_what_is_no_chat_fails_its_row_only(row: Any, reason: str) -> None:
     assert found(rendered) == [[USER], None, [USER]]
     [(number, error)] = rendered.errors.items()
     assert number == 1
-    assert error.startswith("invalid_messages: column 'chat' ")
-    assert reason in error
-    assert len(error) < 300
+    assert str(error).startswith("invalid_messages: column 'chat' ")
+    assert reason in str(error)
+    assert len(str(error)) < 300
 
 
 def test_text_that_is_not_utf8_fails_its_row_only() -> None:
@@ -163,7 +164,7 @@ def test_text_that_is_not_utf8_fails_its_row_only() -> None:
     for chat in (column, pa.array([json.dumps([USER]).encode(), b"\xff"]).view(pa.string())):
         rendered = chats({"messages": "chat"}, {"chat": chat})
         assert list(rendered.errors) == [1]
-        assert rendered.errors[1].startswith("not_utf8: column 'chat' ")
+        assert str(rendered.errors[1]).startswith("not_utf8: column 'chat' ")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,10 @@ def test_a_chat_that_the_template_refuses_fails_its_row_only(tmp_path: Path) -> 
     rendered = load(spec, DS).apply_chat_template(renderer_of(spec.prompt).render(batch))
     assert rendered.texts.to_pylist() == ["user: hello\n", None, "user: hello\n"]
     assert rendered.errors == {
-        1: "invalid_messages: the model's chat template refuses them: roles must alternate"
+        1: RowError(
+            "invalid_messages",
+            "the model's chat template refuses them: roles must alternate",
+        )
     }
 
 
@@ -252,7 +256,7 @@ def test_an_error_of_the_templates_own_fails_its_row_only(tmp_path: Path) -> Non
     spec = chat_job(tmp_path, "{{ 1 + messages[1].content }}")
     batch = pa.record_batch({"chat": [json.dumps([USER, USER])]})
     rendered = load(spec, DS).apply_chat_template(renderer_of(spec.prompt).render(batch))
-    assert rendered.errors[0].startswith("invalid_messages: the model's chat template refuses")
+    assert str(rendered.errors[0]).startswith("invalid_messages: the model's chat template refuses")
 
 
 def test_turns_whose_roles_the_template_refuses_are_refused_at_once(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from batchllm_operator.prompts import PromptRenderer, RenderedPrompts
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import PromptSpec
 
 
@@ -67,8 +68,8 @@ def test_a_null_is_an_error_of_its_row_only() -> None:
     assert rendered.texts.to_pylist() == ["x1", None, None]
     assert rendered.present() == ["x1"]
     assert rendered.errors == {
-        1: "null_value: column 'a' is null",
-        2: "null_value: column 'b' is null",
+        1: RowError("null_value", "column 'a' is null"),
+        2: RowError("null_value", "column 'b' is null"),
     }
 
 
@@ -88,7 +89,7 @@ def test_what_python_calls_no_text_is_none(value: bytes) -> None:
 def test_a_value_with_a_fault_comes_before_a_null_of_a_later_column() -> None:
     rendered = render({"a": [float("nan"), 1.5], "b": [None, "x"]}, "{a}{b}")
     assert rendered.texts.to_pylist() == [None, "1.5x"]
-    assert rendered.errors[0].startswith("not_finite: column 'a' ")
+    assert str(rendered.errors[0]).startswith("not_finite: column 'a' ")
 
 
 def test_no_text_is_an_error_whatever_the_system_text_says() -> None:
@@ -96,12 +97,12 @@ def test_no_text_is_an_error_whatever_the_system_text_says() -> None:
         rendered = render({"doc": ["", "x"]}, "{doc}", **options)
         assert rendered.texts.is_valid().to_pylist() == [False, True]
         assert list(rendered.errors) == [0]
-        assert rendered.errors[0].startswith("empty_prompt: ")
+        assert str(rendered.errors[0]).startswith("empty_prompt: ")
 
 
 def test_errors_are_in_the_order_of_their_rows() -> None:
     rendered = render({"doc": ["", None, "x", "", None]}, "{doc}")
-    assert [(row, text.partition(":")[0]) for row, text in rendered.errors.items()] == [
+    assert [(row, error.kind) for row, error in rendered.errors.items()] == [
         (0, "empty_prompt"), (1, "null_value"), (3, "empty_prompt"), (4, "null_value")
     ]  # fmt: skip
 

@@ -14,7 +14,10 @@ from batchllm_operator.report.comparison import (
     format_comparison,
     render_comparison,
 )
+from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import AnswerSummary, Bill
+
+LESS_SAVED = {"done": {"num_cached_tokens": 45_000}}
 
 
 def measures(comparison: Comparison) -> dict[str, Measure]:
@@ -30,16 +33,16 @@ def against(**changes: Any) -> Comparison:
 @pytest.mark.parametrize(
     ("changes", "name", "change", "verdict"),
     [
-        ({"num_rows_in": 2468}, "Rows in", "+100.0\xa0%", "changed"),
-        ({"num_rows_duplicate": 56}, "Duplicate rows", "+0.0\xa0%", "same"),
-        ({"num_rows_reused": 7}, "Reused rows", "new", "changed"),
-        ({"achieved_saving_ratio": 0.5}, "Prompt tokens saved", "-10.0 points", "worse"),
-        ({"achieved_saving_ratio": 0.605}, "Prompt tokens saved", "+0.5 points", "same"),
-        ({"optimal_saving_ratio": 0.9}, "Optimal", "+24.6 points", "changed"),
-        ({"engine_s": 6.17}, "Rows per second", "+100.0\xa0%", "better"),
-        ({"num_rows_failed": 37}, "Failed rows", "+0.2 points", "worse"),
+        ({"plan": {"num_rows": 2468}}, "Rows in", "+100.0\xa0%", "changed"),
+        ({"plan": {"num_duplicate_rows": 56}}, "Duplicate rows", "+0.0\xa0%", "same"),
+        ({"plan": {"num_reused_rows": 7}}, "Reused rows", "new", "changed"),
+        (LESS_SAVED, "Prompt tokens saved", "-10.0 points", "worse"),
+        ({"done": {"num_cached_tokens": 55_500}}, "Prompt tokens saved", "+0.5 points", "same"),
+        ({"plan": {"num_optimal_tokens": 10_000}}, "Optimal", "+24.6 points", "changed"),
+        ({"done": {"engine_s": 6.17}}, "Rows per second", "+100.0\xa0%", "better"),
+        ({"errors_by_kind": {"null_value": 37}}, "Failed rows", "+0.2 points", "worse"),
         ({"errors_by_kind": {}}, "of them null_value", "-2.4 points", "better"),
-        ({"bill": None}, "Cost", "", ""),
+        ({"bill": Bill(gpu_s=None, usd_per_hour=None)}, "Cost", "", ""),
         (
             {"timelines": (make_timeline(valley_share=0.5),)},
             "Time in valleys",
@@ -73,7 +76,7 @@ def test_answers_are_compared_by_share() -> None:
         "Mean probability": ("-0.250", "changed"),
         "Mean mean_logprob": ("", ""),
         "Mean score": ("", ""),
-        "Invalid outputs": ("-20.0 points", "better"),
+        "Invalid outputs": ("-24.3 points", "better"),
     }
     assert "label maybe" in format_comparison(comparison)
     assert "label maybe" in render_comparison(comparison)
@@ -91,7 +94,7 @@ def test_a_label_that_is_no_line_of_text_is_shown_as_one() -> None:
 
 def test_cost_counts_by_row() -> None:
     bill = Bill(gpu_s=172.0, usd_per_hour=3.0)
-    found = measures(against(num_rows_in=4936, bill=bill))
+    found = measures(against(plan={"num_rows": 4936}, bill=bill))
     assert found["Cost"].verdict == "changed"
     assert (found["Cost per 1,000 rows"].change, found["Cost per 1,000 rows"].verdict) == (
         "-50.0\xa0%",
@@ -111,7 +114,7 @@ def test_runs_that_are_hardly_comparable_say_so() -> None:
 
 
 def test_the_table_for_a_terminal_has_a_line_for_each_figure() -> None:
-    comparison = against(achieved_saving_ratio=0.5, job="<b>other</b>")
+    comparison = against(**LESS_SAVED, job="<b>other</b>")
     lines = format_comparison(comparison).splitlines()
     num_measures = len(measures(comparison))
     assert len(lines) == 1 + len(comparison.sections) + num_measures + 1
@@ -123,19 +126,19 @@ def test_the_table_for_a_terminal_has_a_line_for_each_figure() -> None:
 
 
 def test_the_page_shows_both_runs_and_escapes_them() -> None:
-    html = render_comparison(against(achieved_saving_ratio=0.5, job="<b>other</b>"))
+    html = render_comparison(against(**LESS_SAVED, job="<b>other</b>"))
     assert "<b>" not in html and "&lt;b&gt;other&lt;/b&gt;" in html
     assert "prompt tokens saved worse: -10.0 points" in html
     assert "-10.0 points" in html and "2026-02-01" in html
 
 
 def test_worse_comes_first() -> None:
-    found = against(engine_s=1e5, achieved_saving_ratio=0.9).notable
+    found = against(done={"engine_s": 1e5, "num_cached_tokens": 85_000}).notable
     assert found[0].startswith("rows per second worse")
     assert any(text.startswith("prompt tokens saved better") for text in found)
 
 
-def test_old_reports_can_be_compared() -> None:
+def test_a_report_without_a_bill_can_be_compared() -> None:
     found = measures(compare(make_report(), make_full_report()))
     assert found["GPU time"].before == "unknown"
     assert found["GPU time"].verdict == ""
@@ -143,7 +146,7 @@ def test_old_reports_can_be_compared() -> None:
 
 def test_figures_unknown_in_either_run_get_no_verdict() -> None:
     known = make_full_report(answers=AnswerSummary(means={"score": 0.5}, embedding_size=8))
-    unknown = make_report(num_rows_in=0, engine_s=0.0, answers=AnswerSummary())
+    unknown = make_report(plan={"num_rows": 0}, done={"engine_s": 0.0}, errors_by_kind={})
     for before, after in ((unknown, unknown), (unknown, known), (known, unknown)):
         comparison = compare(before, after)
         shown = [
@@ -155,11 +158,8 @@ def test_figures_unknown_in_either_run_get_no_verdict() -> None:
 
 
 def test_a_run_that_generated_nothing_is_no_worse() -> None:
-    nothing: dict[str, Any] = {
-        "num_requests": 0, "num_logical_tokens": 0, "num_computed_tokens": 0, "tokens": None,
-        "engine_s": 0.0, "achieved_saving_ratio": 0.0, "timelines": (),
-    }  # fmt: skip
-    comparison = against(**nothing)
+    plan = {"num_requests": 0, "num_logical_tokens": 0}
+    comparison = against(plan=plan, done=dict(NOTHING), timelines=())
     found = measures(comparison)
     assert found["Prompt tokens saved"].after == found["Rows per second"].after == "unknown"
     assert comparison.notable == []

@@ -11,15 +11,15 @@ import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
 from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
-from batchllm_operator.report import page
+from batchllm_operator.report import drawing, page
 from batchllm_operator.report.drawing import Table, draw
 from batchllm_operator.report.page import render_report
+from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import (
     AnswerSummary,
     Bill,
     ErrorKind,
     RunReport,
-    TokenKinds,
 )
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
@@ -114,7 +114,7 @@ def test_labels_are_a_chart_with_the_mean_probability() -> None:
     text = Page(html).text.replace("\xa0", " ")
     for shown in (
         "Bars of rows by label: 2 values, most of the rows, 75.0 %, with relevant",
-        *("Mean probability 0.75", "Invalid outputs 300 20.0 % of the answers"),
+        *("Mean probability 0.75", "Invalid outputs 300 24.3 % of the answers"),
     ):
         assert shown in text, shown
     chart = html.split("<h2>Answers</h2>")[1].split("</figure>")[0]
@@ -212,44 +212,45 @@ def test_pictures_are_whole_and_in_the_pages_colours() -> None:
     assert used <= set(ids)
 
 
+def test_without_matplotlib_a_page_has_words_and_tables_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (drawing, page):
+        monkeypatch.setattr(module, "can_draw", lambda: False)
+    page._draw.cache_clear()
+    html = render_report(make_full_report())
+    page._draw.cache_clear()
+    assert "<svg" not in html and html.count("<figcaption>") == html.count("<details>") == 7
+    assert "This page has no pictures" in html and "<code>report</code>" in html
+
+
 def test_the_same_report_gives_the_same_page() -> None:
     first = render_report(make_full_report())
     page._draw.cache_clear()
     assert render_report(make_full_report()) == first
 
 
+NO_WORK: dict[str, Any] = {
+    "plan": {"num_requests": 0, "num_logical_tokens": 0},
+    "done": dict(NOTHING),
+    "shards": (),
+    "timelines": (),
+}
+
+
 @pytest.mark.parametrize(
     "report",
     [
         make_report(),
-        make_report(report_version=1, errors_by_kind={}, num_rows_failed=0),
+        make_report(errors_by_kind={}),
         make_full_report(timelines=(), errors=(), errors_by_kind={}),
-        make_full_report(timelines=(make_timeline(num_bins=1, chunk_size=None),)),
+        make_full_report(timelines=(make_timeline(num_bins=1),)),
+        make_report(**NO_WORK, sample_rows=(), errors_by_kind={}),
         make_full_report(
-            num_rows_in=0,
-            num_rows_out=0,
-            num_rows_failed=0,
-            num_requests=0,
-            num_logical_tokens=0,
-            engine_s=0.0,
-            shards=(),
-            timelines=(),
-            sample_rows=(),
-            errors=(),
-            errors_by_kind={},
-            bill=None,
-            achieved_saving_ratio=0.0,
-            planned_saving_ratio=0.0,
-            optimal_saving_ratio=0.0,
-            sharing=PlanSharing(
-                prefix_lengths=Histogram(edges=(), counts=()),
-                share_degrees=Histogram(edges=(), counts=()),
-                largest_groups=(),
-            ),
+            done={"num_logical_tokens": 30_000, "num_prompt_tokens": 30_000, "num_cached_tokens": 0}
         ),
-        make_full_report(achieved_saving_ratio=-0.2),
     ],
-    ids=["old", "version-1", "no-trace", "one-bin", "empty", "recomputed"],
+    ids=["least", "without-errors", "no-trace", "one-bin", "empty", "recomputed"],
 )
 def test_reports_with_less_in_them_are_pages_too(report: RunReport) -> None:
     found = Page(render_report(report))
@@ -264,17 +265,7 @@ def test_links_above_it_are_shown_where_there_are_some() -> None:
 
 
 def test_of_a_run_with_nothing_to_generate_no_plots_are_drawn() -> None:
-    html = render_report(
-        make_full_report(
-            num_requests=0,
-            num_logical_tokens=0,
-            num_computed_tokens=0,
-            engine_s=0.0,
-            shards=(),
-            timelines=(),
-            tokens=TokenKinds(num_duplicate=0, num_cached=0, num_computed=0, num_output=0),
-        )
-    )
+    html = render_report(make_full_report(**NO_WORK))
     found = Page(html)
     assert "There was nothing to generate." in found.text
     assert "Prompt tokens saved unknown unknown planned, unknown optimal" in found.text.replace(

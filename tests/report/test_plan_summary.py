@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchllm_operator.report.plan_summary import _duration, _price
+from batchllm_operator.report.pages import usd
+from batchllm_operator.report.plan_summary import _duration
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ def test_durations(seconds: float, printed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("usd", "printed"), [(0.0, "$0.00"), (0.004, "under $0.01"), (1234.5, "$1,234.50")]
+    ("amount", "printed"), [(0.0, "$0.00"), (0.004, "under $0.01"), (1234.5, "$1,234.50")]
 )
-def test_prices(usd: float, printed: str) -> None:
-    assert _price(usd) == printed
+def test_prices(amount: float, printed: str) -> None:
+    assert usd(amount) == printed

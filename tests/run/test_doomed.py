@@ -53,7 +53,7 @@ def test_a_run_stops_when_its_failures_alone_pass_the_limit(
         assert part in str(stopped.value)
     assert stopped.value.__notes__ == ["5 of the plan's 40 rows are finished and kept"]
     (failed, *_) = read_status(plan).shards
-    assert (failed.state, failed.num_rows_failed) == ("failed", 5)
+    assert (failed.state, failed.done.num_failed_rows) == ("failed", 5)
 
     again = Engines()
     with pytest.raises(FailedRowsError, match=r"5 of 40 rows failed.* First invalid_output"):
@@ -63,13 +63,13 @@ def test_a_run_stops_when_its_failures_alone_pass_the_limit(
     plan = planned(tmp_path, num_shards, max_failed_fraction=1.0, **retried)
     run_worker(plan.folder.uri, 0, 1, start=again)
     assert again.num_answers == 35 * (1 + tries)
-    assert commit_run(plan.folder.uri).num_rows_failed == 40
+    assert commit_run(plan.folder.uri).num_failed_rows == 40
 
 
 def test_as_many_failures_as_are_allowed_stop_nothing(tmp_path: Path) -> None:
     plan = planned(tmp_path, max_failed_fraction=1.0)
     run_worker(plan)
-    assert commit_run(plan.folder.uri).num_rows_failed == 40
+    assert commit_run(plan.folder.uri).num_failed_rows == 40
 
 
 def test_rows_that_planning_has_rejected_count(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_machine_that_fails_dooms_no_plan(tmp_path: Path) -> None:
     plan = plan_job(spec, DS)
     with pytest.raises(EngineError, match="6 requests in a row"):
         run_worker(plan)
-    assert read_status(plan).num_rows_done == 0
+    assert read_status(plan).done.num_rows == 0
 
 
 def test_the_commands_end_with_the_exit_code_of_a_refused_commit(

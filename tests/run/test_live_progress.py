@@ -73,11 +73,9 @@ def test_a_finished_attempt_says_what_its_report_says(lake_uri: str) -> None:
     found = left(plan)
     assert (found.state, found.eta_s, found.error) == ("finished", 0.0, None)
     assert (found.num_rows, found.num_parts) == (NUM_ROWS, NUM_PARTS)
-    for name in ("num_logical_tokens", "num_prompt_tokens", "num_cached_tokens"):
-        assert getattr(found, name) == getattr(report, name) > 0
-    assert found.num_output_tokens == report.num_output_tokens > 0
-    assert found.num_rows_failed == report.num_failed_rows > 0
-    assert (found.num_rows_done, found.num_parts_done) == (report.num_rows, report.num_parts)
+    assert found.done == report.counts.model_copy(update={"engine_s": found.done.engine_s})
+    assert found.done.num_failed_rows > 0 and found.done.num_cached_tokens > 0
+    assert found.num_parts_done == report.num_parts
     assert (found.num_gpus, found.gpu_s) == (0, 0.0)
     assert 0 <= found.engine_start_s <= found.elapsed_s
     assert read_status(plan).is_finished
@@ -100,11 +98,11 @@ def test_a_drained_attempt_keeps_what_its_parts_hold(lake_uri: str) -> None:
         stop = Engines(at=6, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
         run_worker(plan, start=stop, drain=drain, num_gpus=1)
     stopped = left(plan)
-    assert (stopped.state, stopped.num_rows_done, stopped.num_parts_done) == ("stopped", 10, 2)
+    assert (stopped.state, stopped.done.num_rows, stopped.num_parts_done) == ("stopped", 10, 2)
     assert (stopped.eta_s, stopped.error) == (None, None)
     run_worker(plan, num_gpus=2)
     finished = left(plan, 2)
-    assert (finished.state, finished.num_rows_done) == ("finished", NUM_ROWS)
+    assert (finished.state, finished.done.num_rows) == ("finished", NUM_ROWS)
     attempts = read_attempts(plan)[0]
     first_s, second_s = stopped.gpu_held_s, finished.gpu_held_s
     assert first_s is not None and second_s is not None
@@ -120,7 +118,7 @@ def test_finished_rows_of_open_parts_count_when_an_attempt_is_stopped(plan: Stor
     with pytest.raises(Interrupted):
         run_worker(plan, start=Engines(at=13, act=stop))
     stopped = left(plan)
-    assert (stopped.state, stopped.num_rows_done, stopped.num_parts_done) == ("stopped", 13, 2)
+    assert (stopped.state, stopped.done.num_rows, stopped.num_parts_done) == ("stopped", 13, 2)
 
 
 @pytest.mark.parametrize("in_start", [True, False])
@@ -178,12 +176,12 @@ def test_killed_processes_leave_the_last_sign(tmp_path: Path, commands: ForkServ
     process = commands.start("batchllm_operator", command, env=env)
     try:
         wait_for_state(plan, "running")
-        wait_until(lambda: left(plan).num_rows_done > 0, "a row is done", poll_s=0.01)
+        wait_until(lambda: left(plan).done.num_rows > 0, "a row is done", poll_s=0.01)
     finally:
         process.kill()
         process.wait()
     killed = left(plan)
-    assert killed.state == "running" and killed.num_rows_done < NUM_ROWS
+    assert killed.state == "running" and killed.done.num_rows < NUM_ROWS
     assert read_status(plan, now=killed.updated_at).shards[0].state == "running"
     later = killed.updated_at + timedelta(minutes=2)
     assert read_status(plan, now=later).shards[0].state == "silent"
@@ -226,7 +224,7 @@ def test_storage_that_fails_costs_one_warning(
     storage = BadStorage(monkeypatch)
     waits = Engines(at=9, act=lambda: wait_until(lambda: storage.num_tries > 5, "five tries"))
     with caplog.at_level(logging.WARNING):
-        assert run_worker(plan, start=waits).shards[0].num_rows == NUM_ROWS
+        assert run_worker(plan, start=waits).shards[0].counts.num_rows == NUM_ROWS
     assert [r.message for r in caplog.records if "progress" in r.message] == [
         "the run goes on, but its progress can't be seen: the storage is away"
     ]
@@ -272,7 +270,7 @@ def test_storage_that_hangs_does_not_keep_the_run(
     monkeypatch.setattr(live, "_END_WAIT_S", 0.01)
     storage, release = BadStorage(monkeypatch), threading.Event()
     monkeypatch.setattr(storage, "fail", lambda: release.wait(60))
-    assert run_worker(plan).shards[0].num_rows == NUM_ROWS
+    assert run_worker(plan).shards[0].counts.num_rows == NUM_ROWS
     assert not release.is_set() and not storage.written
     assert "the storage takes long" in caplog.text
     storage.is_bad = False
@@ -332,7 +330,7 @@ def test_a_process_that_hangs_refreshes_it_no_longer(
         wait_until(lambda: len(looks) > num_before + 5, "five more looks", poll_s=0.01)
 
     run_worker(plan, start=Engines(at=13, act=hang))
-    told = [(each.state, each.num_rows_done) for each in storage.written]
+    told = [(each.state, each.done.num_rows) for each in storage.written]
     assert len(told) == len(set(told)) < len(looks) and told[-1] == ("finished", NUM_ROWS)
 
 
@@ -367,7 +365,7 @@ def test_an_observer_sees_the_tally_from_its_begin_to_its_end(plan: StoredPlan) 
 
     run_worker(plan, observe=observe, num_gpus=1)
     assert [each.state for each in seen] == ["starting", "finished"]
-    assert [each.num_rows_done for each in seen] == [0, NUM_ROWS]
+    assert [each.done.num_rows for each in seen] == [0, NUM_ROWS]
     assert {each.num_gpus for each in seen} == {1}
     run_worker(plan, observe=observe)
     assert len(seen) == 2, "a finished shard has no attempt to look at"

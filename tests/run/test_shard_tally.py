@@ -12,10 +12,10 @@ from support.staged_job import NUM_ROWS, plan_one_shard
 
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.engine.gpus import num_gpus_of
+from batchllm_operator.row_error import RowError
 from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.parts import PartEntry
-from batchllm_operator.shards.progress import ShardProgress
 from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -58,7 +58,7 @@ def output(request_idx: int, prompt: int, cached: int, generated: int) -> Engine
 
 
 def failed(request_idx: int, prompt: int) -> EngineOutput:
-    return EngineOutput(request_idx, None, None, prompt, 0, 0, "engine_error: no")
+    return EngineOutput(request_idx, None, None, prompt, 0, 0, RowError("engine_error", "no"))
 
 
 def entry_of(part_idx: int, outputs: list[tuple[EngineOutput, int]]) -> PartEntry:
@@ -108,15 +108,15 @@ def test_the_sums_are_those_of_the_report(
         tally.count_output(each, num_rows)
     live = tally.snapshot()
     report = ShardReport.of_parts("p", 0, entries, len(before))
-    assert live.num_rows_done == report.num_rows + sum(num_rows for _, num_rows in still_open)
+    assert live.done.num_rows == report.counts.num_rows + sum(
+        num_rows for _, num_rows in still_open
+    )
     assert live.num_parts_done == report.num_parts
-    assert live.saving_ratio >= 0
+    assert (live.done.saving_ratio or 0) >= 0
     tally.keep(Counts.total(entries))
     tally.end("stopped")  # what is still open is dropped
     found = tally.snapshot()
-    assert (found.num_rows_done, found.num_rows_failed) == (report.num_rows, report.num_failed_rows)
-    for name in ("prompt", "cached", "output", "logical"):
-        assert getattr(found, f"num_{name}_tokens") == getattr(report, f"num_{name}_tokens")
+    assert found.done == report.counts
 
 
 def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> None:
@@ -152,14 +152,6 @@ def test_an_attempt_may_end_before_the_gpus_are_its_own(plan: StoredPlan) -> Non
     run = Ticking(plan, num_gpus=2)
     run.after(10, lambda: run.tally.end("finished"))
     assert run.tally.snapshot().gpu_s == 0
-
-
-def test_progress_of_older_releases_counts_from_the_start(plan: StoredPlan) -> None:
-    stored = Ticking(plan, num_gpus=2).tally.snapshot().model_dump(mode="json")
-    for name in ("worker", "num_workers", "gpu_held_s"):
-        del stored[name]
-    found = ShardProgress.model_validate({**stored, "elapsed_s": 30.0})
-    assert (found.worker, found.gpu_s) == (None, 60)
 
 
 def test_speed_is_that_of_the_last_minute_without_cached_tokens(plan: StoredPlan) -> None:

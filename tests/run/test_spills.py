@@ -92,7 +92,7 @@ def test_a_stopped_run_keeps_every_finished_row(tmp_path: Path, part_rows: int, 
     plan = plan_one_shard(str(tmp_path), planner=planner)
     stop(plan, at)
     (shard,) = read_status(plan).shards
-    assert (shard.state, shard.num_rows_done) == ("stopped", at)
+    assert (shard.state, shard.done.num_rows) == ("stopped", at)
     rest = Engines()
     run_worker(plan, start=rest)
     assert rest.num_answers == NUM_ROWS - at
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_again_and_again_generates_no_row_twice(plan: Stor
     answered = 0
     for at in (3, 4, 9, 0, 6):
         answered += stop(plan, at).num_answers
-    assert read_status(plan).num_rows_done == answered == 22
+    assert read_status(plan).done.num_rows == answered == 22
     rest = Engines()
     report = run_worker(plan, start=rest)
     assert rest.num_answers == NUM_ROWS - answered
@@ -137,7 +137,7 @@ def test_engine_seconds_are_counted_once(plan: StoredPlan, monkeypatch: pytest.M
     assert spilled == 7 * len(entries(plan)) == 21
     assert sum(entry.engine_s for entry in written) == pytest.approx(2 * 7 + 2 * 7)
     report = run_worker(plan).shards[0]
-    num_laps = report.engine_s / 7
+    num_laps = report.counts.engine_s / 7
     assert num_laps == pytest.approx(6 + len(entries(plan)))
 
 
@@ -145,7 +145,7 @@ def test_what_was_all_spilled_needs_no_engine(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_none(run: shard_run.ShardRun, part_idx: int) -> None:
-        if run.tally.snapshot().num_rows_done == NUM_ROWS:
+        if run.tally.snapshot().done.num_rows == NUM_ROWS:
             interrupt()
 
     with monkeypatch.context() as patch:
@@ -155,7 +155,7 @@ def test_what_was_all_spilled_needs_no_engine(
     engines = Engines()
     report = run_worker(plan, start=engines).shards[0]
     assert engines.started == []
-    assert (report.num_rows, report.num_parts, report.num_resumed_parts) == (30, 6, 0)
+    assert (report.counts.num_rows, report.num_parts, report.num_resumed_parts) == (30, 6, 0)
     commit_run(plan.folder.uri)
     check_published(plan)
 
@@ -384,7 +384,7 @@ def test_a_storage_that_takes_no_spill_keeps_the_reason_of_the_stop(
         patch.setattr(shard_run, "write_spill", fail)
         stop(plan, 8)
     assert "finished rows of shard 0 are lost: the disk is full" in caplog.text
-    assert read_status(plan).num_rows_done == 5
+    assert read_status(plan).done.num_rows == 5
 
 
 def test_an_engine_that_fails_leaves_what_it_has_finished(plan: StoredPlan) -> None:
@@ -431,7 +431,7 @@ def test_a_stopped_command_says_how_many_rows_are_kept(
             env={**os.environ, INTERVAL_VARIABLE: "0.1"},
             stderr=stderr.fileno(),
         )
-        wait_until(lambda: read_status(plan).num_rows_done > 2, "some rows are finished")
+        wait_until(lambda: read_status(plan).done.num_rows > 2, "some rows are finished")
         os.kill(process.pid, number)
         assert process.wait(timeout=60) == 128 + number
     message = (tmp_path / "stderr").read_text()

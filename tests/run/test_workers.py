@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shard_progress import shard_progress
 from support.staged_job import Engines, check_published, claim_attempt, plan_one_shard, run_only
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -26,7 +27,6 @@ from batchllm_operator.run.shard_source import Claimed
 from batchllm_operator.run.worker import MOST_WAIT_S, Worker
 from batchllm_operator.shards import attempts as attempts_module
 from batchllm_operator.shards.attempts import read_claim
-from batchllm_operator.shards.progress import ShardProgress
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NUM_SHARDS = 8
@@ -70,19 +70,19 @@ def holder(drain: Drain | None = None) -> Holder:
 
 def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: Any) -> None:
     shard = plan.shard(claimed.shard_idx)
-    progress = ShardProgress(
-        plan_id=plan.manifest.plan_id,
-        shard_idx=claimed.shard_idx,
-        attempt=claimed.attempt.number,
-        host="elsewhere",
-        started_at=at,
-        updated_at=at,
-        elapsed_s=1.0,
-        num_rows=shard.num_rows,
-        num_rows_done=0,
-        num_parts=shard.num_parts,
-        num_parts_done=0,
-        **{"state": "running", **changes},
+    progress = shard_progress(
+        **{
+            "plan_id": plan.manifest.plan_id,
+            "shard_idx": claimed.shard_idx,
+            "attempt": claimed.attempt.number,
+            "started_at": at,
+            "updated_at": at,
+            "num_rows": shard.num_rows,
+            "num_rows_done": 0,
+            "num_parts": shard.num_parts,
+            "num_parts_done": 0,
+            **changes,
+        }
     )
     claimed.attempt.folder.write_bytes("progress.json", progress.model_dump_json().encode())
 
@@ -486,22 +486,6 @@ def test_a_worker_without_shards_waits_for_a_while_without_an_engine(
     assert engines.started == []
     assert clock.s == pytest.approx(MOST_WAIT_S, abs=5.0)
     assert queue.others() == list(range(NUM_SHARDS))
-
-
-@pytest.mark.parametrize("damage", ["part", "report"])
-def test_a_finished_shard_that_was_damaged_is_run_again_by_its_worker(
-    plan: StoredPlan, damage: str
-) -> None:
-    run_worker(plan.folder.uri, 0, 1)
-    folder = plan.run_folder(NUM_SHARDS - 1)
-    name = "report.json" if damage == "report" else next(n for n in folder.find() if ".parq" in n)
-    folder.remove(name)
-    with pytest.raises(IncompleteRunError):
-        verify_worker(plan.folder.uri, 1, 2)
-    report = run_worker(plan.folder.uri, 1, 2)
-    assert list(report.shards) == [NUM_SHARDS - 1]
-    commit_run(plan.folder.uri)
-    check_published(plan)
 
 
 def test_verify_counts_the_owners_shards(plan: StoredPlan) -> None:

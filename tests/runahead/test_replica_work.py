@@ -96,7 +96,7 @@ class _Watched:
 def test_a_run_begins_with_the_groups_that_its_plan_names(plan: StoredPlan) -> None:
     marked, spy = placed(plan, spread=[{"group_id": 5}], whole_first=[3]), Spy()
     report = run_worker(marked, start=spy).shards[0]
-    assert report.num_rows == 30
+    assert report.counts.num_rows == 30
     order = [request.group_id for request in spy.taken]
     assert sorted({request.request_idx for request in spy.taken}) == list(range(len(order)))
     assert list(dict.fromkeys(order)) == [5, 4, 3, 2, 0, 1]  # parts stay whole
@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_what_is_left_in_that_order(plan: StoredPlan) -> None
     with pytest.raises(KeyboardInterrupt):
         run_worker(marked, start=killed)
     report = run_worker(marked, start=spy).shards[0]
-    assert report.num_rows == 30
+    assert report.counts.num_rows == 30
     assert report.num_resumed_parts > 0
     again = {request.request_idx for request in spy.taken}
     done = {request.request_idx for request in killed.taken} - again

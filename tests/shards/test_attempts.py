@@ -286,24 +286,6 @@ def test_killed_between_a_parts_file_and_its_entry(plan: StoredPlan) -> None:
     check_published(plan)
 
 
-def test_a_damaged_part_is_made_again_beside_the_old_one(plan: StoredPlan) -> None:
-    run_worker(plan)
-    folder = plan.run_folder(0)
-    damaged = read_ledger(folder, plan.manifest.plan_id)[3]
-    folder.write_bytes(damaged.path, folder.read_bytes(damaged.path)[:-7])
-    before = shard_files(plan)
-    engines = Engines()
-    run_worker(plan, start=engines)
-    assert engines.num_answers == 5
-    after = shard_files(plan)
-    assert {n: after[n] for n in before if n != "report.json"} == {
-        n: data for n, data in before.items() if n != "report.json"
-    }
-    assert attempts_of_parts(plan) == [1, 1, 1, 2, 1, 1]
-    commit_run(plan.folder.uri)
-    check_published(plan)
-
-
 def test_files_and_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each file the content, then its name; of each new folder its name, too."""
     # Another thread's files would come in between.

@@ -131,12 +131,12 @@ def test_a_shards_report_is_whole_or_refused(plan: StoredPlan, data: st.DataObje
     try:
         found = verify_worker(plan.folder.uri)
     except PlanError as error:
-        assert "shard 0 of plan" in str(error)
+        assert "shard" in str(error)
         folder.write_bytes("report.json", whole)
     except IncompleteRunError:
         run_worker(plan)
     else:
-        assert found.shards[0].num_rows == expected.shards[0].num_rows
+        assert found.shards[0].counts.num_rows == expected.shards[0].counts.num_rows
         folder.write_bytes("report.json", whole)
     assert verify_worker(plan.folder.uri).num_finished == 1
 

@@ -100,10 +100,10 @@ def test_the_same_rows_as_a_local_commit(tmp_path: Path, make_spec: MakeSpec) ->
         plan = finished(spec, make)
         report = commit_on_spark(plan.folder.uri)
         assert published(spec) == wanted
-        assert report.num_rows_in == 120
-        assert report.num_rows_failed == 34
-        assert commit_on_spark(plan.folder.uri).num_rows_in == 120
-        assert commit_run(plan.folder.uri).num_rows_in == 120
+        assert report.plan.num_rows == 120
+        assert report.num_failed_rows == 34
+        assert commit_on_spark(plan.folder.uri).plan.num_rows == 120
+        assert commit_run(plan.folder.uri).plan.num_rows == 120
         assert published(spec) == wanted
 
 

@@ -117,7 +117,7 @@ def test_its_job_publishes_what_a_local_plan_does(lake: Path, small_ranges: None
         plan = make(spec, DS)
         run_worker(plan)
         report = commit_run(plan.folder.uri)
-        assert report.num_rows_in == 108
+        assert report.plan.num_rows == 108
         table = pq.read_table(lake / name / f"ds={DS}" / "data.parquet")
         published.append(table.drop_columns(["run_id", "num_cached_tokens"]).to_pylist())
     assert published[0] == published[1]

@@ -56,6 +56,6 @@ def published(spec: JobSpec, ds: str = DS) -> list[dict[str, Any]]:
     """The rows of the output table: the key `row_key` and the job's own columns."""
     table = open_table(spec.output.uri, spec.input.partition_column)
     rows: list[dict[str, Any]] = []
-    for batch in table.scan(table.snapshot(ds), ["row_key", "status", *spec.output_columns]):
+    for batch in table.scan(table.snapshot(ds), ["row_key", *spec.output_columns]):
         rows += batch.to_pylist()
     return rows

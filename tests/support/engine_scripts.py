@@ -66,7 +66,10 @@ def poisoned(path: str) -> dict[str, Any]:
     engine = IsolatingEngine(start)
     prompts = {0: [5, 6, 7], 1: [13, 6, 7], 2: [5, 6, 8], 3: [9] * 64, 4: [], 5: [10**6]}
     requests = [EngineRequest(idx, ids, idx, 0) for idx, ids in prompts.items()]
-    outputs = {o.request_idx: [o.text is not None, o.error] for o in engine.stream(iter(requests))}
+    outputs = {
+        o.request_idx: [o.text is not None, o.error and str(o.error)]
+        for o in engine.stream(iter(requests))
+    }
     engine.close()
     return {"outputs": outputs, "started": len(started)}
 

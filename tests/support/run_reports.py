@@ -5,7 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from support.shard_progress import counts
+
 from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
+from batchllm_operator.stored_plan.manifest import PlanCounts
 from batchllm_operator.stored_plan.run_report import (
     Bill,
     ErrorKind,
@@ -13,14 +16,38 @@ from batchllm_operator.stored_plan.run_report import (
     SampleRow,
     ShardRun,
     Timeline,
-    TokenKinds,
 )
 
 PLAN_URI = "/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef"
 
 
 def make_report(**changes: Any) -> RunReport:
-    """As a release before version 2 wrote it, but for `changes`."""
+    """As little as a report holds, but for `changes`; those of `plan` and `done` by field."""
+    plan = {
+        "num_rows": 1234,
+        "num_rejected_rows": 34,
+        "num_duplicate_rows": 56,
+        "num_requests": 1144,
+        "num_groups": 300,
+        "num_shared_groups": 250,
+        "num_logical_tokens": 100_000,
+        "num_planned_tokens": 38_800,
+        "num_optimal_tokens": 34_600,
+        "num_algorithm_1_saved_tokens": 0,
+        "num_exact_saved_tokens": 0,
+        **changes.pop("plan", {}),
+    }
+    done = {
+        "num_requests": 1144,
+        "num_rows": 1200,
+        "num_logical_tokens": 100_000,
+        "num_prompt_tokens": 95_000,
+        "num_cached_tokens": 55_000,
+        "num_output_tokens": 9_876,
+        "engine_s": 12.34,
+        **changes.pop("done", {}),
+    }
+    empty = Histogram(edges=(), counts=())
     fields: dict[str, Any] = {
         "job": "snippets",
         "ds": "2026-01-31",
@@ -29,22 +56,13 @@ def make_report(**changes: Any) -> RunReport:
         "table_uri": "/lake/out",
         "report_uri": f"{PLAN_URI}/report.json",
         "model": "/models/tiny",
-        "num_rows_in": 1234,
-        "num_rows_out": 1200,
-        "num_rows_failed": 34,
-        "num_rows_duplicate": 56,
+        "committed_at": datetime(2026, 2, 1, 3, 4, tzinfo=UTC),
+        "plan": PlanCounts(**plan),
+        "done": counts(**done),
         "errors_by_kind": {"prompt_too_long": 4, "null_value": 30},
-        "num_requests": 1144,
-        "num_groups": 300,
-        "num_shared_groups": 250,
+        "bill": Bill(gpu_s=None, usd_per_hour=None),
         "num_shards": 4,
-        "num_logical_tokens": 100_000,
-        "num_computed_tokens": 40_000,
-        "num_output_tokens": 9_876,
-        "optimal_saving_ratio": 0.654,
-        "planned_saving_ratio": 0.612,
-        "achieved_saving_ratio": 0.6,
-        "engine_s": 12.34,
+        "sharing": PlanSharing(prefix_lengths=empty, share_degrees=empty, largest_groups=()),
         "sample_rows": (
             SampleRow(key={"id": "a-1"}, generated_text="A snippet."),
             SampleRow(key={"id": "b", "lang": "de"}, generated_text="Zwei\nZeilen"),
@@ -77,16 +95,18 @@ def make_timeline(shard_idx: int = 0, num_bins: int = 60, **changes: Any) -> Tim
 
 
 def make_full_report(**changes: Any) -> RunReport:
-    """With all that version 2 adds."""
+    """With a bill, errors, shards, timelines and shared prefixes."""
     shards = tuple(
         ShardRun(
             shard_idx=idx,
-            num_rows=300,
-            num_rows_failed=idx,
-            num_requests=286,
-            num_computed_tokens=9_600,
-            num_output_tokens=2_400,
-            engine_s=2.5 + idx,
+            done=counts(
+                num_rows=300,
+                num_failed_rows=idx,
+                num_requests=286,
+                num_prompt_tokens=9_600,
+                num_output_tokens=2_400,
+                engine_s=2.5 + idx,
+            ),
             num_attempts=1 + idx % 2,
             gpu_s=20.0 + idx,
             predicted_gpu_s=4.0,
@@ -94,10 +114,6 @@ def make_full_report(**changes: Any) -> RunReport:
         for idx in range(4)
     )
     fields: dict[str, Any] = {
-        "committed_at": datetime(2026, 2, 1, 3, 4, tzinfo=UTC),
-        "tokens": TokenKinds(
-            num_duplicate=5_000, num_cached=55_000, num_computed=40_000, num_output=9_876
-        ),
         "bill": Bill(
             gpu_s=86.0, usd_per_hour=3.0, gpu="H100", predicted_gpu_s=40.0, unshared_gpu_s=90.0
         ),

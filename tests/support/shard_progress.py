@@ -6,10 +6,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.stored_plan.counts import NOTHING, Counts
+
+
+def counts(**fields: Any) -> Counts:
+    """Counts that are 0 but for these."""
+    return Counts(**{**dict(NOTHING), **fields})
 
 
 def shard_progress(**changes: Any) -> ShardProgress:
-    """Of a shard that is half done."""
+    """Of a shard that is half done; `changes` may name fields of `done`, and `num_rows_done`."""
     fields: dict[str, Any] = {
         "plan_id": "plan-abc",
         "shard_idx": 3,
@@ -22,16 +28,22 @@ def shard_progress(**changes: Any) -> ShardProgress:
         "engine_start_s": 40.0,
         "num_gpus": 2,
         "num_rows": 100,
-        "num_rows_done": 50,
-        "num_rows_failed": 1,
         "num_parts": 10,
         "num_parts_done": 4,
+        "computed_tokens_per_s": 12.5,
+        "output_tokens_per_s": 2.5,
+        "eta_s": 590.0,
+        "num_rows_done": 50,
+        "num_failed_rows": 1,
         "num_logical_tokens": 1000,
         "num_prompt_tokens": 900,
         "num_cached_tokens": 500,
         "num_output_tokens": 77,
-        "computed_tokens_per_s": 12.5,
-        "output_tokens_per_s": 2.5,
-        "eta_s": 590.0,
+        **changes,
     }
-    return ShardProgress(**{**fields, **changes})
+    done = {
+        name: fields.pop(name) for name in list(fields) if name not in ShardProgress.model_fields
+    }
+    done["num_rows"] = done.pop("num_rows_done")
+    held_s = {"gpu_held_s": fields["elapsed_s"]}
+    return ShardProgress(**{**held_s, **fields, "done": fields.get("done", counts(**done))})

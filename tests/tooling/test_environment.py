@@ -66,7 +66,7 @@ def test_torch_is_a_cpu_build() -> None:
 def test_extras() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
     airflow = {"airflow", "airflow-spark"}
-    assert set(extras) == {"cpu", "gpu", "iceberg", "delta", "spark", "dev"} | airflow
+    assert set(extras) == {"cpu", "gpu", "iceberg", "delta", "report", "spark", "dev"} | airflow
 
 
 @pytest.mark.parametrize("name", NAMES)

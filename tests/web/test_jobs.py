@@ -19,7 +19,7 @@ def uri(day: int, job: str = "rank") -> str:
 def outcome(saving: float = 0.5, **changes: Any) -> dict[str, Any]:
     return {
         "num_rows_in": 1000,
-        "num_rows_failed": 2,
+        "num_failed_rows": 2,
         "achieved_saving_ratio": saving,
         "computed_tokens_per_s": 4321.0,
         "output_tokens_per_s": 654.0,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.airflow_records import Records
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.shard_progress import shard_progress
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.failed_rows import find_failed_rows
@@ -71,12 +72,13 @@ def progress(plan: Any, shard_idx: int = 0, **changes: Any) -> ShardProgress:
         "shard_idx": shard_idx,
         "attempt": 1,
         "host": "host-a",
-        "state": "running",
         "started_at": now,
         "updated_at": now,
         "elapsed_s": 60.0,
+        "num_gpus": 0,
         "num_rows": 15,
         "num_rows_done": 6,
+        "num_failed_rows": 0,
         "num_parts": 3,
         "num_parts_done": 1,
         "num_logical_tokens": 1000,
@@ -86,7 +88,7 @@ def progress(plan: Any, shard_idx: int = 0, **changes: Any) -> ShardProgress:
         "output_tokens_per_s": 321.0,
         "eta_s": 90.0,
     }
-    return ShardProgress(**{**fields, **changes})
+    return shard_progress(**{**fields, **changes})
 
 
 def leave(plan: Any, each: ShardProgress) -> None:
@@ -203,7 +205,7 @@ def test_a_refused_commit_shows_its_reason_the_kinds_and_the_log(
     html = anna.page(JOB)
     check_accessible(html)
     assert str(caught.value) in unescape(html) and EVIL not in html
-    num_failed = find_failed_rows(plan.folder.uri, 0).num_rows_failed
+    num_failed = find_failed_rows(plan.folder.uri, 0).num_failed_rows
     failed = f"<dt>Failed rows</dt><dd>{num_failed} <small>1 of them rejected by the plan</small>"
     assert failed in html and num_failed > 5
     assert "<caption>" + f"{num_failed} failed rows, by kind" in html

@@ -29,6 +29,7 @@ from batchllm_operator.engine.replicas.process import (
     with_messages,
 )
 from batchllm_operator.errors import EngineError, SpecError
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits, ChainSettings
 
@@ -207,7 +208,8 @@ class ReplicaEngines:
             kind, content = replica.receive()
             assert kind == "outputs", kind
             for fields in content:
-                output = EngineOutput(**fields)
+                error = None if fields["error"] is None else RowError(*fields["error"])
+                output = EngineOutput(**{**fields, "error": error})
                 request = replica.in_flight.pop(output.request_idx)
                 self._placer.answered(replica.rank, output.request_idx)
                 outputs.append(self._charged(request, output))

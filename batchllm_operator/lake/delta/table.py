@@ -121,10 +121,6 @@ class DeltaTable:
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[1]
 
-    def columns(self, partition: str) -> pa.Schema | None:
-        version = self._log.latest()
-        return None if version is None else version.schema
-
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> StoredColumns:

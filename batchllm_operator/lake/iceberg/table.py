@@ -125,10 +125,6 @@ class IcebergTable:
             return None
         return PartitionView.now(table, self.uri, self._partition_column, partition).published()
 
-    def columns(self, partition: str) -> pa.Schema | None:
-        table = self._catalog_table.load()
-        return None if table is None else arrow_schema(table.schema())
-
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> StoredColumns:

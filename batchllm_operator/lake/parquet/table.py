@@ -167,10 +167,6 @@ class ParquetTable:
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[0]
 
-    def columns(self, partition: str) -> pa.Schema | None:
-        """Read from the last other partition, or from the one itself."""
-        return self._published_schema([partition, *self._others(partition)])
-
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> StoredColumns:

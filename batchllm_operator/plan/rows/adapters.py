@@ -15,6 +15,7 @@ from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.model import check_adapter_tokenizers, find_adapters, warn_of_other_models
 from batchllm_operator.prefixes import PromptClasses, TokenTable
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec, ModelSpec
 from batchllm_operator.spec.limits import shown
 
@@ -95,7 +96,7 @@ class RowAdapters:
         errors = dict(rendered.errors)
         for row in np.flatnonzero(is_unknown).tolist():
             name = shown(names[row].as_py().decode(errors="replace"))
-            errors[row] = f"{UNKNOWN_ADAPTER}: model.adapters has no '{name}'"
+            errors[row] = RowError(UNKNOWN_ADAPTER, f"model.adapters has no '{name}'")
         texts = pc.if_else(pa.array(is_unknown), pa.scalar(None, pa.large_string()), rendered.texts)
         return RenderedPrompts(texts, dict(sorted(errors.items())))
 

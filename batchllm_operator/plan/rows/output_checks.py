@@ -47,7 +47,7 @@ def check_columns_fit(
         TableError: see `LakeTable.check_outputs`; or rows that fail would have nulls where the
             table allows none.
     """
-    columns = output_schema(spec, snapshot.schema, output.columns(ds), planned)
+    columns = output_schema(spec, snapshot.schema, planned)
     stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     for name in set(spec.output_columns) & set(stored.schema.names) - _NEVER_NULL:
         if stored.schema.field(name).nullable:

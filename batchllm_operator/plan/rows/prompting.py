@@ -21,6 +21,7 @@ from batchllm_operator.prompts import (
     renderer_of,
     text_column,
 )
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.prompt import Cut
 
@@ -104,9 +105,10 @@ class Prompter:
             return rendered
         errors = dict(rendered.errors)
         for row in np.flatnonzero(is_huge.to_numpy(zero_copy_only=False)).tolist():
-            errors[row] = (
-                f"{PROMPT_TOO_LONG}: {num_bytes[row]} bytes of text; more than {most} aren't"
-                f" tokenized where the model allows {self._tokenizer.max_prompt_len} tokens"
+            errors[row] = RowError(
+                PROMPT_TOO_LONG,
+                f"{num_bytes[row]} bytes of text; more than {most} aren't tokenized where the model"
+                f" allows {self._tokenizer.max_prompt_len} tokens",
             )
         texts = pc.if_else(is_huge, pa.scalar(None, pa.large_string()), rendered.texts)
         return RenderedPrompts(texts, dict(sorted(errors.items())))

@@ -26,8 +26,9 @@ from batchllm_operator.plan.rows.prompting import Prompter, Prompts
 from batchllm_operator.prefixes import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.manifest import ERROR_FIELD
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
@@ -113,7 +114,7 @@ def read_rows(
 def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
     """A new file of keys, carried columns and faults of rows; `schema` is the input's."""
     kept = [schema.field(name) for name in spec.kept_columns]
-    columns = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
+    columns = pa.schema([*kept, ERROR_FIELD])
     return pq.ParquetWriter(path, columns, compression="zstd")
 
 
@@ -127,7 +128,7 @@ class Tokenized:
     """int64 [num_prompts], ascending."""
     estimates: npt.NDArray[np.int64] | None
     """int64 [num_prompts], if a column holds them."""
-    errors: dict[int, str]
+    errors: dict[int, RowError]
     """Faults by row of the piece, too long prompts included."""
     num_control: int
     num_truncated: int
@@ -182,7 +183,7 @@ def tokenize(
     for batch in batches:
         if batch.num_rows == 0:
             continue
-        errors: dict[int, str] = {}
+        errors: dict[int, RowError] = {}
         start = 0
         while start < batch.num_rows:
             piece = batch.slice(start, num_at_once)
@@ -197,10 +198,10 @@ def tokenize(
             yield found
 
 
-def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, str]) -> pa.Table:
-    faults = pa.array(map(errors.get, range(batch.num_rows)), pa.string())
+def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) -> pa.Table:
+    faults = pa.array(map(errors.get, range(batch.num_rows)), ERROR_FIELD.type)
     kept = [batch.schema.field(name) for name in spec.kept_columns]
-    schema = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
+    schema = pa.schema([*kept, ERROR_FIELD])
     columns = [*map(batch.column, spec.kept_columns), faults]
     return pa.Table.from_arrays(columns, schema=schema)
 

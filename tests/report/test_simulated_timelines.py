@@ -1,4 +1,4 @@
-"""The picture: that it is drawn, and that what it shows is the run."""
+"""The picture of simulated runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
+from batchllm_operator.report.timeline_plots import draw_runs
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.simulate.run import Run, Timeline
-from batchllm_operator.simulate.timeline_plot import _bins, _means, plot_timelines
 
 MACHINE = Machine(MODEL_SHAPES["Mistral-7B"], find_gpu("H100"), 100)
 
@@ -30,35 +30,19 @@ def make_run(policy: str, num_steps: int) -> Run:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5000])
 def test_a_png_is_drawn_of_runs_of_any_length(num_steps: int) -> None:
-    data = plot_timelines([make_run("static", 3), make_run("batchllm", num_steps)], MACHINE)
+    data = draw_runs([make_run("static", 3), make_run("batchllm", num_steps)], MACHINE)
     assert data.startswith(b"\x89PNG")
     height = int.from_bytes(data[20:24], "big")
-    data = plot_timelines([make_run("static", 3)], MACHINE)
+    data = draw_runs([make_run("static", 3)], MACHINE)
     assert int.from_bytes(data[20:24], "big") < height, "a panel less"
-
-
-def test_long_runs_are_drawn_as_means_of_neighbours() -> None:
-    values = np.arange(5000)
-    edges, starts = _bins(0.5 * values, 2500.0)
-    assert len(edges) == len(starts) + 1 <= 2001
-    assert edges[:3].tolist() == [0.0, 1.5, 3.0]
-    assert edges[-1] == 2500
-    assert _means(values, starts)[:2].tolist() == [1, 4]
-    assert _means(values, starts)[-1] == 4998.5, "the last bin has two steps"
-
-
-def test_short_runs_are_drawn_step_by_step() -> None:
-    edges, starts = _bins(np.array([0.5, 2.0, 3.0]), 4.0)
-    assert edges.tolist() == [0.5, 2.0, 3.0, 4.0]
-    assert _means(np.array([7, 1, 9]), starts).tolist() == [7, 1, 9]
 
 
 def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("not a folder")
     code = (
         "import logging, numpy as np; logging.basicConfig();"
-        "from batchllm_operator.simulate.timeline_plot import _quiet_matplotlib\n"
-        "with _quiet_matplotlib():\n import matplotlib.figure\n print(matplotlib.get_cachedir())"
+        "from batchllm_operator.report.drawing import quiet_matplotlib\n"
+        "with quiet_matplotlib():\n import matplotlib.figure\n print(matplotlib.get_cachedir())"
     )
     unset = ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in unset}

@@ -1,0 +1,17 @@
+"""Why a row has no usable answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class RowError(NamedTuple):
+    """A row's error: columns of the plan's rows, of parts and of the output table hold it so."""
+
+    kind: str
+    """A name, such as `null_value`."""
+    message: str | None = None
+    """For people."""
+
+    def __str__(self) -> str:
+        return self.kind if self.message is None else f"{self.kind}: {self.message}"
