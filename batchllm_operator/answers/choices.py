@@ -16,6 +16,7 @@ class ChoiceAnswers(AnswerKind):
     """Texts in a form that has no columns of its own."""
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        super().__init__(spec, planned)
         form = spec.response_format
         assert isinstance(form, ChoiceFormat | RegexFormat)
         self._form = form

@@ -94,8 +94,8 @@ class AnswerKind(ABC):
     def is_asked(cls, spec: JobSpec) -> bool:
         """Whether a job asks for this kind."""
 
-    @abstractmethod
-    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None: ...
+    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        self._spec, self._planned = spec, planned
 
     @classmethod
     def plan(cls, spec: JobSpec, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class LabelAnswers(AnswerKind):
     judges_texts = True
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
-        self._spec, self._token_ids = spec, planned.label_token_ids
+        super().__init__(spec, planned)
         self._labels, self._values = list(spec.labels), spec.label_values
         self._prior: Sequence[float] | None = None
         probabilities = pa.struct([(label, pa.float64()) for label in self._labels])
@@ -165,7 +165,11 @@ class LabelAnswers(AnswerKind):
 
     def read(self, output: Any) -> dict[str, Any]:
         known = output.outputs[0].logprobs[0]
-        return {LOGPROBS_FIELD.name: [known[token_id].logprob for token_id in self._token_ids]}
+        return {
+            LOGPROBS_FIELD.name: [
+                known[token_id].logprob for token_id in self._planned.label_token_ids
+            ]
+        }
 
     def fake(self, prompt: FakePrompt) -> dict[str, Any]:
         return {LOGPROBS_FIELD.name: fakes.fake_logprobs(prompt.token_ids, len(self._labels))}

@@ -26,7 +26,8 @@ class LogprobAnswers(AnswerKind):
     averaged = (MEAN_FIELD.name,)
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
-        self._max_tokens, self._num_top = spec.sampling.max_tokens, spec.sampling.logprobs or 0
+        super().__init__(spec, planned)
+        self._num_top = spec.sampling.logprobs or 0
         self.raw_fields = (TOKENS_FIELD, TOP_FIELD) if self._num_top else (TOKENS_FIELD,)
         self.fields = (MEAN_FIELD, *self.raw_fields)
 
@@ -40,7 +41,8 @@ class LogprobAnswers(AnswerKind):
         means = values.group_by("row", use_threads=False).aggregate([("value", "mean")])
         rows = pa.array(range(len(tokens)), means["row"].type)
         mean = means["value_mean"].combine_chunks().take(pc.index_in(rows, means["row"]))
-        return {MEAN_FIELD.name: mean} | {name.name: outputs[name.name] for name in self.raw_fields}
+        raw = {field.name: outputs[field.name] for field in self.raw_fields}
+        return {MEAN_FIELD.name: mean, **raw}
 
     def read(self, output: Any) -> dict[str, Any]:
         first = output.outputs[0]
@@ -51,7 +53,7 @@ class LogprobAnswers(AnswerKind):
         return raw
 
     def fake(self, prompt: FakePrompt) -> dict[str, Any]:
-        logprobs = fakes.fake_logprobs(prompt.token_ids, self._max_tokens)
+        logprobs = fakes.fake_logprobs(prompt.token_ids, self._spec.sampling.max_tokens)
         top = [{"token": f"token {rank}", "logprob": -rank / 8} for rank in range(self._num_top)]
         return {TOKENS_FIELD.name: logprobs, TOP_FIELD.name: [top for _ in logprobs]}
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from batchllm_operator.answers import fakes
-from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
+from batchllm_operator.answers.kind import AnswerKind, FakePrompt
 from batchllm_operator.spec import JobSpec
 
 REASONING_FIELD: Final = pa.field("reasoning", pa.string())
@@ -21,9 +21,6 @@ class ReasoningAnswers(AnswerKind):
     """
 
     raw_fields = fields = (REASONING_FIELD,)
-
-    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
-        pass
 
     @classmethod
     def is_asked(cls, spec: JobSpec) -> bool:

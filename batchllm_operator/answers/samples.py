@@ -7,7 +7,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from batchllm_operator.answers import fakes
-from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
+from batchllm_operator.answers.kind import AnswerKind, FakePrompt
 from batchllm_operator.spec import JobSpec
 
 TEXTS_FIELD: Final = pa.field("generated_texts", pa.list_(pa.string()))
@@ -19,9 +19,6 @@ class SampleAnswers(AnswerKind):
 
     raw_fields = fields = (TEXTS_FIELD,)
 
-    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
-        self._num_samples = spec.sampling.n
-
     @classmethod
     def is_asked(cls, spec: JobSpec) -> bool:
         return spec.sampling.n > 1
@@ -31,6 +28,6 @@ class SampleAnswers(AnswerKind):
 
     def fake(self, prompt: FakePrompt) -> dict[str, Any]:
         ids = prompt.token_ids
-        prompts = [ids, *([*ids, -sample] for sample in range(1, self._num_samples))]
+        prompts = [ids, *([*ids, -sample] for sample in range(1, self._spec.sampling.n))]
         texts = [fakes.fake_text(each, prompt.num_characters) for each in prompts]
         return {TEXTS_FIELD.name: texts}

@@ -32,6 +32,7 @@ class TypedAnswers(AnswerKind):
     """
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        super().__init__(spec, planned)
         form = spec.response_format
         assert isinstance(form, JsonSchemaFormat)
         self._schema, self._columns, self._validator = _compiled(form.json_schema)

@@ -40,7 +40,7 @@ class VectorAnswers(AnswerKind):
     raw_fields = (VECTOR_FIELD,)
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
-        self._planned = planned
+        super().__init__(spec, planned)
         self._fake_size = spec.embedding.dimensions or FAKE_SIZE
         size, labels = planned.embedding_size, list(planned.score_labels)
         if spec.task == "embed":

@@ -16,6 +16,5 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     from batchllm_operator.demo.table import build_demo_table
 
-    info = build_demo_table(args.folder, ds=args.ds)
-    print(f"demo table: {info}")
+    print(f"demo table: {build_demo_table(args.folder, ds=args.ds)}")
     return {"folder": str(args.folder)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -52,7 +51,7 @@ def headings_of(text: str, *, markdown: bool) -> tuple[str, ...]:
 
     Lines in code fences, version numbers and one-symbol lines don't count.
     """
-    found: dict[str, str] = {}
+    headings: dict[str, str] = {}
     lines = [line.rstrip() for line in text.splitlines()]
     in_fence = False
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
@@ -62,8 +61,8 @@ def headings_of(text: str, *, markdown: bool) -> tuple[str, ...]:
             continue
         heading = _heading(line, following, markdown=markdown)
         if 3 <= len(heading) <= 60 and _WORD.search(heading) and not _VERSION.match(heading):
-            found.setdefault(heading.casefold(), heading)
-    return tuple(found.values())
+            headings.setdefault(heading.casefold(), heading)
+    return tuple(headings.values())
 
 
 def _heading(line: str, following: str, *, markdown: bool) -> str:
@@ -97,33 +96,22 @@ def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> tuple[DemoDocument, 
 
 @cache
 def _descriptions() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """(package, whole description, headings) of every distribution with enough text."""
-    by_package: dict[str, tuple[str, bool]] = {}
-    for package, text, markdown in _installed():
-        by_package.setdefault(package, (text, markdown))  # the first on sys.path is in use
-    found = []
-    seen: set[str] = set()
-    for package, (text, markdown) in sorted(by_package.items()):
-        if len(text) < _MIN_DOCUMENT_CHARS or text in seen or package == _OWN_DISTRIBUTION:
-            continue
-        seen.add(text)
-        found.append((package, text, headings_of(text, markdown=markdown)))
-    return tuple(found)
-
-
-def _installed() -> Iterator[tuple[str, str, bool]]:
-    """Yield (normalised name, description, whether it is Markdown) of each distribution."""
+    """(normalised name, whole description, headings) of every distribution with enough text."""
     # setuptools adds its `_vendor` folder to sys.path when it is imported.
     folders = [folder for folder in sys.path if Path(folder).name != "_vendor"]
+    by_package: dict[str, tuple[str, bool]] = {}
     for distribution in metadata.distributions(path=folders):
         fields = distribution.metadata.json
         name, text = fields.get("name"), fields.get("description")
         if not isinstance(name, str) or not isinstance(text, str):
             continue  # a broken installation, or one without a description
-        lines = (line.rstrip() for line in text.strip().splitlines())
-        content_type = str(fields.get("description_content_type", ""))
-        yield (
-            re.sub(r"[-_.]+", "-", name).lower(),
-            "\n".join(lines),
-            content_type.startswith("text/markdown"),
-        )
+        text = "\n".join(line.rstrip() for line in text.strip().splitlines())
+        markdown = str(fields.get("description_content_type", "")).startswith("text/markdown")
+        # The first on sys.path is in use.
+        by_package.setdefault(re.sub(r"[-_.]+", "-", name).lower(), (text, markdown))
+    descriptions, seen = [], set[str]()
+    for package, (text, markdown) in sorted(by_package.items()):
+        if len(text) >= _MIN_DOCUMENT_CHARS and text not in seen and package != _OWN_DISTRIBUTION:
+            seen.add(text)
+            descriptions.append((package, text, headings_of(text, markdown=markdown)))
+    return tuple(descriptions)

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+_SEED: Final = 0
 _VOCAB_SIZE: Final = 4_096
 _HIDDEN_SIZE: Final = 128
 _NUM_LAYERS: Final = 2
@@ -50,26 +50,13 @@ _NORM_SPREAD: Final = 0.5  # of the log of each token's output norm: few tokens 
 _END_NORM: Final = 5.0  # the end of a message is sampled now and then
 
 
-@dataclass(frozen=True, slots=True)
-class DemoModelInfo:
-    """The result of `build_demo_model`."""
-
-    path: Path
-    """Folder to give as `model.path` in a job spec."""
-    num_parameters: int
-    vocab_size: int
-    """Number of the tokenizer's tokens, including special ones."""
-
-
-def build_demo_model(
-    folder: Path, *, documents: Sequence[str] | None = None, seed: int = 0
-) -> DemoModelInfo:
+def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) -> None:
     """Write a tiny Qwen2 model and its tokenizer into `folder`; transformers and vLLM load it.
 
-    Weights are float32 and random with `seed`; the byte-level BPE tokenizer is trained on
-    `documents` (default: `demo_documents()`). Equal documents and seeds give equal bytes. Files
-    are written elsewhere and moved in at the end, `config.json` last, so that a folder with a
-    `config.json` is complete; an older model in the folder is replaced. Needs no network.
+    Weights are float32 and random with a fixed seed; the byte-level BPE tokenizer is trained on
+    `documents` (default: `demo_documents()`). Equal documents give equal bytes. Files are written
+    elsewhere and moved in at the end, `config.json` last, so that a folder with a `config.json` is
+    complete; an older model in the folder is replaced. Needs no network.
 
     Raises:
         ModelError: `documents` holds no text to train the tokenizer on.
@@ -79,7 +66,7 @@ def build_demo_model(
     if not any(documents):
         raise ModelError(f"demo model {folder}: there is no text to train the tokenizer on")
     tokenizer = _train_tokenizer(documents)
-    model = _random_model(tokenizer, seed)
+    model = _random_model(tokenizer)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -94,11 +81,6 @@ def build_demo_model(
             file.replace(folder / file.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return DemoModelInfo(
-        path=folder,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        vocab_size=len(tokenizer),
-    )
 
 
 @contextmanager
@@ -146,7 +128,7 @@ def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
     )
 
 
-def _random_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
+def _random_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -165,9 +147,9 @@ def _random_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
-        torch.manual_seed(seed)
+        torch.manual_seed(_SEED)
         model: Qwen2ForCausalLM = Qwen2ForCausalLM(config).float().eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             _fill(name, weight, generator)
@@ -184,11 +166,9 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     elif "embed_tokens" in name:
         weight.normal_(0.0, 1.0, generator=generator)
     else:
-        gain = 1.0
-        if ".q_proj." in name or ".k_proj." in name:
-            gain = _QK_GAIN
-        elif ".o_proj." in name or ".down_proj." in name:
-            gain = _BRANCH_GAIN
+        layer = name.split(".")[-2]
+        gains = dict.fromkeys(("q_proj", "k_proj"), _QK_GAIN)
+        gain = gains.get(layer, _BRANCH_GAIN if layer in ("o_proj", "down_proj") else 1.0)
         weight.normal_(0.0, gain / math.sqrt(weight.shape[-1]), generator=generator)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +16,9 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.demo.documents import DemoDocument, demo_documents
 from batchllm_operator.errors import TableError
 
-__all__ = ["DEMO_SCHEMA", "DemoTableInfo", "build_demo_table", "demo_documents"]
-
+_MAX_DOCUMENTS: Final = 60
+_MAX_QUERIES: Final = 5
+"""Of a document."""
 DEMO_SCHEMA: Final = pa.schema(
     [
         pa.field("snippet_id", pa.string(), nullable=False),
@@ -30,40 +30,13 @@ DEMO_SCHEMA: Final = pa.schema(
 """Columns of the demo table; `snippet_id` is the key, the partition column is in the path."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemoTableInfo:
-    """The result of `build_demo_table`."""
-
-    uri: str
-    partition_path: Path
-    num_rows: int
-    num_documents: int
-    num_queries: int
-    """Distinct query texts; several documents share most of them."""
-
-    def __str__(self) -> str:
-        return (
-            f"{counted(self.num_rows, 'row')} ({counted(self.num_documents, 'document')},"
-            f" {counted(self.num_queries, 'different query', 'different queries')}) in"
-            f" {self.partition_path}"
-        )
-
-
-def build_demo_table(
-    folder: Path,
-    *,
-    ds: str,
-    max_documents: int = 60,
-    max_queries_per_document: int = 5,
-    max_document_chars: int = 2_500,
-) -> DemoTableInfo:
-    """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`.
+def build_demo_table(folder: Path, *, ds: str) -> str:
+    """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`; returns a summary.
 
     Documents are descriptions of installed distributions; their queries are the headings that recur
     most across all of them ("Installation", "Usage", ...), so that rows share documents as well as
-    queries. There may be fewer documents than `max_documents`. Rows are in a fixed order that isn't
-    grouped by document. One environment always gives the same bytes; an older file is replaced in
-    one step.
+    queries. Rows are in a fixed order that isn't grouped by document. One environment always gives
+    the same bytes; an older file is replaced in one step.
 
     Raises:
         TableError: `ds` can't name a partition, or no installed distribution has a
@@ -71,7 +44,7 @@ def build_demo_table(
     """
     if not ds or "/" in ds or ds.startswith("."):
         raise TableError(f"demo table {folder}: {ds!r} can't name a partition; use 2026-01-31")
-    chosen = _choose(demo_documents(max_document_chars), max_documents, max_queries_per_document)
+    chosen = _choose(demo_documents())
     if not chosen:
         raise TableError(
             f"demo table {folder}: no Python distribution installed here has a long description"
@@ -86,18 +59,13 @@ def build_demo_table(
         unfinished.replace(partition_path / "part-0.parquet")
     finally:
         unfinished.unlink(missing_ok=True)
-    return DemoTableInfo(
-        uri=str(folder),
-        partition_path=partition_path,
-        num_rows=len(rows),
-        num_documents=len(chosen),
-        num_queries=len({row["query"] for row in rows}),
-    )
+    queries = counted(len({row["query"] for row in rows}), "different query", "different queries")
+    documents = counted(len(chosen), "document")
+    return f"{counted(len(rows), 'row')} ({documents}, {queries}) in {partition_path}"
 
 
-def _choose(
-    documents: Sequence[DemoDocument], max_documents: int, max_queries: int
-) -> list[tuple[DemoDocument, tuple[str, ...]]]:
+def _choose(documents: Sequence[DemoDocument]) -> list[tuple[DemoDocument, tuple[str, ...]]]:
+    """Documents with the queries that most others share, and their queries."""
     spellings = Counter(heading for document in documents for heading in document.headings)
     recurrence = Counter(h.casefold() for document in documents for h in document.headings)
     # One spelling for all documents ("Quick Start", "Quick start"), so that queries are shared.
@@ -112,11 +80,11 @@ def _choose(
             continue
         seen_texts.add(document.text)
         ranked = sorted((-recurrence[h.casefold()], h.casefold()) for h in document.headings)
-        queries = tuple(canonical[heading] for _, heading in ranked[:max_queries])
-        num_shared = sum(1 for count, _ in ranked[:max_queries] if count < -1)
+        queries = tuple(canonical[heading] for _, heading in ranked[:_MAX_QUERIES])
+        num_shared = sum(1 for count, _ in ranked[:_MAX_QUERIES] if count < -1)
         candidates.append((-num_shared, document.package, document, queries))
     candidates.sort(key=lambda candidate: candidate[:2])
-    return [(document, queries) for _, _, document, queries in candidates[:max_documents]]
+    return [(document, queries) for _, _, document, queries in candidates[:_MAX_DOCUMENTS]]
 
 
 def _rows(chosen: Iterable[tuple[DemoDocument, tuple[str, ...]]]) -> list[dict[str, str]]:

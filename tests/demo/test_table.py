@@ -53,12 +53,12 @@ def test_rows_are_not_grouped_by_document(folder: Path) -> None:
 
 
 def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    info = build_demo_table(tmp_path, ds=DS)
     build_demo_table(tmp_path, ds=DS)
-    assert [path.name for path in info.partition_path.iterdir()] == ["part-0.parquet"]
-    written = (info.partition_path / "part-0.parquet").read_bytes()
-    assert written == (folder / f"ds={DS}" / "part-0.parquet").read_bytes()
-    assert info.num_rows == len(read_rows(tmp_path))
+    summary = build_demo_table(tmp_path, ds=DS)
+    written, before = (path / f"ds={DS}" / "part-0.parquet" for path in (tmp_path, folder))
+    assert [*written.parent.iterdir()] == [written]
+    assert written.read_bytes() == before.read_bytes()
+    assert summary.startswith(f"{len(read_rows(tmp_path))} rows (")
 
 
 def test_spellings_of_one_heading_are_one_query(
@@ -71,19 +71,20 @@ def test_spellings_of_one_heading_are_one_query(
         DemoDocument("d", "text of c", ("Quick start",)),
         DemoDocument("e", "text of e", ()),
     )
-    monkeypatch.setattr(table, "demo_documents", lambda max_chars: documents)
-    info = build_demo_table(tmp_path, ds=DS, max_queries_per_document=1)
+    monkeypatch.setattr(table, "demo_documents", lambda: documents)
+    monkeypatch.setattr(table, "_MAX_QUERIES", 1)
+    summary = build_demo_table(tmp_path, ds=DS)
     rows = sorted(read_rows(tmp_path), key=lambda row: row["snippet_id"])
     assert [(row["snippet_id"], row["query"]) for row in rows] == [
         ("a:0", "Quick start"),
         ("b:0", "Quick start"),
         ("c:0", "Quick start"),
     ]
-    assert (info.num_rows, info.num_documents, info.num_queries) == (3, 3, 1)
+    assert summary.startswith("3 rows (3 documents, 1 different query) in ")
 
 
 def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "demo_documents", lambda max_chars: ())
+    monkeypatch.setattr(table, "demo_documents", lambda: ())
     with pytest.raises(TableError, match="nothing to make a table of"):
         build_demo_table(tmp_path / "documents", ds=DS)
     assert not (tmp_path / "documents").exists()
