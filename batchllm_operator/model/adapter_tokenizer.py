@@ -72,10 +72,9 @@ def _tokens(files: ModelFiles) -> set[str]:
 
 def _is_other_tokenizer(own: ModelFiles, model: ModelFiles) -> bool:
     """Whether both have a `tokenizer.json`, and these make other ids."""
-    found, expected = _backend(own), _backend(model)
-    if found is None or expected is None:
-        return False
-    return fingerprint(found.to_str()) != fingerprint(expected.to_str())
+    backends = [backend for backend in map(_backend, (own, model)) if backend is not None]
+    prints = {fingerprint(backend.to_str()) for backend in backends}
+    return len(backends) == len(prints) == 2
 
 
 def _backend(files: ModelFiles) -> Backend | None:

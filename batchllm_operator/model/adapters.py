@@ -97,15 +97,9 @@ def _read(name: str, number: int, path: str) -> Adapter:
     if kind != "LORA":
         raise ModelError(f"{where}: {folder} isn't a LoRA adapter: its peft_type is {kind!r}")
     check_adapter_weights(files)
-    base_model = config.get("base_model_name_or_path")
-    return Adapter(
-        name,
-        number,
-        folder,
-        is_on_hub,
-        _rank(config, where),
-        base_model if isinstance(base_model, str) else None,
-    )
+    base = config.get("base_model_name_or_path")
+    base_model = base if isinstance(base, str) else None
+    return Adapter(name, number, folder, is_on_hub, _rank(config, where), base_model)
 
 
 def _rank(config: dict[str, Any], where: str) -> int:

@@ -99,9 +99,8 @@ def find_length(
         return None
     parameters = list(_rope_parameters(fields))
     if "gemma3" not in str(fields.get("model_type")):
-        factor = 1.0
-        for each in parameters:
-            factor = factor if _kind(each) in _SCALED else each.get("factor", factor)
+        factors = [p["factor"] for p in parameters if _kind(p) not in _SCALED and "factor" in p]
+        factor = factors[-1] if factors else 1.0
         if not isinstance(factor, int | float | None):
             raise ModelError(
                 f"{files.where}: factor in rope_scaling of {_CONFIG} is {str(factor)[:40]!r},"

@@ -72,26 +72,22 @@ def check_adapter_weights(files: ModelFiles) -> None:
 
 
 def _check_file(files: ModelFiles, name: str) -> None:
-    if files.folder is not None and (fault := _fault(files.folder / name)):
-        raise ModelError(f"{files.where}: its {name} {fault}")
-
-
-def _fault(path: Path) -> str | None:
-    """What is wrong with a file of weights, by its size and its head; None if nothing is."""
+    """Refuse a file of weights by its size and its head; files on the hub aren't here yet."""
+    if files.folder is None:
+        return
+    path, fault = files.folder / name, None
     try:
         size = path.stat().st_size
-        if size == 0:
-            return "is empty"
         with path.open("rb") as file:
-            if fault := pointer_fault(file.read(64)):
-                return fault
-        if path.suffix == ".safetensors" and not weight_shapes(path):
-            return "has no weights in it"
+            fault = pointer_fault(file.read(64)) if size else "is empty"
+        if not fault and path.suffix == ".safetensors" and not weight_shapes(path):
+            fault = "has no weights in it"
     except OSError as error:
-        return f"can't be read: {error}"
+        fault = f"can't be read: {error}"
     except SafetensorError as error:
-        return f"isn't a safetensors file, or is cut off: it has {size:,} bytes: {error}"
-    return None
+        fault = f"isn't a safetensors file, or is cut off: it has {size:,} bytes: {error}"
+    if fault:
+        raise ModelError(f"{files.where}: its {name} {fault}")
 
 
 def weight_shapes(path: Path) -> dict[str, list[int]]:

@@ -86,14 +86,11 @@ class _TurnsRenderer:
         for turn in reversed(turns):
             errors |= turn.errors
         columns = [turn.texts.to_pylist() for turn in turns]
-        texts: list[str | None] = [None] * batch.num_rows
-        for row in range(batch.num_rows):
-            if row not in errors:
-                chat = [
-                    {"role": role, "content": column[row]}
-                    for (role, _), column in zip(self._turns, columns, strict=True)
-                ]
-                texts[row] = _as_text(self._head + chat)
+        texts: list[str | None] = []
+        for row, contents in enumerate(zip(*columns, strict=True)):
+            pairs = zip(self._turns, contents, strict=True)
+            chat = [{"role": role, "content": content} for (role, _), content in pairs]
+            texts.append(None if row in errors else _as_text(self._head + chat))
         control_rows = frozenset[int]().union(*(turn.control_rows for turn in turns))
         return rendered_prompts(texts, errors, control_rows)
 

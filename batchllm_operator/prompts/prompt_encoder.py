@@ -147,7 +147,8 @@ class PromptEncoder:
                 texts.append(texts[idx][:_BEGINNING_CHARS])
         try:
             with ThreadPoolExecutor(1) as thread:  # the reference works on one core
-                expected = thread.submit(self._encode_sample, sample, texts)
+                chosen = [texts[idx] for idx in sample]
+                expected = thread.submit(lambda: self._reference(chosen) if chosen else [])
                 encoded = self._encode_fast(texts)
         except (ValueError, RuntimeError) as error:  # such as a limit of its expressions
             self._give_up(f"it can't encode a prompt: {error}")
@@ -190,11 +191,6 @@ class PromptEncoder:
         following = sample[-1] + _LATER_SAMPLE if sample else self._num_until_sample
         self._num_until_sample = max(0, following - num_texts)
         return sample
-
-    def _encode_sample(
-        self, sample: Sequence[int], texts: Sequence[str]
-    ) -> Sequence[Sequence[int]]:
-        return self._reference([texts[idx] for idx in sample]) if sample else []
 
     def _encode_fast(self, texts: Sequence[str]) -> TokenTable:
         assert self._fast is not None and self._backend is not None

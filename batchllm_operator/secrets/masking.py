@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, filterfalse
 from typing import Any, Final, TextIO
 from urllib.parse import unquote
 
@@ -77,15 +78,11 @@ class Masker:
                 `AWS_SECRET_ACCESS_KEY`, and passwords and parameters of URIs.
             secrets: further secrets.
         """
-        found = {shape for secret in secrets for shape in _shapes(secret)}
-        for each in settings:
-            found |= {shape for secret in _secrets(each) for shape in _shapes(secret)}
-        ordered = sorted(found, key=lambda secret: (-len(secret), secret))
-        is_known = {secret: _is_unmistakable(secret) for secret in ordered}
-        return cls(
-            tuple(secret for secret in ordered if is_known[secret]),
-            tuple(secret for secret in ordered if not is_known[secret]),
-        )
+        known = chain(secrets, *map(_secrets, settings))
+        shapes = {shape for secret in known for shape in _shapes(secret)}
+        ordered = sorted(shapes, key=lambda secret: (-len(secret), secret))
+        anywhere = tuple(filter(_is_unmistakable, ordered))
+        return cls(anywhere, tuple(filterfalse(_is_unmistakable, ordered)))
 
     def __call__(self, text: str) -> str:
         if self.anywhere:

@@ -62,9 +62,7 @@ def load_spec(source: str | Path | Mapping[str, Any] | JobSpec) -> JobSpec:
         return parse_spec(fields, source="job spec", folder=folder)
     path = Path(source)
     name = f"job spec {path}"
-    data, fault = _parse_yaml(_read_text(path, name))
-    if fault is not None:
-        raise SpecError(f"{name}: {fault}")
+    data = _parse_yaml(_read_text(path, name), name)
     if not isinstance(data, dict):
         raise SpecError(f"{name}: must be a mapping of fields, such as 'name: my_job'")
     folder = path.absolute().parent
@@ -127,12 +125,8 @@ def _with_schema(data: Mapping[str, Any], folder: Path, source: str) -> Mapping[
         text = _read_text(folder / Path(name).expanduser(), source)
     except RuntimeError:  # ~user
         raise SpecError(f"{source}: there is no such home folder") from None
-    if name.endswith(".json"):
-        schema: object = _parse_object(text, source)
-    else:
-        schema, fault = _parse_yaml(text)
-        if fault is not None:
-            raise SpecError(f"{source}: {fault}")
+    is_json = name.endswith(".json")
+    schema = _parse_object(text, source) if is_json else _parse_yaml(text, source)
     return {**data, "response_format": {**form, "json_schema": schema}}
 
 
@@ -153,16 +147,12 @@ def _read_text(path: Path, source: str) -> str:
     return text
 
 
-def _parse_yaml(text: str) -> tuple[object, str | None]:
-    """The value of a YAML text, and its fault or None.
-
-    Raises nothing, because the library's errors show lines of the file.
-    """
+def _parse_yaml(text: str, source: str) -> object:
     try:
-        return yaml.load(text, _SpecLoader), None
+        return yaml.load(text, _SpecLoader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        return None, f"not YAML at line {line}: holds the character {text[error.position]!r}"
+        fault = f"not YAML at line {line}: holds the character {text[error.position]!r}"
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -170,13 +160,16 @@ def _parse_yaml(text: str) -> tuple[object, str | None]:
         problem = ", ".join(filter(None, reasons)) or "not valid YAML"
         if mark and text[mark.index : mark.index + 1] == "\t":
             problem += "; indent with spaces"
-        return None, f"not YAML{where}: {shown(problem)}"
+        fault = f"not YAML{where}: {shown(problem)}"
     except LimitError as error:
-        return None, str(error)
+        fault = str(error)
     except RecursionError:
-        return None, "not YAML: nested too deeply"
+        fault = "not YAML: nested too deeply"
     except (ValueError, KeyError, AttributeError):  # an invalid date; `!!bool perhaps`
-        return None, "not YAML: a value isn't what its form or its tag says"
+        fault = "not YAML: a value isn't what its form or its tag says"
+    raise SpecError(
+        f"{source}: {fault}"
+    )  # not chained: the library's errors show lines of the file
 
 
 def _child_nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:

@@ -56,8 +56,8 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def _as_json(value: object) -> str:
-    """A value as JSON text.
+def _parsed(value: object) -> Any:
+    """A value, given as it is or as JSON text, as which it is stored.
 
     A stored spec doesn't keep the order of fields, but chat templates write them out in theirs.
     """
@@ -65,28 +65,26 @@ def _as_json(value: object) -> str:
         if isinstance(value, str):
             value = json.loads(value)
             check_values(value)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         raise ValueError("must be JSON: text, numbers, true, false, lists and mappings") from None
 
 
+def _as_text(value: object) -> str | None:
+    return json.dumps(value, ensure_ascii=False) if value else None
+
+
 def _as_arguments(value: object) -> str | None:
-    if value is None:
-        return None
-    text = _as_json(value)
-    arguments = json.loads(text)
+    arguments = {} if value is None else _parsed(value)
     if not isinstance(arguments, dict):
         raise ValueError("must be a mapping of names to values")
     if reserved := sorted(_RESERVED & set(arguments)):
         raise ValueError(f"{reserved[0]} isn't for the template, or has a field of its own")
-    return text if arguments else None
+    return _as_text(arguments)
 
 
 def _as_tools(value: object) -> str | None:
-    if value is None:
-        return None
-    text = _as_json(value)
-    tools = json.loads(text)
+    tools = [] if value is None else _parsed(value)
     if not isinstance(tools, list):
         raise ValueError("must be a list")
     for idx, tool in enumerate(tools):
@@ -96,7 +94,7 @@ def _as_tools(value: object) -> str | None:
             raise ValueError(
                 f"[{idx}] must be like {{type: function, function: {{name: ..., ...}}}}"
             )
-    return text if tools else None
+    return _as_text(tools)
 
 
 Cut = Literal["end", "middle", "start"]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from batchllm_operator.spec.sections import NonEmpty, OfOutput, OfPlan, Section
+from batchllm_operator.spec.sections import NonEmpty, OfOutput, OfPlan, Section, distinct
 
 
 def _as_json(value: object) -> object:
@@ -28,24 +28,13 @@ def _as_json(value: object) -> object:
     wrapped = value.get("schema")
     if isinstance(wrapped, dict) and "properties" not in value:  # OpenAI's form
         value = wrapped
+    properties = value.get("properties")
+    if value.get("type") != "object" or not isinstance(properties, dict) or not properties:
+        raise ValueError("must be of type object at its top level, with properties")
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
         raise ValueError("holds a value that isn't JSON (put a date in quotes)") from None
-
-
-def _check_schema(text: str) -> str:
-    schema = json.loads(text)
-    properties = schema.get("properties")
-    if schema.get("type") != "object" or not isinstance(properties, dict) or not properties:
-        raise ValueError("must be of type object at its top level, with properties")
-    return text
-
-
-def _check_choices(choices: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(choices)) < len(choices):
-        raise ValueError("names a choice twice")
-    return choices
 
 
 def matcher(pattern: str, *, whole: bool = False) -> Callable[[str], bool]:
@@ -74,11 +63,7 @@ def _check_regex(pattern: str) -> str:
     return pattern
 
 
-JsonSchema = Annotated[
-    str,
-    AfterValidator(_check_schema),
-    BeforeValidator(_as_json, json_schema_input_type=dict[str, Any] | str),
-]
+JsonSchema = Annotated[str, BeforeValidator(_as_json, json_schema_input_type=dict[str, Any] | str)]
 
 
 class JsonSchemaFormat(Section):
@@ -112,9 +97,7 @@ class ChoiceFormat(Section):
 
     type: OfOutput[Literal["choice"]]
     """One of some texts."""
-    choices: OfOutput[
-        Annotated[tuple[NonEmpty, ...], Field(min_length=1), AfterValidator(_check_choices)]
-    ]
+    choices: OfOutput[Annotated[tuple[NonEmpty, ...], Field(min_length=1), distinct("choice")]]
     """The texts, of which each answer is one."""
 
 

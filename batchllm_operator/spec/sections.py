@@ -74,10 +74,15 @@ def by_name(values: dict[str, _Value]) -> dict[str, _Value]:
     return dict(sorted(values.items()))
 
 
-def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(columns)) < len(columns):
-        raise ValueError("names a column twice")
-    return columns
+def distinct(kind: str) -> AfterValidator:
+    """A check that a tuple has no value twice."""
+
+    def check(values: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError(f"names a {kind} twice")
+        return values
+
+    return AfterValidator(check)
 
 
 MAX_COUNT: Final = (1 << 31) - 1
@@ -212,7 +217,7 @@ class InputSpec(Section):
     partition_column: OfPlan[str] = Field(default="ds", min_length=1)
     """Column that `--ds` selects a value of: of Parquet, a Hive-style folder
     (`uri/ds=2026-01-31/...`)."""
-    key: OfPlan[Annotated[Columns, Field(min_length=1), AfterValidator(_check_distinct)]]
+    key: OfPlan[Annotated[Columns, Field(min_length=1), distinct("column")]]
     """Column, or list of columns, that identifies a row within the partition."""
     filter: OfPlan[tuple[FilterTerm, ...]] = ()
     """Conditions that a row must meet to take part."""

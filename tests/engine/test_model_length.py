@@ -35,69 +35,45 @@ def rope(**scaling: Any) -> dict[str, Any]:
     return {**LLAMA, "rope_scaling": scaling}
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {"config": LLAMA},
-    "linear": {"config": rope(rope_type="linear", factor=2.5)},
-    "dynamic, by its older name": {"config": rope(type="dynamic", factor=4.0)},
-    "llama3": {
-        "config": rope(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=512,
-        )
-    },
-    "longrope": {"config": {**PHI, "rope_scaling": {"type": "longrope", **LONG}}},
-    "rope_parameters": {
-        "config": {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
-    },
-    "gemma3": {
-        "config": {
-            "model_type": "gemma3_text",
-            "max_position_embeddings": 8192,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        }
-    },
-    "gpt2": {"config": {"model_type": "gpt2", "n_positions": 1024}},
-    "mpt": {"config": {"model_type": "mpt", "max_seq_len": 2048}},
-    "two lengths": {"config": {**LLAMA, "seq_length": 1000}},
-    "model_max_length": {"config": {**LLAMA, "model_max_length": 9000}},
-    "a window": {"config": {**LLAMA, "model_type": "mistral", "sliding_window": 512}},
-    "without its window": {
-        "config": {**LLAMA, "model_type": "mistral", "sliding_window": 512},
-        "arguments": {"disable_sliding_window": True},
-    },
-    "overridden": {
-        "config": LLAMA,
-        "arguments": {"hf_overrides": {"max_position_embeddings": 777}},
-    },
-    "text of several kinds": {
-        "config": {"model_type": "gemma3", "text_config": {"max_position_embeddings": 3000}}
-    },
-    "bert": {"config": BERT},
-    "MiniLM": {"config": BERT, "sentence_bert_config.json": {"max_seq_length": 256}},
-    "a decoder with an encoder's file": {
-        "config": LLAMA,
-        "sentence_xlnet_config.json": {"max_seq_length": 128, "do_lower_case": False},
-    },
-    "an encoder's file without a length": {"config": BERT, "sentence_bert_config.json": {"x": 1}},
-    "the first of two encoder's files": {
-        "config": BERT,
-        "sentence_bert_config.json": {"x": 1},
-        "sentence_roberta_config.json": {"max_seq_length": 99},
-    },
-    "tokenizer": {"config": BERT, "tokenizer_config.json": {"model_max_length": 384}},
-    "tokenizer without a limit": {"config": BERT, "tokenizer_config.json": {}},
-    "tokenizer of any length": {
-        "config": BERT,
-        "tokenizer_config.json": {"model_max_length": 1000000000000000019884624838656},
-    },
-    "tokenizer of a decoder": {
-        "config": LLAMA,
-        "tokenizer_config.json": {"model_max_length": 1024},
-    },
-    "roberta": {"config": ROBERTA, "tokenizer_config.json": {"model_max_length": 512}},
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+GEMMA = {"model_type": "gemma3_text", "max_position_embeddings": 8192}
+WINDOW = {**LLAMA, "model_type": "mistral", "sliding_window": 512}
+OF_BERT, OF_TOKENIZER = "sentence_bert_config.json", "tokenizer_config.json"
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (LLAMA, {}),
+    "linear": (rope(rope_type="linear", factor=2.5), {}),
+    "dynamic, by its older name": (rope(type="dynamic", factor=4.0), {}),
+    "llama3": (rope(rope_type="llama3", factor=8.0, **LLAMA3), {}),
+    "longrope": ({**PHI, "rope_scaling": {"type": "longrope", **LONG}}, {}),
+    "rope_parameters": ({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {}),
+    "gemma3": ({**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, {}),
+    "gpt2": ({"model_type": "gpt2", "n_positions": 1024}, {}),
+    "mpt": ({"model_type": "mpt", "max_seq_len": 2048}, {}),
+    "two lengths": ({**LLAMA, "seq_length": 1000}, {}),
+    "model_max_length": ({**LLAMA, "model_max_length": 9000}, {}),
+    "a window": (WINDOW, {}),
+    "without its window": (WINDOW, {"arguments": {"disable_sliding_window": True}}),
+    "overridden": (LLAMA, {"arguments": {"hf_overrides": {"max_position_embeddings": 777}}}),
+    "text of several kinds": (
+        {"model_type": "gemma3", "text_config": {"max_position_embeddings": 3000}},
+        {},
+    ),
+    "bert": (BERT, {}),
+    "MiniLM": (BERT, {OF_BERT: {"max_seq_length": 256}}),
+    "a decoder with an encoder's file": (
+        LLAMA,
+        {"sentence_xlnet_config.json": {"max_seq_length": 128, "do_lower_case": False}},
+    ),
+    "an encoder's file without a length": (BERT, {OF_BERT: {"x": 1}}),
+    "the first of two encoder's files": (
+        BERT,
+        {OF_BERT: {"x": 1}, "sentence_roberta_config.json": {"max_seq_length": 99}},
+    ),
+    "tokenizer": (BERT, {OF_TOKENIZER: {"model_max_length": 384}}),
+    "tokenizer without a limit": (BERT, {OF_TOKENIZER: {}}),
+    "tokenizer of any length": (BERT, {OF_TOKENIZER: {"model_max_length": int(1e30)}}),
+    "tokenizer of a decoder": (LLAMA, {OF_TOKENIZER: {"model_max_length": 1024}}),
+    "roberta": (ROBERTA, {OF_TOKENIZER: {"model_max_length": 512}}),
 }
 
 
@@ -135,15 +111,11 @@ def vllms(folder: Path, wanted: int | None, arguments: dict[str, Any], *, is_poo
 @pytest.mark.parametrize("is_pooled", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_lengths_are_those_that_vllm_allows(tmp_path: Path, name: str, is_pooled: bool) -> None:
-    case = dict(CASES[name])
-    config, arguments = case.pop("config"), case.pop("arguments", {})
-    files = write(tmp_path, config, **case)
-    found = find_length(
-        AutoConfig.from_pretrained(tmp_path),
-        files,
-        EngineSpec(extra_args=arguments),
-        is_pooled=is_pooled,
-    )
+    config, more = CASES[name]
+    arguments = more.get("arguments", {})
+    files = write(tmp_path, config, **{name: more[name] for name in more if name != "arguments"})
+    given, engine = AutoConfig.from_pretrained(tmp_path), EngineSpec(extra_args=arguments)
+    found = find_length(given, files, engine, is_pooled=is_pooled)
     assert found is not None
     if config is ROBERTA and not is_pooled:  # vLLM would read beyond the last position
         assert found.most == 512 < vllms(tmp_path, None, arguments, is_pooled=is_pooled)
@@ -160,7 +132,7 @@ def test_lengths_are_those_that_vllm_allows(tmp_path: Path, name: str, is_pooled
 @pytest.mark.parametrize("name", ["llama", "linear", "dynamic, by its older name", "llama3"])
 def test_the_fields_of_the_file_say_the_same(tmp_path: Path, name: str) -> None:
     """As for a tokenizer that is read without transformers."""
-    config = CASES[name]["config"]
+    config, _ = CASES[name]
     files = write(tmp_path, config)
     lengths = {
         find_length(given, files, EngineSpec(), is_pooled=False)
@@ -191,7 +163,7 @@ def test_no_prompt_is_longer_than_the_learned_positions(
 
 
 def test_a_rope_factor_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    config = {**CASES["linear"]["config"], "rope_scaling": {"type": "linear", "factor": "2"}}
+    config = rope(type="linear", factor="2")
     given = SimpleNamespace(**{**config, "rope_parameters": config["rope_scaling"]})
     with pytest.raises(ModelError, match=r"factor in rope_scaling of config\.json is '2'"):
         find_length(given, write(tmp_path, config), EngineSpec(), is_pooled=False)
