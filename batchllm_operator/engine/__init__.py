@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import count
 
 from batchllm_operator.engine.arguments import INVARIANCE, check_arguments
-from batchllm_operator.engine.formats import check_format
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import (
     ChainedGroup,
@@ -37,6 +36,24 @@ __all__ = [
     "check_format",
     "start_engine",
 ]
+
+
+def check_format(spec: JobSpec) -> None:
+    """Refuse a response format that vLLM would refuse, where it is installed.
+
+    Imports vLLM, which takes seconds, but only for a spec with a `response_format`.
+
+    Raises:
+        SpecError: with vLLM's reason.
+    """
+    if spec.response_format is None or spec.engine.backend == "fake":
+        return
+    try:
+        from batchllm_operator.engine.vllm.formats import check_planned
+    except ImportError as error:  # a GPU's build may not be importable without a GPU
+        _log.info("response_format: is checked when the engine starts: vLLM isn't here: %s", error)
+        return
+    check_planned(spec)
 
 
 def start_engine(spec: JobSpec, job: EngineJob) -> Engine:

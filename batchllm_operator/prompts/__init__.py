@@ -1,27 +1,14 @@
 """From rows to token ids: the template, the tokenizer."""
 
-from batchllm_operator.prompts.chats import has_messages, renderer_of, sample_chat
-from batchllm_operator.prompts.prompt_encoder import TokenIdsDifferError
-from batchllm_operator.prompts.template import PromptRenderer, RenderedPrompts
-from batchllm_operator.prompts.tokenizer import (
-    PROMPT_TOO_LONG,
-    Tokenizer,
-    length_fault,
-    load_tokenizer,
-)
-from batchllm_operator.prompts.values import has_text, text_column
-
-__all__ = [
-    "PROMPT_TOO_LONG",
-    "PromptRenderer",
-    "RenderedPrompts",
-    "TokenIdsDifferError",
-    "Tokenizer",
-    "has_messages",
-    "has_text",
-    "length_fault",
-    "load_tokenizer",
-    "renderer_of",
-    "sample_chat",
-    "text_column",
-]
+from batchllm_operator.prompts.chats import has_messages as has_messages
+from batchllm_operator.prompts.chats import renderer_of as renderer_of
+from batchllm_operator.prompts.chats import sample_chat as sample_chat
+from batchllm_operator.prompts.prompt_encoder import TokenIdsDifferError as TokenIdsDifferError
+from batchllm_operator.prompts.template import PromptRenderer as PromptRenderer
+from batchllm_operator.prompts.template import RenderedPrompts as RenderedPrompts
+from batchllm_operator.prompts.tokenizer import PROMPT_TOO_LONG as PROMPT_TOO_LONG
+from batchllm_operator.prompts.tokenizer import Tokenizer as Tokenizer
+from batchllm_operator.prompts.tokenizer import length_fault as length_fault
+from batchllm_operator.prompts.tokenizer import load_tokenizer as load_tokenizer
+from batchllm_operator.prompts.values import has_text as has_text
+from batchllm_operator.prompts.values import text_column as text_column
