@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.adapters import write_adapter
-from support.demo_job import DS, Demo
+from support.demo_job import DS, Demo, snippet_prompt
 
 from batchllm_operator.model.weights import weight_shapes
 
@@ -52,18 +51,11 @@ def rows(demo: Demo) -> list[dict[str, Any]]:
 def stock(demo: Demo, rows: list[dict[str, Any]], adapters: dict[str, str]) -> list[str]:
     """The text of each row."""
     job = {
-        "prompts": [
-            "Write a short snippet that answers the query.\n"
-            f"Document: {row['document']}\nQuery: {row['query']}\nSnippet:"
-            for row in rows
-        ],
+        "prompts": [*map(snippet_prompt, rows)],
         "adapters": [row["style"] and str(demo.folder / row["style"]) for row in rows],
         "sampling": {"max_tokens": 12, "temperature": 0.0},
     }
-    jobs, outputs = demo.folder / "adapters-jobs.json", demo.folder / "adapters.json"
-    jobs.write_text(json.dumps([job]))
-    demo.run_module("support.stock_answers", demo.model, jobs, outputs)
-    [found] = json.loads(outputs.read_text())
+    [found] = demo.stock("stock_answers", [job])
     return [text for [(text, _)] in found]
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 
-import pyarrow.parquet as pq
 import pytest
 from support.demo_job import Demo
 from tokenizers import Tokenizer
@@ -24,13 +22,9 @@ def test_probabilities_equal_those_of_full_logprobs(demo: Demo) -> None:
         prompt={"system": None, "template": "Document: {document}\nQuery: {query}\nAnswer:"},
         input={"filter": [{"column": "package", "op": "<", "value": "h"}]},
     )
-    rows = [
-        row for row in pq.read_table(demo.folder / "documents").to_pylist() if row["package"] < "h"
-    ]
+    rows = demo.rows("h")
     texts = [f"Document: {row['document']}\nQuery: {row['query']}\nAnswer:" for row in rows]
-    prompts, outputs = demo.folder / "classify-prompts.json", demo.folder / "classify-outputs.json"
-    prompts.write_text(json.dumps(texts))
-    demo.run_module("support.stock_classify", demo.model, prompts, outputs)
+    stock = demo.stock("stock_classify", texts)
     tokenizer = Tokenizer.from_file(str(demo.model / "tokenizer.json"))
     num_prompt = len(tokenizer.encode(texts[0]).ids)
     tokens = {
@@ -39,7 +33,7 @@ def test_probabilities_equal_those_of_full_logprobs(demo: Demo) -> None:
     }
     table = job.table.to_pylist()
     assert len(table) == len(rows) > 50
-    for found, row, logprobs in zip(table, rows, json.loads(outputs.read_text()), strict=True):
+    for found, row, logprobs in zip(table, rows, stock, strict=True):
         assert found["snippet_id"] == row["snippet_id"]
         weights = {label: math.exp(logprobs[str(token)]) for label, token in tokens.items()}
         wanted = {label: weight / sum(weights.values()) for label, weight in weights.items()}

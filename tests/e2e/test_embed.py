@@ -19,16 +19,8 @@ FEW: dict[str, Any] = {"filter": [{"column": "package", "op": "<", "value": "h"}
 
 def stock_vectors(demo: Demo, model: Path, task: str) -> np.ndarray[Any, Any]:
     """float64 [num_rows, size], in the table's order."""
-    rows = pq.read_table(demo.folder / "documents").to_pylist()
-    texts = [
-        f"Document: {row['document']}\nQuery: {row['query']}"
-        for row in rows
-        if row["package"] < "h"
-    ]
-    prompts, outputs = demo.folder / f"{task}-in.json", demo.folder / f"{task}-out.json"
-    prompts.write_text(json.dumps(texts))
-    demo.run_module("support.stock_pooling", model, task, prompts, outputs)
-    return np.array(json.loads(outputs.read_text()))
+    texts = [f"Document: {row['document']}\nQuery: {row['query']}" for row in demo.rows("h")]
+    return np.array(demo.stock("stock_pooling", texts, task, model=model))
 
 
 def pooled(demo: Demo, name: str, model: Path, task: str, **changes: Any) -> Job:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from support.demo_job import Demo, Job
+from support.demo_job import Demo, Job, snippet_prompt
 
 SYSTEM = "Write a short snippet that answers the query.\n"
 
@@ -20,7 +18,7 @@ def committed(demo: Demo) -> Job:
 
 @pytest.fixture(scope="module")
 def rows(demo: Demo) -> list[dict[str, Any]]:
-    return list(pq.read_table(demo.folder / "documents").to_pylist())
+    return demo.rows()
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +32,7 @@ def stock(
     demo: Demo, rows: list[dict[str, Any]], chat_rows: list[dict[str, Any]]
 ) -> list[list[list[str]]]:
     """Texts and finish reasons of all rows, and of those that chat."""
-    texts = [
-        f"{SYSTEM}Document: {row['document']}\nQuery: {row['query']}\nSnippet:" for row in rows
-    ]
+    texts = [*map(snippet_prompt, rows)]
     messages = [
         [
             {"role": "system", "content": SYSTEM},
@@ -44,10 +40,7 @@ def stock(
         ]
         for row in chat_rows
     ]
-    prompts, outputs = demo.folder / "stock-prompts.json", demo.folder / "stock-outputs.json"
-    prompts.write_text(json.dumps([texts, messages]))
-    demo.run_module("support.stock_generate", demo.model, prompts, outputs)
-    return list(json.loads(outputs.read_text()))
+    return list(demo.stock("stock_generate", [texts, messages]))
 
 
 def test_every_row_equals_stock_vllm_in_table_order(

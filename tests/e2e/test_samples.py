@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from support.demo_job import Demo, Job
+from support.demo_job import Demo, Job, snippet_prompt
 
 FIRST = {"filter": [{"column": "package", "op": "<", "value": "h"}]}
 SAMPLED = {"max_tokens": 12, "temperature": 0.8, "seed": 11, "n": 3}
@@ -18,17 +16,9 @@ BLOCK_SIZE = 32  # of vLLM on a CPU
 @pytest.fixture(scope="module")
 def stock(demo: Demo) -> list[list[list[Any]]]:
     """The completions of each row, sampled and with log-probabilities."""
-    rows = pq.read_table(demo.folder / "documents").to_pylist()
-    prompts = [
-        "Write a short snippet that answers the query.\n"
-        f"Document: {row['document']}\nQuery: {row['query']}\nSnippet:"
-        for row in rows
-        if row["package"] < "h"
-    ]
-    jobs, outputs = demo.folder / "answers-jobs.json", demo.folder / "answers.json"
-    jobs.write_text(json.dumps([{"prompts": prompts, "sampling": s} for s in (SAMPLED, SCORED)]))
-    demo.run_module("support.stock_answers", demo.model, jobs, outputs)
-    return list(json.loads(outputs.read_text()))
+    prompts = [*map(snippet_prompt, demo.rows("h"))]
+    jobs = [{"prompts": prompts, "sampling": sampling} for sampling in (SAMPLED, SCORED)]
+    return list(demo.stock("stock_answers", jobs))
 
 
 @pytest.fixture(scope="module")

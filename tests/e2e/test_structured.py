@@ -7,9 +7,8 @@ from typing import Any
 
 import jsonschema
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from support.demo_job import Demo
+from support.demo_job import Demo, snippet_prompt
 from support.stock_answers import WITHOUT_SPACES
 
 FIRST = {"filter": [{"column": "package", "op": "<", "value": "d"}]}
@@ -36,22 +35,13 @@ FORM = {"type": "json_schema", "json_schema": "schema.json"}
 @pytest.fixture(scope="module")
 def stock(demo: Demo) -> list[list[str]]:
     """The text of each row: greedy, sampled, and one of the choices."""
-    rows = pq.read_table(demo.folder / "documents").to_pylist()
-    prompts = [
-        "Write a short snippet that answers the query.\n"
-        f"Document: {row['document']}\nQuery: {row['query']}\nSnippet:"
-        for row in rows
-        if row["package"] < "d"
-    ]
+    prompts = [*map(snippet_prompt, demo.rows("d"))]
     forms = [(GREEDY, {"json": SCHEMA}), (SAMPLED, {"json": SCHEMA}), (GREEDY, {"choice": CHOICES})]
     asked = [
         {"prompts": prompts, "sampling": sampling, "structured_outputs": form}
         for sampling, form in forms
     ]
-    jobs, outputs = demo.folder / "structured-jobs.json", demo.folder / "structured.json"
-    jobs.write_text(json.dumps(asked))
-    demo.run_module("support.stock_answers", demo.model, jobs, outputs)
-    return [[row[0][0] for row in job] for job in json.loads(outputs.read_text())]
+    return [[row[0][0] for row in job] for job in demo.stock("stock_answers", asked)]
 
 
 def run(demo: Demo, name: str, **changes: Any) -> pa.Table:

@@ -23,6 +23,12 @@ DS = "2026-01-31"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
+def snippet_prompt(row: Mapping[str, Any]) -> str:
+    """The prompt of a row in a spec of `Demo.write_spec`."""
+    question = f"Document: {row['document']}\nQuery: {row['query']}\nSnippet:"
+    return f"Write a short snippet that answers the query.\n{question}"
+
+
 @dataclass(frozen=True)
 class Demo:
     """A folder with the demo table and the demo model, and jobs to run there."""
@@ -82,6 +88,18 @@ class Demo:
         ended = self.engines.run(name, [str(arg) for arg in args], env=environment, timeout=600)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
+
+    def rows(self, before: str = "~") -> list[dict[str, Any]]:
+        """The table's rows of packages whose names come before a letter."""
+        rows = pq.read_table(self.folder / "documents").to_pylist()
+        return [row for row in rows if row["package"] < before]
+
+    def stock(self, script: str, given: object, *args: object, model: Path | None = None) -> Any:
+        """What a script of stock vLLM makes of something; both are JSON."""
+        inputs, outputs = (self.folder / f"{uuid.uuid4()}.json" for _ in range(2))
+        inputs.write_text(json.dumps(given))
+        self.run_module(f"support.{script}", model or self.model, *args, inputs, outputs)
+        return json.loads(outputs.read_text())
 
     def run_script(self, name: str, spec: Path) -> dict[str, Any]:
         """What a script of `support.engine_scripts` finds."""
