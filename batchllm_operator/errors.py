@@ -157,12 +157,6 @@ class RunaheadError(EngineError):
     """The replicas of a chain can't, or can no longer, hand KV to each other."""
 
 
-class RunaheadMismatchError(RunaheadError):
-    """The replicas of a chain differ in model, precision, KV layout or version."""
-
-    exit_code = ExitCode.INVALID
-
-
 class Interrupted(KeyboardInterrupt):
     """The command was asked to stop by a signal. A note says what is kept of a run.
 

@@ -49,7 +49,7 @@ ROOMS_THAT_COMMIT = {"answers", "commit", "inspect", "jobs", "plan", "run", "run
 FORKING_ENGINES = (
     "tests/e2e/",
     "tests/vllm_plugin/full/test_trace.py",
-    "tests/vllm_plugin/runahead/full/",
+    "tests/runahead/full/",
 )
 
 

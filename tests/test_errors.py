@@ -14,7 +14,6 @@ CODES = {
     "StorageError": 1,
     "EngineError": 1,
     "RunaheadError": 1,
-    "RunaheadMismatchError": 2,
     "SpecError": 2,
     "TableError": 2,
     "MissingLibraryError": 2,

@@ -57,6 +57,7 @@ def _command(
         "--worker": args.worker * num_replicas + rank,
         "--num-workers": args.num_workers * num_replicas,
         "--replica": rank,
+        "--meeting": result.parent,
         "--owner": f"{owner}/{rank}",
         "--drain-s": args.drain_s,
         "--result": result,

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchllm_operator.amounts import counted
@@ -56,6 +57,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(  # for the processes of `run_replicas`
         "--replica", type=int, metavar="R", help=argparse.SUPPRESS
     )
+    command.add_argument("--meeting", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     command.set_defaults(check=_check)
 
 
@@ -68,7 +70,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Generate for shards until none is left; print a line of counts and return them.
 
-    A worker whose replicas share no work is a process for each of them.
+    A worker with replicas is a process for each of them.
     """
     from batchllm_operator.run.draining import Drain
     from batchllm_operator.run.run_shards import replica_environments, run_worker
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
             drain=drain,
             observe=_Metrics(args.metrics, stack),
             replica=args.replica,
+            meeting_folder=args.meeting,
         )
         result = {"plan_uri": uri, **report.to_result()}
         print(format_worker(result))

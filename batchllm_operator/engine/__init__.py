@@ -8,8 +8,6 @@ from itertools import count
 from batchllm_operator.engine.arguments import INVARIANCE, check_arguments
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import (
-    ChainedGroup,
-    ChainJob,
     Engine,
     EngineDiedError,
     EngineJob,
@@ -25,8 +23,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 _log = logging.getLogger(__name__)
 
 __all__ = [
-    "ChainJob",
-    "ChainedGroup",
     "Engine",
     "EngineDiedError",
     "EngineJob",
@@ -74,8 +70,6 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
         return IsolatingEngine(lambda: FakeEngine(spec, job.max_model_len))
     if spec.engine.batch_invariant:  # read when vLLM is imported, here and in its processes
         os.environ[INVARIANCE] = "1"
-    if spec.engine.replicas > 1:
-        return _start_replicas(spec, job)
     _log.info("starting vLLM with model %s", spec.model.path)
     try:
         from batchllm_operator.engine.vllm.engine import VLLMEngine  # imports vLLM: seconds
@@ -86,33 +80,19 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     num_started = count()
 
     def start() -> Engine:
-        # A later engine gets the remaining requests, whose number is unknown.
-        known = job if next(num_started) == 0 else replace(job, num_requests=None)
-        return VLLMEngine(spec, known)
-
-    return IsolatingEngine(start)
-
-
-def _start_replicas(spec: JobSpec, job: EngineJob) -> Engine:
-    from batchllm_operator.engine.replicas.engine import ReplicaEngines
-
-    _log.info("starting %d replicas of model %s", spec.engine.replicas, spec.model.path)
-    num_started = count()
-
-    def start() -> Engine:
-        # Later ones get the remaining requests, without a chain, which may have killed the first.
-        is_first, known = next(num_started) == 0, replace(job, chain=None)
-        if not is_first:
-            return ReplicaEngines(spec, replace(known, num_requests=None))
-        if job.chain is not None:
+        # A later engine gets the remaining requests, whose number is unknown, and is in no chain,
+        # which may have killed the first.
+        is_first = next(num_started) == 0
+        if is_first and job.is_chained:
             try:
-                return ReplicaEngines(spec, job)
+                return VLLMEngine(spec, job)
             except (EngineError, SpecError) as error:  # other faults show again
                 _log.warning(
-                    "replicas start again without a chain (planner.runahead: off"
-                    " saves the first start): %s",
+                    "the engine starts again without a chain (planner.runahead: off saves the first"
+                    " start): %s",
                     error,
                 )
-        return ReplicaEngines(spec, known)
+        known = replace(job, is_chained=False)
+        return VLLMEngine(spec, known if is_first else replace(known, num_requests=None))
 
     return IsolatingEngine(start)

@@ -63,6 +63,8 @@ class FakeEngine:
         self._max_tokens = 0 if spec.is_pooled else spec.sampling.max_tokens
         self._block_size, self._max_model_len = block_size_of(spec), max_model_len
 
+    chain = None
+
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         before: list[int] = []  # with the adapter
         while wave := list(islice(requests, self._args.max_in_flight)):

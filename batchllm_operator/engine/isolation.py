@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOutput, EngineRequest
 from batchllm_operator.errors import EngineError
+
+if TYPE_CHECKING:
+    from batchllm_operator.runahead.meeting import PrefixChain
 
 _log = logging.getLogger(__name__)
 _MAX_CULPRITS: Final = 5  # in a row
@@ -42,6 +45,10 @@ class IsolatingEngine:
                 if not suspects:
                     raise EngineError(f"the engine died without a request: {error}") from error
             yield from self._isolate(suspects)
+
+    @property
+    def chain(self) -> PrefixChain | None:
+        return self._engine.chain if self._engine is not None else None
 
     def close(self) -> None:
         if self._engine is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -14,32 +14,9 @@ from batchllm_operator.row_error import RowError
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 if TYPE_CHECKING:
-    from batchllm_operator.engine.replicas.chain_profile import ChainProfile
-    from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
+    from batchllm_operator.runahead.meeting import PrefixChain
 
 ENGINE_ERROR: Final = "engine_error"
-
-
-@dataclass(frozen=True, slots=True)
-class ChainedGroup:
-    """A group whose prefix all replicas compute together."""
-
-    prefix: RunaheadGroup
-    num_members: int
-    """Requests with its group_id that the engine will get."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChainJob:
-    """The work of a chain: prefixes to compute together (ADR 26)."""
-
-    groups: tuple[ChainedGroup, ...] = ()
-    """Ordered as their requests arrive."""
-    keep_profile: Callable[[ChainProfile], None] | None = None
-    """Receives the chain's measurements; None to measure nothing."""
-    subject: Mapping[str, str] = field(default_factory=dict)
-    """The profile's subject, as a later plan will look it up (`chain_subject`). It follows the
-    spec of the plan; an engine's spec has the model's commit in place of a branch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +32,10 @@ class EngineJob:
     profiles: ProfileStore | None = None
     """Stores profiles of devices; without it, every engine measures its own."""
     trace_folder: Path | None = None
-    """Local folder for traces of the engine's steps, a Parquet file per engine; None for none.
-    Replicas other than the first have folders of their own there."""
-    spread_groups: frozenset[int] = frozenset()
-    """Groups whose requests go to all replicas in turn; each other group goes to one."""
+    """Local folder for traces of the engine's steps, a Parquet file per engine; None for none."""
     answers: PlannedAnswers = NOTHING_PLANNED
-    chain: ChainJob | None = None
-    """None if replicas don't compute prefixes together."""
+    is_chained: bool = False
+    """Whether replicas may compute prefixes together (ADR 24)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +117,10 @@ class Engine(Protocol):
         Raises:
             EngineDiedError: the engine failed; outputs yielded so far stand.
         """
+
+    @property
+    def chain(self) -> PrefixChain | None:
+        """The engine as a replica of a chain; None if it can't be in one."""
 
     def close(self) -> None:
         """Release memory and processes. The engine can't be used afterwards."""

@@ -1,6 +1,6 @@
 """Divides each shard between the replicas of a run: groups to spread, and groups to begin first.
 
-Predictions and choice are those of `planner.runahead` (ADR 23). ADR 26 says how a run uses them.
+Predictions and choice are those of `planner.runahead` (ADR 23). ADR 24 says how a run uses them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from batchllm_operator.engine.replicas.chain_profile import chain_subject
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.plan.estimate import Target, rounded
 from batchllm_operator.prefixes import PrefixGroups
@@ -25,6 +24,7 @@ from batchllm_operator.runahead.planning import (
     ReplicaCost,
     choose_placement,
 )
+from batchllm_operator.runahead.profile import chain_subject
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement, SpreadGroup
 from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder

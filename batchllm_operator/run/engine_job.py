@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from batchllm_operator.cost import matrix_seconds
 from batchllm_operator.engine import EngineJob
-from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import PlanManifest
 from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
@@ -25,32 +23,23 @@ def pin_revision(manifest: PlanManifest) -> JobSpec:
 
 
 def engine_job(
-    plan: StoredPlan, run: ShardRun, trace_folder: Path, num_later_requests: int
+    plan: StoredPlan, num_requests: int, trace_folder: Path | None, *, is_chained: bool = False
 ) -> EngineJob:
     """What the plan says about an engine's work.
 
     Args:
-        run: the engine's first shard.
-        trace_folder: local folder for traces of the engine's steps.
-        num_later_requests: those of further shards that are expected.
+        num_requests: those that are expected.
+        trace_folder: local folder for traces of the engine's steps; None for no traces.
+        is_chained: see `EngineJob`.
     """
-    profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
-    job = EngineJob(
+    return EngineJob(
         max_model_len=plan.manifest.max_model_len,
-        num_requests=run.work.num_requests + num_later_requests,
+        num_requests=num_requests,
         step_cost=_step_cost(plan.manifest),
-        profiles=profiles,
+        profiles=StoredProfiles(profiles_folder(plan.manifest.spec)),
         trace_folder=trace_folder,
         answers=plan.manifest.answers,
-    )
-    if (placement := run.placement) is None:
-        return job
-    from batchllm_operator.run.replicas import chain_job
-
-    return replace(
-        job,
-        spread_groups=frozenset(group.group_id for group in placement.spread),
-        chain=chain_job(plan.manifest.spec, placement, run.work, profiles),
+        is_chained=is_chained,
     )
 
 

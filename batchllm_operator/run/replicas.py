@@ -1,47 +1,77 @@
-"""Turns a plan's placement into the replicas' joint work, for the remaining parts."""
+"""A worker that is one of several replicas, as long as they compute prefixes together (ADR 24)."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
-from batchllm_operator.engine import ChainedGroup, ChainJob
-from batchllm_operator.engine.replicas.chain_profile import chain_subject
-from batchllm_operator.run.shard_work import ShardWork
-from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import ReplicaPlacement
-from batchllm_operator.stored_plan.profiles import StoredProfiles
-from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
-
-_log = logging.getLogger(__name__)
+from batchllm_operator.engine import Engine, EngineOutput, EngineRequest
+from batchllm_operator.run.shard_run import ShardRun
+from batchllm_operator.runahead.groups import RunaheadGroup
+from batchllm_operator.runahead.meeting import Meeting, Rounds
+from batchllm_operator.runahead.profile import ChainProfile, chain_subject
+from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
-def chain_job(
-    spec: JobSpec,
-    placement: ReplicaPlacement,
-    work: ShardWork,
-    profiles: StoredProfiles,
-) -> ChainJob | None:
-    """The prefixes that replicas compute together, and whether to measure the link, or None.
+class Replicas:
+    """The meetings before this worker's shards, and what they cost.
 
-    `spec` has the GPUs of this run. Groups without remaining requests in `work` are left out.
+    Args:
+        plan: the plan, with the number of replicas.
+        folder: see `Meeting`.
+        rank: of this replica.
     """
-    if not (placement.num_chained or placement.measure):
-        return None
-    if (reason := spec.reason_against_chains) is not None:
-        _log.warning("replicas compute no prefix together: %s", reason)
-        return None
-    sizes = work.sizes
-    groups = tuple(
-        ChainedGroup(
-            RunaheadGroup(
-                group.group_id, work.first_prompt(group.group_id)[: sum(group.split)], group.split
-            ),
-            sizes[group.group_id],
+
+    def __init__(self, plan: StoredPlan, folder: Path, rank: int) -> None:
+        self._spec = plan.manifest.spec
+        self._rounds = Rounds(Meeting(folder, rank, self._spec.engine.replicas))
+        self._costs: dict[int, int] = {}
+        """Computed tokens of chained groups that no request has paid for."""
+        self._charged: dict[int, int] = {}
+        """The same by the request_idx that pays."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker goes on without the others."""
+        return self._rounds.is_over
+
+    def meet(self, engine: Engine, run: ShardRun | None, is_stopped: Callable[[], bool]) -> None:
+        """Meet the others before a shard, with an idle engine; None for no shard."""
+        placement = run.shard.replicas if run is not None else None
+        groups, measure = [], placement is not None and placement.measure
+        if run is not None and placement is not None:
+            sizes = run.work.sizes
+            for marked in placement.spread:
+                if marked.split and marked.group_id in sizes:
+                    prefix = run.work.first_prompt(marked.group_id)[: sum(marked.split)]
+                    groups.append(RunaheadGroup(marked.group_id, prefix, marked.split))
+        together = self._rounds.meet(engine.chain, groups, measure=measure, is_stopped=is_stopped)
+        self._costs |= {group.group_id: sum(group.split) for group in together}
+        if measure and self._rounds.measured is not None:
+            self._keep_profile(*self._rounds.measured)
+
+    def noted(self, requests: Iterable[EngineRequest]) -> Iterator[EngineRequest]:
+        """The requests; the first one of a chained group pays for its prefix."""
+        for request in requests:
+            if cost := self._costs.pop(request.group_id, 0):
+                self._charged[request.request_idx] = cost
+            yield request
+
+    def charged(self, output: EngineOutput) -> EngineOutput:
+        """The output, with what it pays for as computed."""
+        cost = self._charged.pop(output.request_idx, 0)
+        if not cost or not output.is_served:
+            return output
+        return replace(output, num_cached_tokens=max(output.num_cached_tokens - cost, 0))
+
+    def close(self) -> None:
+        """Let no other replica wait for this one."""
+        self._rounds.close()
+
+    def _keep_profile(self, bytes_per_s: float, steps: list[tuple[int, int, float]]) -> None:
+        profile = ChainProfile(
+            subject=chain_subject(self._spec), link_bytes_per_s=bytes_per_s, steps=tuple(steps)
         )
-        for group in placement.spread
-        if group.split and group.group_id in sizes
-    )
-    if not groups and not placement.measure:
-        return None
-    keep = profiles.keep if placement.measure else None
-    return ChainJob(groups, keep, chain_subject(spec))
+        StoredProfiles(profiles_folder(self._spec)).keep(profile)

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.engine import start_engine
@@ -29,6 +30,9 @@ from batchllm_operator.run.worker import Start, Worker
 from batchllm_operator.shards.committed import find_committed
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
+if TYPE_CHECKING:
+    from batchllm_operator.run.replicas import Replicas
+
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +47,7 @@ def run_worker(
     drain: Drain | None = None,
     observe: Observe | None = None,
     replica: int | None = None,
+    meeting_folder: Path | None = None,
 ) -> WorkerReport:
     """Run shards of a plan through one engine, beside other workers, until none is left (ADR 33).
 
@@ -64,7 +69,9 @@ def run_worker(
         drain: once it has begun, no further part is opened, and no shard claimed.
         observe: see `live_progress.Observe`.
         replica: which of the spec's replicas this worker is, in a process with its GPUs only; None
-            for all of them as one engine.
+            for the only one.
+        meeting_folder: where these replicas meet to compute prefixes together; None for no such
+            prefixes.
 
     Raises:
         ValueError: there is no such worker.
@@ -84,15 +91,17 @@ def run_worker(
     if find_committed(plan) is not None:
         _log.info("the plan is committed: there is nothing left to do")
         return WorkerReport(worker, num_workers, num_shards, num_shards, [], {})
+    replicas = _meeting_replicas(plan, meeting_folder, replica)
     if replica is not None:
         plan = _as_replica(plan, replica)
-    queue = ShardQueue(plan, worker, num_workers, owner=owner)
+    first = [idx for idx, shard in enumerate(plan.manifest.shards) if shard.is_chained]
+    queue = ShardQueue(plan, worker, num_workers, owner=owner, first=first if replicas else ())
     if queue.next_shard() is not None or queue.others():
         _check_model(plan)
     if num_gpus is None or replica is not None:
         num_gpus = num_gpus_of(plan.manifest.spec)
     holder = Holder(drain or Drain(), Lap(), num_gpus, interval_s(), worker, num_workers, observe)
-    running = Worker(plan, queue, start, holder)
+    running = Worker(plan, queue, start, holder, replicas=replicas)
     for pause_s in running.steps():
         if pause_s:
             time.sleep(pause_s)
@@ -100,11 +109,25 @@ def run_worker(
     return WorkerReport(worker, num_workers, num_shards, *done)
 
 
+def _meeting_replicas(
+    plan: StoredPlan, folder: Path | None, replica: int | None
+) -> Replicas | None:
+    """The replicas that this one computes prefixes with; None if they compute none together."""
+    chained = any(shard.is_chained for shard in plan.manifest.shards)
+    if folder is None or replica is None or not chained:
+        return None
+    if (reason := plan.manifest.spec.reason_against_chains) is not None:
+        _log.warning("replicas compute no prefix together: %s", reason)
+        return None
+    from batchllm_operator.run.replicas import Replicas
+
+    return Replicas(plan, folder, replica)
+
+
 def replica_environments(plan_uri: str, num_gpus: int | None = None) -> list[dict[str, str]]:
     """Environment variables of the processes in which a worker's replicas are workers themselves.
 
-    Empty if there is one replica, or if replicas compute prefixes of the plan together: then all
-    of them are one engine.
+    Empty if there is one replica.
 
     Raises:
         PlanError: see `run_worker`.
@@ -112,7 +135,7 @@ def replica_environments(plan_uri: str, num_gpus: int | None = None) -> list[dic
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
     spec = plan.manifest.spec
-    if spec.engine.replicas == 1 or any(shard.is_chained for shard in plan.manifest.shards):
+    if spec.engine.replicas == 1:
         return []
     return [replica_environment(spec, rank) for rank in range(spec.engine.replicas)]
 
@@ -176,7 +199,7 @@ def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
         gpus = counted(num_gpus, "GPU")
         raise SpecError(f"{what}, but the task has {gpus}, which they can't share evenly")
     engine, planner = engine.model_copy(update={"tensor_parallel_size": each}), spec.planner
-    if engine.reason_against_chains is not None:  # `chain_job` warns if the plan has chains
+    if engine.reason_against_chains is not None:  # `_meeting_replicas` warns if the plan has chains
         planner = planner.model_copy(update={"runahead": "off", "link_bytes_per_s": None})
     spec = spec.model_copy(update={"engine": engine, "planner": planner})
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))

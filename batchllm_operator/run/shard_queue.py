@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -82,6 +82,7 @@ class ShardQueue:
         worker: from 0 to `num_workers` - 1.
         owner: attempts with the same owner, as of the first look, are this task's earlier tries,
             and count as left.
+        first: shards that go before all others, by the same rules.
         clock: monotonic seconds.
         now: the time by which progress of other hosts is judged old.
 
@@ -96,11 +97,13 @@ class ShardQueue:
         num_workers: int,
         *,
         owner: str | None = None,
+        first: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.worker, self.num_workers = worker, num_workers
         self._plan, self._owner, self._clock, self._now = plan, owner, clock, now
+        self._first = set(first)
         self._work = predicted_work(plan)
         self._run_of = runs_of(self._work, num_workers)
         self._sights: dict[int, _Sight] = {}
@@ -149,7 +152,11 @@ class ShardQueue:
     def next_shard(self) -> int | None:
         """The shard that `take` would claim; looks at the lake."""
         self._look()
-        open_idxs = sorted(set(range(self.num_shards)) - self._finished.keys() - self._mine)
+        open_idxs = set(range(self.num_shards)) - self._finished.keys() - self._mine
+        first = self._next_of(sorted(open_idxs & self._first))
+        return first if first is not None else self._next_of(sorted(open_idxs - self._first))
+
+    def _next_of(self, open_idxs: Sequence[int]) -> int | None:
         untouched = [idx for idx in open_idxs if idx not in self._sights]
         left = [idx for idx in open_idxs if idx in self._sights and self._is_left(idx)]
         stood_back, num_left = self.stands_back, len(untouched)

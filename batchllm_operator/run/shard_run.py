@@ -36,7 +36,6 @@ from batchllm_operator.shards.spills import (
     write_spill,
 )
 from batchllm_operator.stored_plan.counts import Counts
-from batchllm_operator.stored_plan.manifest import ReplicaPlacement
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _log = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class ShardRun:
                 file,
                 missing_parts(self.plan, self.shard_idx, self._entries),
                 has_estimates=_has_estimates(self.plan),
-                first=self.placement.first_groups if self.placement else [],
+                first=self.shard.replicas.first_groups if self.shard.replicas else [],
                 finished=[idx for part in self._spilled.values() for idx in part.outputs],
             )
             self._num_requests = {
@@ -198,11 +197,6 @@ class ShardRun:
     def num_left(self) -> int:
         """Parts that aren't finished."""
         return len(missing_parts(self.plan, self.shard_idx, self._entries))
-
-    @property
-    def placement(self) -> ReplicaPlacement | None:
-        """How several replicas share it as one engine; None where one engine is one replica."""
-        return self.shard.replicas if self.plan.manifest.spec.engine.replicas > 1 else None
 
     def begin_running(self) -> None:
         """Note that the engine takes requests."""

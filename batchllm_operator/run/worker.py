@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
@@ -23,6 +23,9 @@ from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
+if TYPE_CHECKING:
+    from batchllm_operator.run.replicas import Replicas
+
 Start = Callable[[JobSpec, EngineJob], Engine]
 """Creates an engine."""
 
@@ -37,11 +40,13 @@ class Worker:
     """Runs the shards that it gets, through one engine.
 
     The engine starts with the first shard, and takes requests of the next one before the last of
-    this one have ended. Only where replicas compute prefixes together, each shard has an engine.
+    this one have ended. As long as replicas compute prefixes together, it ends a shard first; then
+    it starts again, without what a chain takes.
 
     Args:
         shards: where shards come from.
         holder: what all shards of this process share.
+        replicas: the other replicas of this worker; None if they compute nothing together.
         clock: monotonic seconds.
 
     Attributes:
@@ -55,10 +60,11 @@ class Worker:
         start: Start,
         holder: Holder,
         *,
+        replicas: Replicas | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._shards, self._start, self._holder = plan, shards, start, holder
-        self._clock = clock
+        self._clock, self._replicas = clock, replicas
         self._runs: list[ShardRun] = []
         """Those with requests in the engine, or yet to be fed, in the order of their claims."""
         self._given_up: list[ShardRun] = []
@@ -96,6 +102,8 @@ class Worker:
                     error.add_note(kept)
                 raise
             finally:
+                if self._replicas is not None:
+                    self._replicas.close()
                 for watch in self._watches:
                     watch.judge()
                 self._close_engine()
@@ -106,6 +114,9 @@ class Worker:
             if (run := self._claim()) is not None:
                 waiting_since = None
                 yield from self._stream(run, lines)
+                continue
+            if self._replicas is not None:
+                self._meet(None)
                 continue
             if not self._shards.others():
                 break
@@ -152,6 +163,8 @@ class Worker:
 
     def _stream(self, run: ShardRun, lines: ExitStack) -> Iterator[float]:
         """Generate a shard, and those that follow it without a gap."""
+        if self._replicas is not None:
+            self._meet(run)
         engine = self._running_engine(run)
         if self._progress is None:
             self._progress = lines.enter_context(self._progress_of(run))
@@ -164,19 +177,31 @@ class Worker:
         for each in list(self._runs):
             assert not each.num_open_parts, "the engine left requests without an output"
             self._holder.drain.check(num_left=each.num_left)
-        if run.shard.is_chained:
+
+    def _meet(self, run: ShardRun | None) -> None:
+        """Compute prefixes together with the other replicas before a shard."""
+        assert self._replicas is not None
+        if not self._replicas.is_over:
+            drain = self._holder.drain
+            self._replicas.meet(self._running_engine(run), run, lambda: drain.has_begun)
+            return
+        self._replicas = None
+        if self._engine is not None and self._engine.chain is not None:
             self._close_engine()
 
     def _requests(self, run: ShardRun | None) -> Iterator[EngineRequest]:
         while run is not None:
             run.begin_running()
             self._expect(run)
-            yield from run.requests()
-            run = None if run.shard.is_chained else self._claim()
+            requests = run.requests()
+            yield from requests if self._replicas is None else self._replicas.noted(requests)
+            run = self._claim() if self._replicas is None else None
 
     def _keep(self, output: EngineOutput) -> None:
         run = next(each for each in (*self._runs, *self._given_up) if each.takes(output))
         num_failed = run.num_failed_rows
+        if self._replicas is not None:
+            output = self._replicas.charged(output)
         try:
             num_rows = run.take(output)
         except FencedError as error:
@@ -215,12 +240,16 @@ class Worker:
         if self._runs:
             self._runs[0].tally.hold_gpus()
 
-    def _running_engine(self, run: ShardRun) -> Engine:
+    def _running_engine(self, run: ShardRun | None) -> Engine:
         if self._engine is None:
             with ExitStack() as undo:
-                trace_folder = undo.enter_context(traced(run.attempt.folder))
-                later = (self._plan.shard(idx).num_requests for idx in self._later(run))
-                job = engine_job(self._plan, run, trace_folder, sum(later))
+                trace_folder, num_requests = None, 0
+                if run is not None:
+                    trace_folder = undo.enter_context(traced(run.attempt.folder))
+                    later = (self._plan.shard(idx).num_requests for idx in self._later(run))
+                    num_requests = run.work.num_requests + sum(later)
+                is_chained = self._replicas is not None and not self._replicas.is_over
+                job = engine_job(self._plan, num_requests, trace_folder, is_chained=is_chained)
                 self._engine = self._start(pin_revision(self._plan.manifest), job)
                 undo.callback(self._engine.close)
                 self._context = undo.pop_all()
@@ -232,7 +261,7 @@ class Worker:
 
     def _later(self, run: ShardRun) -> list[int]:
         """Shards that are expected after this one."""
-        return [] if run.shard.is_chained else [i for i in self._shards.own() if i != run.shard_idx]
+        return [i for i in self._shards.own() if i != run.shard_idx]
 
     def _progress_of(self, run: ShardRun) -> Progress:
         later = self._later(run)

@@ -1,1 +1,1 @@
-"""KV-Runahead: several replicas compute one long prefix together (ADR 23, 24, 26)."""
+"""KV-Runahead: several replicas compute one long prefix together (ADR 23, 24)."""

@@ -63,7 +63,7 @@ class SpreadGroup(Frozen):
 
 
 class ReplicaPlacement(Frozen):
-    """How the replicas of a run share a shard (ADR 26); predictions are in seconds."""
+    """How the replicas of a run share a shard (ADR 24); predictions are in seconds."""
 
     num_replicas: int = Field(ge=2)
     spread: tuple[SpreadGroup, ...] = ()

@@ -14,7 +14,7 @@ from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 
 if TYPE_CHECKING:
-    from batchllm_operator.engine.replicas.chain_profile import ChainProfile
+    from batchllm_operator.runahead.profile import ChainProfile
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class StoredProfiles:
 
     def find_chain(self, subject: Mapping[str, str]) -> ChainProfile | None:
         """The profile of a chain; None if there is no readable one."""
-        from batchllm_operator.engine.replicas.chain_profile import ChainProfile
+        from batchllm_operator.runahead.profile import ChainProfile
 
         return self._find(ChainProfile, subject)
 
@@ -52,7 +52,7 @@ class StoredProfiles:
         """Store a profile, in place of an earlier one of the same subject."""
         try:
             data = profile.model_dump_json(indent=1).encode()
-            self._folder.write_bytes(f"{profile.key}.json", data)
+            self._folder.write_bytes(f"{profile_key(profile.subject)}.json", data)
         except StorageError as error:  # it can be measured again
             _log.warning("the device's profile can't be kept: %s", error)
 

@@ -116,7 +116,7 @@ def started(num_replicas: int, sizes: Sizes, max_groups: int) -> Iterator[Replic
             settings = ReplicaSettings(
                 rank,
                 num_replicas,
-                f"file://{folder}/store",
+                f"{folder}/store",
                 cores[rank],
                 folder,
                 sizes.prefix + 16 * BLOCK_SIZE,
@@ -180,12 +180,7 @@ def run_once(replicas: Replicas, works: Sequence[ReplicaWork]) -> Outcome:
         makespan_s=max(each["end_s"] for each in results),
         ttft_s=min(each["first_s"]["0"] for each in results if "0" in each["first_s"]),
         tokens={name: tokens for each in results for name, tokens in each["tokens"].items()},
-        failures=tuple(
-            outcome["failure"]
-            for each in results
-            for outcome in each["outcomes"]
-            if outcome["failure"]
-        ),
+        failures=tuple(each["failure"] for each in results if each["failure"]),
     )
 
 

@@ -6,8 +6,9 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks.runahead.work import ReplicaWork, Sizes
@@ -49,7 +50,7 @@ class ReplicaSettings:
     rank: int
     world_size: int
     store: str
-    """See `ChainSettings.store`."""
+    """See `Chain`."""
     core: int
     model: str
     """A folder with `MODEL` as its config.json."""
@@ -84,13 +85,12 @@ class _Replica:
     def __init__(self, settings: ReplicaSettings) -> None:
         from vllm import EngineArgs, LLMEngine
 
-        from batchllm_operator.vllm_plugin.runahead.phase import open_chain
-        from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
+        from batchllm_operator.runahead.groups import TRANSFER_CONFIG
+        from batchllm_operator.runahead.phase import ChainedEngine
         from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
 
         register_loader()
         self._sizes = settings.sizes
-        chain = ChainSettings(settings.rank, settings.world_size, settings.store)
         args = EngineArgs(
             model=settings.model,
             load_format=LOAD_FORMAT,
@@ -104,17 +104,18 @@ class _Replica:
             max_num_batched_tokens=settings.max_step_tokens,
             max_num_seqs=64,
             disable_log_stats=True,
-            kv_transfer_config=chain.to_kv_transfer_config(),
+            kv_transfer_config=dict(TRANSFER_CONFIG),
         )
         self._engine: Any = LLMEngine.from_engine_args(args)
-        self._link_bytes_per_s = open_chain(self._engine).link_bytes_per_s
+        self._chain = ChainedEngine(self._engine)
+        self._chain.open(settings.rank, settings.world_size, Path(settings.store))
         self._work = ReplicaWork()
         self._prompts: dict[tuple[int, int], list[int]] = {}
         self._groups: list[Any] = []
 
     def prepare(self, work: Mapping[str, Any]) -> None:
         """Make prompts and empty the cache."""
-        from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
+        from batchllm_operator.runahead.groups import RunaheadGroup
 
         self._work = ReplicaWork.from_json(work)
         self._prompts = {each: self._sizes.prompt(*each) for each in self._work.members}
@@ -132,12 +133,10 @@ class _Replica:
 
         Returns:
             Seconds from then to the end and to each group's first token here; each member's
-            tokens; outcomes of the chains.
+            tokens; why the chain has failed.
         """
-        from batchllm_operator.vllm_plugin.runahead.phase import run_prefill_phase
-
         time.sleep(max(0.0, start_at - time.monotonic()))
-        outcomes = run_prefill_phase(self._engine, self._groups) if self._groups else []
+        failure = self._chain.prefill(self._groups) if self._groups else None
         for (group, member), prompt in self._prompts.items():
             self._add(f"{group}-{member}", prompt, self._sizes.output)
         tokens: dict[str, list[int]] = {}
@@ -153,18 +152,18 @@ class _Replica:
             "end_s": time.monotonic() - start_at,
             "first_s": first_s,
             "tokens": tokens,
-            "outcomes": [asdict(outcome) for outcome in outcomes],
+            "failure": failure,
         }
 
     def time_steps(self, sizes: list[tuple[int, int]], repetitions: int) -> list[float]:
         """Median seconds of a step of (tokens, tokens before them that are cached)."""
-        from batchllm_operator.vllm_plugin.runahead.timing import time_prefill
+        from batchllm_operator.runahead.phase import time_prefill
 
         return [seconds for *_, seconds in time_prefill(self._engine, sizes, repetitions)]
 
     def link_bytes_per_s(self) -> float:
-        """What the chain's slowest hop was measured at when it was opened."""
-        return self._link_bytes_per_s
+        """See `Chain.bytes_per_s`; all replicas are asked at once."""
+        return self._chain.bytes_per_s()
 
     def _add(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         from vllm import SamplingParams

@@ -20,6 +20,8 @@ class MortalEngine:
 
     alive = 0
 
+    chain = None
+
     def __init__(self, width: int) -> None:
         self.width = width
         MortalEngine.alive += 1

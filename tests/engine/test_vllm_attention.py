@@ -10,7 +10,6 @@ from support.fake_job import fake_spec
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
 vllm_attention = pytest.importorskip("batchllm_operator.engine.vllm.attention")
 KNOWN: dict[str, object] = {"attention_backend": None}
@@ -126,18 +125,3 @@ def test_a_profile_is_of_one_attention_and_its_settings() -> None:
     subjects = [profile_subject(*each) for each in given]
     assert len({subject["attention"] for subject in subjects}) == 3
     assert profile_subject(graphs, "stock") == subjects[0]
-
-
-def test_a_profile_is_of_any_place_in_any_chain() -> None:
-    """Each run's replicas meet in another folder; but steps with a chain's hooks are others."""
-    from batchllm_operator.engine.vllm.profiling import profile_subject
-
-    places = [ChainSettings(rank, 2, f"file:///tmp/{rank}/store") for rank in (0, 1)]
-    one, other = (
-        profile_subject({"kv_transfer_config": each.to_kv_transfer_config()}, "stock")
-        for each in places
-    )
-    assert one == other
-    assert one != profile_subject({}, "stock")
-    users = {"kv_transfer_config": {"kv_connector": "Theirs", "kv_role": "kv_both"}}
-    assert "kv_both" in profile_subject(users, "stock")["arguments"]

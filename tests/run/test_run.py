@@ -44,6 +44,8 @@ def outputs(plan: StoredPlan) -> dict[int, str]:
 class Watched:
     """An engine that passes requests on to the real one and lets a test look at them."""
 
+    chain = None
+
     def __init__(self, inner: Engine, job: EngineJob, stop_after: int | None = None) -> None:
         self.inner, self.job, self.stop_after = inner, job, stop_after
         self.requests: list[EngineRequest] = []

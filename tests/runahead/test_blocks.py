@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
+from batchllm_operator.runahead.blocks import KVBlocks
 
 NUM_BLOCKS = 12
 SHAPES = {

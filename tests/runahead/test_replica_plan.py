@@ -12,7 +12,6 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
-from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import Target, engine_limits
 from batchllm_operator.plan.given import _replica_planner
@@ -20,6 +19,7 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.plan.replicas import ReplicaPlanner
 from batchllm_operator.prefixes import PrefixGroups
 from batchllm_operator.report import format_plan
+from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement
 from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder

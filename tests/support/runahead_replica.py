@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -21,12 +21,12 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.sampling_params import RequestOutputKind
 
-from batchllm_operator.vllm_plugin.runahead import phase
-from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
-from batchllm_operator.vllm_plugin.runahead.phase import open_chain, run_prefill_phase
-from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings, RunaheadGroup
+from batchllm_operator.runahead.blocks import KVBlocks
+from batchllm_operator.runahead.chain import Chain
+from batchllm_operator.runahead.groups import TRANSFER_CONFIG, RunaheadGroup
+from batchllm_operator.runahead.phase import ChainedEngine
 
-_gather, _scatter = KVBlocks.gather, KVBlocks.scatter
+_broadcast, _scatter = Chain._broadcast, KVBlocks.scatter
 
 
 class Replica:
@@ -43,22 +43,13 @@ class Replica:
         world_size: int,
         store: str,
         model: str,
-        policy: str = "fail",
-        layer_timeout_s: float = 60.0,
+        timeout_s: float = 60.0,
         **changes: Any,
     ) -> None:
         """A new engine, in place of the last one."""
         self.stop()
         self.heal()
-        settings = ChainSettings(
-            rank,
-            world_size,
-            store,
-            connect_timeout_s=120,
-            start_timeout_s=60,
-            layer_timeout_s=layer_timeout_s,
-        )
-        transfer = {**settings.to_kv_transfer_config(), "kv_load_failure_policy": policy}
+        self._place = rank, world_size, Path(store), timeout_s
         args: dict[str, Any] = {
             "model": model,
             "dtype": "float32",
@@ -71,10 +62,11 @@ class Replica:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "enable_prefix_caching": True,
-            "kv_transfer_config": transfer,
+            "kv_transfer_config": dict(TRANSFER_CONFIG),
             **changes,
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(**args))
+        self._chained = ChainedEngine(self._engine)
         self._num_computed = 0
         scheduler = self._engine.engine_core.engine_core.scheduler
         schedule = scheduler.schedule
@@ -93,15 +85,20 @@ class Replica:
         ensure_kv_transfer_shutdown()  # of an engine that couldn't start, too
         cleanup_dist_env_and_memory()
 
-    def open(self) -> None:
-        open_chain(self._engine)
+    def fingerprint(self) -> dict[str, Any]:
+        return self._chained.fingerprint()
 
-    def phase(
-        self, groups: Sequence[tuple[int, list[int], tuple[int, ...]]]
-    ) -> list[dict[str, Any]]:
-        """Outcomes of the groups' (id, prefix, split)."""
-        given = [RunaheadGroup(*group) for group in groups]
-        return [asdict(outcome) for outcome in run_prefill_phase(self._engine, given)]
+    def open(self) -> None:
+        rank, world_size, store, timeout_s = self._place
+        self._chained.open(rank, world_size, store, timeout_s=timeout_s)
+
+    def check(self, group: tuple[int, list[int], tuple[int, ...]]) -> None:
+        RunaheadGroup(*group).check(self._place[1], self._chained.limits)
+
+    def phase(self, groups: Sequence[tuple[int, list[int], tuple[int, ...]]]) -> str | None:
+        """Why the chain has failed at groups of (id, prefix, split)."""
+        self.open()
+        return self._chained.prefill([RunaheadGroup(*group) for group in groups])
 
     def generate(self, prompts: Sequence[list[int]], max_tokens: int = 12) -> list[dict[str, Any]]:
         """Greedy tokens, their log-probabilities, and how much of each prompt was cached."""
@@ -149,7 +146,7 @@ class Replica:
 
     def send_late(self) -> None:
         """As where attention writes its own keys and values: a layer is sent after it."""
-        get_kv_transfer_group().working.writes_first = False
+        get_kv_transfer_group().writes_first = False
 
     def zero_received(self) -> None:
         """From now on zeros are written in place of the KV that comes."""
@@ -159,17 +156,13 @@ class Replica:
 
         KVBlocks.scatter = scatter  # type: ignore[method-assign]
 
-    def recompute_nothing(self) -> None:
-        """From now on a phase leaves the cache as the chain has left it."""
-        phase._Phase._compute_alone = lambda *_: None  # type: ignore[method-assign]
-
     def fail_at_message(self, number: int, how: str) -> None:
-        """At the so-manieth message to be sent, from 0: `die`, `stall` until `heal`, or `raise`."""
+        """At the so-manieth message, from 0: `die`, `stall` until `heal`, or `raise`."""
         count = iter(range(1 << 30))
 
-        def gather(*args: Any) -> None:
+        def broadcast(*args: Any) -> None:
             if next(count) < number:
-                _gather(*args)
+                _broadcast(*args)
             elif how == "die":
                 os._exit(9)
             elif how == "stall":
@@ -178,7 +171,7 @@ class Replica:
                 raise RuntimeError("a fault on purpose")
 
         self._released.clear()
-        KVBlocks.gather = gather  # type: ignore[method-assign]
+        Chain._broadcast = broadcast  # type: ignore[method-assign]
 
     def break_step(self) -> None:
         """The engine's next steps raise."""
@@ -190,7 +183,7 @@ class Replica:
 
     def heal(self) -> None:
         self._released.set()
-        KVBlocks.gather, KVBlocks.scatter = _gather, _scatter  # type: ignore[method-assign]
+        Chain._broadcast, KVBlocks.scatter = _broadcast, _scatter  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ class Replicas:
     ) -> None:
         self._alive = [each for each in self._alive if each.process.poll() is None]
         self._start(world_size - len(self._alive))
-        store = f"file://{self._folder}/store-{uuid.uuid4().hex[:8]}"
+        store = f"{self._folder}/store-{uuid.uuid4().hex[:8]}"
         for rank, replica in enumerate(self._alive[:world_size]):
             own = changes[rank] if rank < len(changes) else {}
             replica.ask("start", rank, world_size, store, str(self._model), **{**common, **own})

@@ -46,8 +46,8 @@ for _name, _value in {
 configure_logs()
 
 from vllm import EngineArgs, LLMEngine  # noqa: E402
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from batchllm_operator.engine.vllm.adapters import load_adapters  # noqa: E402
@@ -69,7 +69,7 @@ from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E40
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
 
 if TYPE_CHECKING:
-    from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
+    from batchllm_operator.runahead.meeting import PrefixChain
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ class VLLMEngine:
 
     Args:
         job: its work.
-        chain: its place among replicas that compute prefixes together; None for none.
 
     Raises:
         SpecError: vLLM refuses a setting or an adapter, or `engine.attention` doesn't support the
@@ -88,13 +87,16 @@ class VLLMEngine:
         EngineError: vLLM can't start.
     """
 
-    def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
+    def __init__(self, spec: JobSpec, job: EngineJob) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
         # To refuse before the start what can't be.
         _answers(spec, job)
         check_planned(spec)  # the plan may have been made where vLLM isn't installed
-        if chain is not None:
-            self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
+        if job.is_chained:
+            from batchllm_operator.runahead.groups import TRANSFER_CONFIG
+
+            self._args["kv_transfer_config"] = dict(TRANSFER_CONFIG)
+        ensure_kv_transfer_shutdown()  # of a chained engine that couldn't start
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args, job)
         self._answers = _answers(spec, job, self._splitter)
@@ -106,6 +108,11 @@ class VLLMEngine:
         # `extra_args` may name another scheduler.
         self._scheduler = scheduler if isinstance(scheduler, BatchLLMScheduler) else None
         self._begin(job)
+        self._chain: PrefixChain | None = None
+        if job.is_chained:
+            from batchllm_operator.runahead.phase import ChainedEngine
+
+            self._chain = ChainedEngine(self._engine, self._unpaced)
 
     def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
         """Begin another job with the same model and an empty prefix cache.
@@ -202,19 +209,8 @@ class VLLMEngine:
             yield from outputs
 
     @property
-    def device_name(self) -> str:
-        """vLLM's name of its device."""
-        return str(current_platform.get_device_name())
-
-    @property
-    def max_in_flight(self) -> int:
-        """Most requests that it holds at a time."""
-        return -(-self._most_in_flight // self._answers.num_samples)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Added requests without an output."""
-        return len(self._in_flight)
+    def chain(self) -> PrefixChain | None:
+        return self._chain
 
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
@@ -260,14 +256,13 @@ class VLLMEngine:
         return self._answers.convert(request, output, first.num_cached_tokens or 0)
 
     @contextmanager
-    def unpaced(self) -> Iterator[Any]:
-        """vLLM's engine for prompts other than the job's, without pacing; it must be idle."""
-        if self._scheduler is None:
-            yield self._engine
-            return
-        self._scheduler.begin(SchedulerSettings(pace=False))
-        yield self._engine
-        self._begin_schedule(self._settings)
+    def _unpaced(self) -> Iterator[None]:
+        """For prompts other than the job's, without pacing; the engine must be idle."""
+        if self._scheduler is not None:
+            self._scheduler.begin(SchedulerSettings(pace=False))
+        yield
+        if self._scheduler is not None:
+            self._begin_schedule(self._settings)
 
     @property
     def llm_engine(self) -> Any:
@@ -278,7 +273,7 @@ class VLLMEngine:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._engine.engine_core.shutdown()
-        self._engine = self._scheduler = None
+        self._engine = self._scheduler = self._chain = None
         gc.collect()
         cleanup_dist_env_and_memory()
 

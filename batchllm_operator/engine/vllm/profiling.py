@@ -95,12 +95,6 @@ def scheduler_settings(
 def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:
     """The subject of this device's profile with these engine arguments and attention."""
     chosen = {name: value for name, value in args.items() if name not in _VOLATILE}
-    transfer = chosen.get("kv_transfer_config")
-    if isinstance(transfer, Mapping):
-        from batchllm_operator.vllm_plugin.runahead.plan import CONNECTOR
-
-        if transfer.get("kv_connector") == CONNECTOR:
-            chosen["kv_transfer_config"] = CONNECTOR  # a chain's rendezvous differs by run
     if attention == "batchllm":
         settings = AttentionSettings.from_additional_config(args.get("additional_config"))
         attention = f"batchllm {json.dumps(asdict(settings), sort_keys=True)}"

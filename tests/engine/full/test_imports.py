@@ -31,5 +31,4 @@ def test_one_engine_imports_nothing_of_replicas(tmp_path: Path) -> None:
     modules: list[str] = json.loads(done.stdout.splitlines()[-1])
     assert "batchllm_operator.engine.vllm.engine" in modules
     apart = ("runahead", "replica", "chain")
-    found = {name for name in modules if any(word in name for word in apart)}
-    assert found <= {"batchllm_operator.engine.replicas", "batchllm_operator.vllm_plugin.runahead"}
+    assert not {name for name in modules if any(word in name for word in apart)}

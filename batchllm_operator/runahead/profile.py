@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from batchllm_operator.engine.device_profile import profile_key
 from batchllm_operator.spec import JobSpec
 
 # No machine leaves these bounds; beyond them, predictions would overflow.
@@ -23,17 +22,10 @@ class ChainProfile(BaseModel):
     chain_profile_version: Literal[1] = 1
     subject: Mapping[str, str]
     """See `chain_subject`."""
-    device: str
-    """vLLM's name of it, for people."""
     link_bytes_per_s: float = Field(ge=1.0, le=1e15)
     """Rate of the slowest hop between two replicas."""
     steps: tuple[tuple[Annotated[_Tokens, Field(ge=1)], _Tokens, _Seconds], ...]
     """(tokens, cached tokens before them, seconds) of each prefill step."""
-
-    @property
-    def key(self) -> str:
-        """The subject's key, in hex."""
-        return profile_key(self.subject)
 
 
 def chain_subject(spec: JobSpec) -> dict[str, str]:

@@ -1,0 +1,103 @@
+"""Prefixes that replicas compute together, and what a replica's engine can compute of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final, Literal
+
+from batchllm_operator.errors import SpecError
+
+KEY: Final = "kv_transfer_params"
+"""Key in `SamplingParams.extra_args`; vLLM passes its value to connectors with the request."""
+CONNECTOR: Final = "RunaheadConnector"
+TRANSFER_CONFIG: Final[Mapping[str, Any]] = {
+    "kv_connector": CONNECTOR,
+    "kv_connector_module_path": "batchllm_operator.runahead.connector",
+    "kv_role": "kv_both",
+}
+"""vLLM's `kv_transfer_config` of a replica."""
+
+Part = Literal["chunk", "fill"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLimits:
+    """What one engine can compute; only `num_blocks` may differ between the replicas of a chain."""
+
+    block_size: int
+    """Tokens of a KV block."""
+    num_blocks: int
+    """Blocks of the KV cache."""
+    max_chunk: int
+    """Most tokens of a chunk: those of a step, less one for the fill that starts with it."""
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunaheadGroup:
+    """A prefix that all replicas of a chain prefill together (KV-Runahead, section 4)."""
+
+    group_id: int
+    prefix_token_ids: Sequence[int]
+    split: tuple[int, ...]
+    """Tokens of each replica's chunk. They sum to the prefix; each but the last is a multiple of
+    the block size."""
+
+    def check(self, world_size: int, limits: ChainLimits) -> None:
+        """Check that a chain can compute the group.
+
+        Raises:
+            SpecError: it can't; the message says why.
+        """
+        where, block_size = f"runahead group {self.group_id}", limits.block_size
+        num_tokens = len(self.prefix_token_ids)
+        if len(self.split) != world_size or min(self.split) < 1:
+            raise SpecError(
+                f"{where}: split in chunks of {self.split} tokens for {world_size} replicas; each"
+                " replica computes one"
+            )
+        if sum(self.split) != num_tokens:
+            raise SpecError(
+                f"{where}: its chunks have {sum(self.split)} tokens, its prefix {num_tokens}"
+            )
+        for rank, chunk in enumerate(self.split):
+            if chunk % block_size and rank < world_size - 1:
+                raise SpecError(
+                    f"{where}: chunk {rank} of {chunk} tokens doesn't end with a KV block; every"
+                    f" chunk but the last must be a multiple of {block_size} tokens"
+                )
+            if chunk > limits.max_chunk:
+                raise SpecError(
+                    f"{where}: chunk {rank} of {chunk} tokens is larger than the {limits.max_chunk}"
+                    " that fit a step; over several steps a replica would delay all later ones."
+                    " Raise max_num_batched_tokens, or split over more replicas"
+                )
+        if num_tokens + 1 > limits.max_model_len:
+            raise SpecError(
+                f"{where}: {num_tokens} tokens and one more don't fit max_model_len"
+                f" {limits.max_model_len}"
+            )
+        if self.num_blocks(block_size) >= limits.num_blocks:
+            raise SpecError(f"{where}: its prefix fills the KV cache")
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that the prefix takes on a replica while it is prefilled."""
+        return len(self.prefix_token_ids) // block_size + 2  # ends of the chunk and of the fill
+
+    def num_whole(self, block_size: int) -> int:
+        """Tokens of the prefix in whole blocks, which a prefix cache holds."""
+        return len(self.prefix_token_ids) // block_size * block_size
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """The replica's chunk: tokens [begin, end) of the prefix."""
+        ends = list(accumulate(self.split))
+        return ends[rank] - self.split[rank], ends[rank]
+
+    def extents(self, block_size: int) -> list[tuple[int, int]]:
+        """The whole blocks [first, last) that each replica computes; none if its chunk ends before
+        its first block does."""
+        last = len(self.prefix_token_ids) // block_size
+        bounds = [self.bounds(rank) for rank in range(len(self.split))]
+        return [(begin // block_size, min(end // block_size, last)) for begin, end in bounds]

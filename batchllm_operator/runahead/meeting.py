@@ -1,0 +1,255 @@
+"""Meetings of the replicas of one worker, between their shards, for prefixes to compute together.
+
+Replicas are processes of one machine, and each runs shards of its own. As long as shards with
+marked prefixes are left, all meet before each shard, with empty engines. A replica without a shard
+comes too, and helps. Nobody waits for a replica that has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from batchllm_operator.errors import RunaheadError, SpecError
+from batchllm_operator.runahead.groups import ChainLimits, RunaheadGroup
+
+_log = logging.getLogger(__name__)
+_MOST_WAIT_S: Final = 600.0
+"""Longest wait for a replica: engines start, and shards end, at about the same time."""
+_POLL_S: Final = 0.05
+_MOST_OF_CACHE: Final = 0.5
+"""Share of the KV blocks for the prefixes of one meeting."""
+
+
+class PrefixChain(Protocol):
+    """An engine as a replica of a chain; see `runahead.phase.ChainedEngine`."""
+
+    @property
+    def limits(self) -> ChainLimits: ...
+    def fingerprint(self) -> dict[str, Any]: ...
+    def open(self, rank: int, world_size: int, store: Path) -> None: ...
+    def prefill(self, groups: Sequence[RunaheadGroup]) -> str | None: ...
+    def bytes_per_s(self) -> float: ...
+    def time_steps(self) -> list[tuple[int, int, float]]: ...
+
+
+class Meeting:
+    """A folder in which replicas leave messages for each other.
+
+    Args:
+        folder: exists, and is empty when the first replica starts.
+        rank: of this replica.
+        world_size: replicas.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self.folder, self.rank, self.world_size = folder, rank, world_size
+        self._num_exchanges = 0
+        self._presence: int | None = os.open(self._presence_of(rank), os.O_CREAT | os.O_RDWR)
+        fcntl.flock(self._presence, fcntl.LOCK_EX)  # the system releases it with the process
+
+    def exchange(
+        self, message: Any, is_stopped: Callable[[], bool] = lambda: False
+    ) -> list[Any] | None:
+        """Leave a message, JSON, and wait for those of all others.
+
+        Returns:
+            The messages by rank; None if a replica has ended, doesn't come in time, or this one
+            is stopped meanwhile.
+        """
+        self._num_exchanges += 1
+        paths = [self.folder / f"{self._num_exchanges}-{r}.json" for r in range(self.world_size)]
+        unfinished = self.folder / f"{self.rank}.unfinished"
+        unfinished.write_text(json.dumps(message), encoding="utf-8")
+        unfinished.replace(paths[self.rank])
+        until = time.monotonic() + _MOST_WAIT_S
+        while True:
+            gone = [rank for rank, path in enumerate(paths) if self._has_ended(rank)]
+            if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
+                if set(gone) & set(missing) or is_stopped() or time.monotonic() > until:
+                    paths[self.rank].unlink()
+                    return None
+                time.sleep(_POLL_S)
+                continue
+            return [json.loads(path.read_bytes()) for path in paths]
+
+    def close(self) -> None:
+        """Take part in no further exchange."""
+        if self._presence is not None:
+            os.close(self._presence)
+            self._presence = None
+
+    def _presence_of(self, rank: int) -> Path:
+        return self.folder / f"{rank}.lock"
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a replica was there, and isn't any more."""
+        if rank == self.rank:
+            return False
+        try:
+            with self._presence_of(rank).open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):
+            return False
+        return True
+
+
+class Rounds:
+    """The meetings of a replica, until no marked prefix is left or one fails.
+
+    Attributes:
+        is_over: whether replicas don't meet any more.
+        measured: (rate of the link, prefill steps of the slowest replica), once they are measured.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._done: set[tuple[int, ...]] = set()
+        self.is_over = False
+        self.measured: tuple[float, list[tuple[int, int, float]]] | None = None
+
+    def meet(
+        self,
+        chain: PrefixChain | None,
+        groups: Sequence[RunaheadGroup],
+        *,
+        measure: bool = False,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> list[RunaheadGroup]:
+        """Meet before a shard, and compute prefixes together if that pays.
+
+        Args:
+            chain: this replica's idle engine; None if it can't be in a chain.
+            groups: the marked groups of this replica's next shard; empty without a shard.
+            measure: whether the link's rate is to be measured.
+            is_stopped: whether to wait no longer.
+
+        Returns:
+            Those of `groups` that all have computed, without those that count for another
+            replica's shard.
+
+        Raises:
+            RunaheadError: the engine can't go on.
+        """
+        own = None
+        if chain is not None:
+            own = {
+                "limits": asdict(chain.limits),
+                "fingerprint": chain.fingerprint(),
+                "groups": [asdict(group) for group in groups],
+                "measure": measure,
+            }
+        messages = self._meeting.exchange(own, is_stopped)
+        if (reason := _reason_against(messages)) is not None:
+            self._end(reason)
+            return []
+        assert messages is not None
+        assert chain is not None
+        try:
+            return self._work(chain, messages)
+        except RunaheadError as error:
+            self._end(str(error))
+            return []
+
+    def close(self) -> None:
+        """Let nobody wait for this replica."""
+        self.is_over = True
+        self._meeting.close()
+
+    def _work(
+        self, chain: PrefixChain, messages: Sequence[Mapping[str, Any]]
+    ) -> list[RunaheadGroup]:
+        meeting = self._meeting
+        num_blocks = min(each["limits"]["num_blocks"] for each in messages)
+        limits = ChainLimits(**{**messages[0]["limits"], "num_blocks": num_blocks})
+        marked = self._new_groups(messages, limits)
+        has_work = any(each["groups"] for each in messages)
+        if any(each["measure"] for each in messages):
+            chain.open(meeting.rank, meeting.world_size, meeting.folder / "chain")
+            self._measure(chain)
+        if not has_work:
+            self.close()
+        if not 0 < len(marked) < meeting.world_size:  # as many replicas compute as many prefixes
+            return []
+        chain.open(meeting.rank, meeting.world_size, meeting.folder / "chain")
+        failure = chain.prefill([group for _, group in marked])
+        if failure is not None:
+            self._end(failure)
+            return []
+        ids = ", ".join(str(group.group_id) for _, group in marked)
+        _log.info("prefixes computed together: groups %s", ids)
+        self._done |= {tuple(group.prefix_token_ids) for _, group in marked}
+        return [group for rank, group in marked if rank == meeting.rank]
+
+    def _new_groups(
+        self, messages: Sequence[Mapping[str, Any]], limits: ChainLimits
+    ) -> list[tuple[int, RunaheadGroup]]:
+        """Groups to compute together, with the rank of the shard that has them.
+
+        A prefix that several shards have counts once, and one that was computed before not at all.
+        """
+        found: dict[tuple[int, ...], tuple[int, RunaheadGroup]] = {}
+        num_blocks = 0
+        for rank, group in _groups_of(messages):
+            prefix = tuple(group.prefix_token_ids)
+            if prefix in found or prefix in self._done:
+                continue
+            try:
+                group.check(self._meeting.world_size, limits)
+            except SpecError as error:
+                _log.warning("replicas don't compute a prefix together: %s", error)
+                continue
+            num_blocks += group.num_blocks(limits.block_size)
+            if not found or num_blocks <= _MOST_OF_CACHE * limits.num_blocks:
+                found[prefix] = rank, group
+        return list(found.values())
+
+    def _measure(self, chain: PrefixChain) -> None:
+        _log.info("measuring how fast replicas compute and pass on prefixes")
+        rate, steps = chain.bytes_per_s(), chain.time_steps()
+        messages = self._meeting.exchange([rate, steps])
+        if messages is None:
+            raise RunaheadError("a replica has ended while it was measured")
+        if not steps:
+            _log.warning("the engine's steps are too short for prefixes to be split between them")
+            return
+        slowest = [  # a chain is as fast as its slowest replica
+            (tokens, before, max(theirs[at][2] for _, theirs in messages))
+            for at, (tokens, before, _) in enumerate(steps)
+        ]
+        self.measured = min(theirs for theirs, _ in messages), slowest
+
+    def _end(self, reason: str) -> None:
+        _log.warning("each replica computes prefixes by itself: %s", reason)
+        self.close()
+
+
+def _reason_against(messages: Sequence[Mapping[str, Any] | None] | None) -> str | None:
+    """Why replicas with these messages can't form a chain; None if they can."""
+    if messages is None:
+        return "another replica has ended, or doesn't come"
+    first = messages[0]
+    for rank, message in enumerate(messages):
+        if first is None or message is None:
+            return f"replica {0 if first is None else rank} can't pass on KV"
+        ours, theirs = first["fingerprint"], message["fingerprint"]
+        for name in ours:  # in order: the first difference explains the others
+            if ours[name] != theirs.get(name):
+                return (
+                    f"replicas 0 and {rank} differ in {name}: {ours[name]!r} and"
+                    f" {theirs.get(name)!r}; KV can be passed on between equal engines only"
+                )
+    return None
+
+
+def _groups_of(messages: Sequence[Mapping[str, Any]]) -> Iterable[tuple[int, RunaheadGroup]]:
+    for rank, message in enumerate(messages):
+        for fields in message["groups"]:
+            yield rank, RunaheadGroup(**{**fields, "split": tuple(fields["split"])})

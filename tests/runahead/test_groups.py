@@ -1,0 +1,61 @@
+"""Prefixes to compute together: what an engine can compute, and which blocks each replica does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from support.runahead import splits
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.runahead.groups import ChainLimits, RunaheadGroup
+
+BLOCK = 32
+LIMITS = ChainLimits(block_size=BLOCK, num_blocks=100, max_chunk=512, max_model_len=2048)
+
+
+def group(*split: int, num_tokens: int | None = None) -> RunaheadGroup:
+    return RunaheadGroup(0, list(range(sum(split) if num_tokens is None else num_tokens)), split)
+
+
+def test_a_group_that_fits_is_accepted() -> None:
+    group(512, 512, 100).check(3, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (group(64, 64), "chunks of .64, 64. tokens for 3 replicas"),
+        (group(64, 0, 64), "chunks of .64, 0, 64. tokens"),
+        (group(64, 64, 64, num_tokens=200), "chunks have 192 tokens, its prefix 200"),
+        (group(64, 40, 64), "chunk 1 of 40 tokens doesn't end with a KV block"),
+        (group(64, 64, 513), "chunk 2 of 513 tokens is larger than the 512 that fit a step"),
+    ],
+)
+def test_a_group_that_can_not_be_computed_is_refused(refused: RunaheadGroup, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        refused.check(3, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (ChainLimits(BLOCK, 100, 512, 1000), "don't fit max_model_len 1000"),
+        (ChainLimits(BLOCK, 33, 512, 2048), "fills the KV cache"),
+    ],
+)
+def test_a_prefix_too_long_for_the_engine_is_refused(limits: ChainLimits, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        group(512, 512).check(2, limits)
+
+
+@given(split=splits(BLOCK))
+def test_each_whole_block_of_a_prefix_is_computed_by_one_replica(split: tuple[int, ...]) -> None:
+    made = group(*split)
+    extents = made.extents(BLOCK)
+    blocks = [block for first, last in extents for block in range(first, last)]
+    assert blocks == list(range(sum(split) // BLOCK))
+    assert made.num_whole(BLOCK) == len(blocks) * BLOCK
+    for rank, (first, last) in enumerate(extents):
+        begin, end = made.bounds(rank)
+        assert end - begin == split[rank]
+        assert begin <= first * BLOCK <= last * BLOCK <= end
