@@ -48,8 +48,6 @@ class FakePrompt:
     """Of a text."""
     is_invalid: bool = False
     """Whether the answer can't be used, if its kind has such answers."""
-    is_nan: bool = False
-    """Whether a vector has no numbers."""
 
 
 class Watch(Protocol):

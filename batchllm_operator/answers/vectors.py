@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,7 +40,6 @@ class VectorAnswers(AnswerKind):
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
         super().__init__(spec, planned)
-        self._fake_size = spec.embedding.dimensions or FAKE_SIZE
         size, labels = planned.embedding_size, list(planned.score_labels)
         if spec.task == "embed":
             kind = pa.list_(pa.float32()) if size is None else pa.list_(pa.float32(), size)
@@ -95,8 +93,8 @@ class VectorAnswers(AnswerKind):
         return {VECTOR_FIELD.name: output.outputs.data.float().flatten().tolist()}
 
     def fake(self, prompt: FakePrompt) -> dict[str, Any]:
-        vector = fakes.fake_vector(prompt.token_ids, self._fake_size)
-        return {VECTOR_FIELD.name: [math.nan] * len(vector) if prompt.is_nan else vector}
+        size = self._spec.embedding.dimensions or FAKE_SIZE
+        return {VECTOR_FIELD.name: fakes.fake_vector(prompt.token_ids, size)}
 
     def fake_text(self, prompt: FakePrompt) -> str:
         return ""

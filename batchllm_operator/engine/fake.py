@@ -42,8 +42,6 @@ class FakeArguments(BaseModel):
     """How often such a prompt is tried until its answer has the form."""
     max_in_flight: int = Field(default=16, ge=1)
     """Requests that run at a time."""
-    nan_token_id: int | None = None
-    """A vector of a prompt with this token has no numbers."""
     num_characters: int = Field(default=NUM_CHARACTERS, ge=0)
     """Length of each text."""
 
@@ -92,7 +90,6 @@ class FakeEngine:
             token_ids,
             self._args.num_characters,
             is_invalid=every is not None and not is_tried and not digest_of(token_ids) % every,
-            is_nan=self._args.nan_token_id in token_ids,
         )
         text, raw = self._answers.fake(prompt)
         return EngineOutput(

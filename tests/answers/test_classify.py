@@ -28,29 +28,6 @@ def classifying(folder: Path | str, **changes: Any) -> JobSpec:
     return asking(folder, **{"task": "classify", **changes})
 
 
-@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
-def test_labels_without_probabilities_are_a_row_error(
-    wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = document_rows(2, 2)
-    write_table(tmp_path / "documents", rows)
-
-    def logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
-        is_third = prompt_token_ids == list(expected_prompt(rows[2]).encode())
-        given = fake_logprobs(prompt_token_ids, num_labels)
-        return [wrong] * num_labels if is_third else [*given[:-1], -math.inf]
-
-    monkeypatch.setattr("batchllm_operator.answers.fakes.fake_logprobs", logprobs)
-    spec = classifying(tmp_path, labels=LABELS, max_failed_fraction=0.5)
-    run_and_commit(spec)
-    first, _, third, _ = published(spec)
-    assert third["error"]["kind"] == "not_finite"
-    assert third["status"] == "failed"
-    assert third["label"] is third["probability"] is None
-    assert sum(first["probabilities"].values()) == pytest.approx(1)
-    assert first["probabilities"]["relevant"] == 0
-
-
 def test_labels_that_begin_alike_are_refused_by_name(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(1, 1))
     with pytest.raises(

@@ -261,6 +261,33 @@ def test_an_answer_of_a_kind_that_can_be_used_has_no_fault(case: Case) -> None:
     assert answers.fault(text, raw) is None
 
 
+NO_PROBABILITIES = "not_finite: the model gives the labels no probabilities"
+
+
+@pytest.mark.parametrize(
+    ("case", "text", "raw", "fault"),
+    [
+        ("labels", "", {"label_logprobs": [math.nan, -1.0, -1.0]}, NO_PROBABILITIES),
+        ("labels", "", {"label_logprobs": [-math.inf] * 3}, NO_PROBABILITIES),
+        (
+            "embeddings",
+            "",
+            {"vector": [1.0, math.nan]},
+            "not_finite: the model's vector has 1 number",
+        ),
+        ("scores", "", {"vector": [math.inf] * 2}, "not_finite: the model's vector has 2 numbers"),
+        ("typed", '{"summary": "a', {}, "invalid_output: isn't JSON: "),
+        ("choices", "maybe", {}, "invalid_output: isn't a choice"),
+        ("patterns", "12a", {}, "invalid_output: doesn't match the regex"),
+    ],
+)
+def test_an_answer_of_a_kind_that_cannot_be_used_has_a_fault(
+    case: str, text: str, raw: dict[str, Any], fault: str
+) -> None:
+    answers = Answers.of(asking("/lake", **CASES[case].fields))
+    assert str(answers.fault(text, raw)).startswith(fault)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [

@@ -97,30 +97,6 @@ def test_too_many_invalid_answers_refuse_the_commit(tmp_path: Path) -> None:
         run_and_commit(spec)
 
 
-@pytest.mark.parametrize(
-    ("form", "valid"),
-    [
-        ({"type": "choice", "choices": ["yes", "no", "unclear"]}, ("yes", "no", "unclear")),
-        ({"type": "regex", "regex": "[0-9]{4,}"}, None),
-    ],
-)
-def test_choices_and_patterns(
-    tmp_path: Path, form: dict[str, Any], valid: tuple[str, ...] | None
-) -> None:
-    rows = document_rows(4, 3)
-    write_table(tmp_path / "documents", rows)
-    engine = fake(invalid_every=2)
-    spec = asking(tmp_path, response_format=form, engine=engine, max_failed_fraction=1)
-    run_and_commit(spec)
-    for found, row in zip(published(spec), rows, strict=True):
-        text = found["generated_text"]
-        if is_hit(row, 2) and valid is not None:
-            assert found["error"] == {"kind": "invalid_output", "message": "isn't a choice"}
-        else:
-            assert found["error"] is None
-            assert text in valid if valid is not None else text.isdecimal()
-
-
 def test_invalid_rows_are_generated_again_and_no_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

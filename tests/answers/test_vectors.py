@@ -43,21 +43,6 @@ def test_a_prompt_of_exactly_the_models_length_has_its_vector(tmp_path: Path, ta
     assert is_longer["error"]["kind"] == "prompt_too_long"
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_vector_that_is_not_of_numbers_is_a_row_error(tmp_path: Path, task: str) -> None:
-    rows = document_rows(3, 4)
-    rows[7]["query"] = "~"
-    write_table(tmp_path / "documents", rows)
-    engine = {"backend": "fake", "extra_args": {"byte_tokens": True, "nan_token_id": ord("~")}}
-    spec = pooling(tmp_path, task, engine=engine, max_failed_fraction=0.1, reuse_outputs=True)
-    run_and_commit(spec)
-    wrong = published(spec)[7]
-    assert "not_finite" in str(wrong["error"])
-    assert sum(row["error"] is not None for row in published(spec)) == 1
-    plan = plan_job(spec.model_copy(update={"name": "job"}), DS)
-    assert plan.manifest.counts.num_reused_rows == 11
-
-
 def write_config(folder: Path, **config: Any) -> str:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
