@@ -21,7 +21,7 @@ from batchllm_operator.spec import (
     parse_spec,
     template_columns,
 )
-from batchllm_operator.spec.sections import Section
+from batchllm_operator.spec.fields import Section
 from batchllm_operator.storage import Folder
 
 AWS_KEY = "AKIA" + "IOSFODNN7EXAMPLE"

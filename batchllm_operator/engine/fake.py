@@ -20,7 +20,7 @@ from batchllm_operator.answers.fakes import NUM_CHARACTERS, adapter_ids, digest_
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.spec.sections import MAX_COUNT
+from batchllm_operator.spec.fields import MAX_COUNT
 
 
 class FakeArguments(BaseModel):

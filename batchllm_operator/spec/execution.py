@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from batchllm_operator.spec.addresses import absolute, scheme_of
-from batchllm_operator.spec.sections import (
+from batchllm_operator.spec.fields import (
     MAX_BYTES,
     MAX_COUNT,
     Neutral,

@@ -10,22 +10,17 @@ from pydantic import Field, model_validator
 
 from batchllm_operator.secrets.finding import find_secrets
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
+from batchllm_operator.spec.fields import Decides, Neutral, NonEmpty, OfOutput, OfPlan, Section
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
 from batchllm_operator.spec.response_format import ResponseFormat
 from batchllm_operator.spec.sections import (
-    Decides,
     EmbeddingSpec,
     InputSpec,
     ModelSpec,
-    Neutral,
-    NonEmpty,
-    OfOutput,
-    OfPlan,
     OutputSpec,
     Sampling,
     SamplingSpec,
-    Section,
 )
 from batchllm_operator.spec.tasks import (
     Labels,

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
+from batchllm_operator.spec.fields import NonEmpty, OfOutput, OfPlan, Section, by_name
 from batchllm_operator.spec.limits import check_values
-from batchllm_operator.spec.sections import NonEmpty, OfOutput, OfPlan, Section, by_name
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})

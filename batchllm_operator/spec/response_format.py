@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from batchllm_operator.spec.sections import NonEmpty, OfOutput, OfPlan, Section, distinct
+from batchllm_operator.spec.fields import NonEmpty, OfOutput, OfPlan, Section, distinct
 
 
 def _as_json(value: object) -> object:

@@ -1,25 +1,19 @@
-"""The sections of a job spec. Unknown fields are refused, and every value is checked once."""
+"""The sections of a job spec: input, model, sampling, output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from enum import Flag, auto
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ByteSize,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from batchllm_operator.spec.addresses import (
     TableAddress,
@@ -29,8 +23,20 @@ from batchllm_operator.spec.addresses import (
     check_folder,
     scheme_of,
 )
+from batchllm_operator.spec.fields import (
+    MAX_BYTES,
+    MAX_COUNT,
+    Count,
+    Int64,
+    Neutral,
+    NonEmpty,
+    OfOutput,
+    OfPlan,
+    Section,
+    by_name,
+    distinct,
+)
 
-_Value = TypeVar("_Value")
 TARGET_FILE_BYTES: Final = 512 << 20
 
 
@@ -69,31 +75,10 @@ def _as_sampling(value: object) -> object:
     return {"from_model": True} if value == "model" else value
 
 
-def by_name(values: dict[str, _Value]) -> dict[str, _Value]:
-    """In an order that a stored spec keeps: JSON's objects have none."""
-    return dict(sorted(values.items()))
-
-
-def distinct(kind: str) -> AfterValidator:
-    """A check that a tuple has no value twice."""
-
-    def check(values: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(values)) < len(values):
-            raise ValueError(f"names a {kind} twice")
-        return values
-
-    return AfterValidator(check)
-
-
-MAX_COUNT: Final = (1 << 31) - 1
-MAX_BYTES: Final = (1 << 63) - 1
 MAX_SAMPLES: Final = 1024
 MAX_LOGPROBS: Final = 20
 """As many as vLLM gives by default."""
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Int64 = Annotated[int, Field(ge=-MAX_BYTES - 1, le=MAX_BYTES)]
-NonEmpty = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], _LIST]
 TableUri = Annotated[
     str, Field(min_length=1), AfterValidator(_check_address), AfterValidator(absolute_table)
@@ -101,82 +86,6 @@ TableUri = Annotated[
 StagingUri = Annotated[NonEmpty, AfterValidator(_check_staging_address), AfterValidator(absolute)]
 ModelPath = Annotated[NonEmpty, AfterValidator(_check_model), AfterValidator(absolute_model)]
 Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(by_name)]
-
-
-def _kinds(annotation: object) -> Iterator[object]:
-    arguments = get_args(annotation)
-    if not arguments:
-        yield annotation if isinstance(annotation, type) else type(annotation)
-    for each in arguments:
-        yield from _kinds(each)
-
-
-class Decides(Flag):
-    """What the value of a field decides."""
-
-    OUTPUT = auto()
-    """The answer to a prompt, so that outputs are reused only by equal settings."""
-    PLAN = auto()
-    """The identity of a plan."""
-
-
-OfOutput = Annotated[_Value, Decides.OUTPUT | Decides.PLAN]
-"""A field that decides what a model answers to given token ids."""
-OfPlan = Annotated[_Value, Decides.PLAN]
-"""A field that decides what is asked or published. The prompt's token ids and the versions of model
-and tokenizer stand for it where outputs are reused."""
-Neutral = Annotated[_Value, Decides(0)]
-"""A field of speed or strictness, which changes at most the rounding of sums: parts that are
-finished stay valid if it changes."""
-
-
-def _decided(field: FieldInfo) -> Decides | None:
-    """What a field decides; None if its declaration doesn't say."""
-    return next((mark for mark in field.metadata if isinstance(mark, Decides)), None)
-
-
-def _is_section(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-class Section(BaseModel):
-    """A part of the spec: immutable, no unknown fields, no values in error messages."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a field that says of neither plan nor output whether it decides them."""
-        for name, field in cls.model_fields.items():
-            if not _is_section(field.annotation) and _decided(field) is None:
-                raise TypeError(f"{cls.__name__}.{name}: mark it as OfOutput, OfPlan or Neutral")
-
-    def settings(self, decided: Decides) -> dict[str, Any]:
-        """The fields that decide this, as JSON's values; what decides an output decides a plan."""
-        stored, chosen = self.model_dump(mode="json"), dict[str, Any]()
-        for name in stored:
-            value, field = getattr(self, name), type(self).model_fields[name]
-            if isinstance(value, Section):
-                chosen[name] = value.settings(decided)
-            elif decided in (_decided(field) or Decides(0)):
-                chosen[name] = stored[name]
-        return chosen
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_number(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse bools as numbers: Python has them as integers, YAML's `yes` and `on` are true."""
-        if isinstance(value, bool):
-            kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
-            if bool not in kinds and kinds & {int, float, ByteSize}:
-                raise ValueError("must be a number, not true or false (YAML's yes and no)")
-        return value
 
 
 class FilterTerm(Section):

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
+from batchllm_operator.spec.fields import NonEmpty, by_name
 from batchllm_operator.spec.limits import shown
 from batchllm_operator.spec.response_format import JsonSchemaFormat
-from batchllm_operator.spec.sections import EmbeddingSpec, NonEmpty, SamplingSpec, by_name
+from batchllm_operator.spec.sections import EmbeddingSpec, SamplingSpec
 
 if TYPE_CHECKING:
     from batchllm_operator.spec.model import JobSpec
