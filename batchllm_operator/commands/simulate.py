@@ -27,16 +27,6 @@ _POLICIES: Final = (
     *("static", "dynamic", "continuous", "chunked_prefill"),
     *("stock_shuffled", "stock_sorted", "batchllm_stock_attention", "batchllm"),
 )
-_NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
-    **{
-        name: f"--{name.replace('_', '-')}"
-        for name in (
-            *("plan", "job", "ds", "shard", "policies", "gpu", "gpu_table", "model", "num_gpus"),
-            *("num_blocks", "chunk_size", "arrivals_per_s", "seed", "estimate_error", "out"),
-        )
-    },
-    **{name: option for name, (option, _, _) in _MADE_UP.items()},
-}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -78,20 +68,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="write timelines there, as Parquet and PNG"
     )
-    command.add_argument(
-        "--runahead",
-        action="store_true",
-        help="instead, predict TTFT of prefixes computed by several GPUs, beside the KV-Runahead"
-        " paper's figures; takes no other option than --result",
-    )
     command.set_defaults(check=_check)
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.runahead:
-        for name, option in _NOT_WITH_RUNAHEAD.items():
-            if getattr(args, name) is not None:
-                parser.error(f"simulate: {option} isn't for --runahead")
     is_made_up = args.plan is None and args.job is None
     if is_made_up and args.shard is not None:
         parser.error("simulate: --shard needs --plan, or --job and --ds")
@@ -103,8 +83,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Simulate, print the table and return its numbers."""
-    if args.runahead:
-        return _run_runahead()
     from batchllm_operator.inspect.simulations import (
         make_folder,
         shape_to_simulate,
@@ -148,17 +126,6 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         ],
         "attention": [each.row() for each in attention],
     }
-
-
-def _run_runahead() -> Mapping[str, Any]:
-    from batchllm_operator.simulate.runahead import PaperMachine, predict_rows, read_paper
-    from batchllm_operator.simulate.runahead_summary import format_rows, result
-
-    paper, rows = read_paper(), predict_rows()
-    machine = PaperMachine(paper)
-    splits = [machine.predict_split(each) for each in paper.splits]
-    print(format_rows(paper, rows, splits))
-    return result(paper, rows, splits)
 
 
 def _simulation_options(args: argparse.Namespace) -> SimulationOptions:

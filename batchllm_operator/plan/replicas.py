@@ -1,6 +1,6 @@
 """Divides each shard between the replicas of a run: groups to spread, and groups to begin first.
 
-Predictions and choice are those of `planner.runahead` (ADR 23). ADR 24 says how a run uses them.
+ADR 23 has the predictions and the choice; ADR 24 says how a run uses them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,8 @@ import numpy.typing as npt
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.plan.estimate import Target, rounded
 from batchllm_operator.prefixes import PrefixGroups
-from batchllm_operator.runahead.planning import (
-    Chain,
-    GroupLoad,
-    Link,
-    Placement,
-    PlacementSettings,
-    ReplicaCost,
-    choose_placement,
-)
+from batchllm_operator.runahead.placement import MARGIN, GroupLoads, choose_placement
+from batchllm_operator.runahead.prediction import Chain, ReplicaCost
 from batchllm_operator.runahead.profile import chain_subject
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement, SpreadGroup
@@ -48,14 +41,16 @@ class ReplicaPlanner:
     """Places the groups of shards on the replicas of a run.
 
     Attributes:
-        chain: replicas and links.
-        settings: how many replicas, and when a chain is worth it.
+        chain: the replicas.
+        max_num_seqs: most requests that run at a time on a replica.
+        can_chain: whether replicas may compute prefixes together.
         is_measured: whether the link's rate is known; else the chain's is ideal.
         wants_profile: whether a run should measure if a chain could pay.
     """
 
     chain: Chain
-    settings: PlacementSettings
+    max_num_seqs: int
+    can_chain: bool
     is_measured: bool
     wants_profile: bool
 
@@ -74,6 +69,8 @@ class ReplicaPlanner:
                     " planner.target_gpu, and a model whose config.json says its shape"
                 )
             return None
+        block_size = engine.block_size or _BLOCK_SIZE
+        chunk_blocks = (target.limits.max_num_batched_tokens - _SPARE_STEP_TOKENS) // block_size
         can_chain = planner.runahead != "off" and spec.reason_against_chains is None
         cost, measured = ReplicaCost.of(target.model, target.gpu), None
         if can_chain:
@@ -85,18 +82,16 @@ class ReplicaPlanner:
                 f" {engine.replicas} replicas on {target.gpu.name} has measured it; give"
                 " planner.link_bytes_per_s, or leave runahead at auto, with which runs measure"
             )
-        limits = target.limits
-        step = max(limits.max_num_batched_tokens - _SPARE_STEP_TOKENS, 1)
-        block_size = engine.block_size or _BLOCK_SIZE
-        settings = PlacementSettings(engine.replicas, max_num_seqs=limits.max_num_seqs)
-        if not can_chain or step < block_size:
-            settings = PlacementSettings(
-                engine.replicas, min_prefix_tokens=1 << 62, max_num_seqs=limits.max_num_seqs
-            )
-            step = max(step, block_size)
         return cls(
-            Chain(cost, Link(bytes_per_s or _IDEAL_BYTES_PER_S), block_size, step),
-            settings,
+            Chain(
+                cost,
+                engine.replicas,
+                bytes_per_s or _IDEAL_BYTES_PER_S,
+                block_size=block_size,
+                max_chunk_blocks=max(chunk_blocks, 1),
+            ),
+            target.limits.max_num_seqs,
+            can_chain=can_chain and chunk_blocks > 0,
             is_measured=bytes_per_s is not None,
             wants_profile=can_chain and measured is None,
         )
@@ -118,96 +113,66 @@ class ReplicaPlanner:
             costs: float64 [num_groups], cost of each on one engine, in any one unit.
             group_ids: int64 [num_groups], the plan's ids.
         """
-        settings = self.settings
-        even_share = float(costs.sum()) / settings.num_replicas
-        if len(groups) == 0 or float(costs.max()) <= settings.margin * even_share:
+        least_cost = MARGIN * float(costs.sum()) / self.chain.num_replicas
+        if len(groups) == 0 or float(costs.max()) <= least_cost:
             return None
-        apart = np.sort(np.argsort(-costs, kind="stable")[:_MOST_APART])
-        loads = _loads(groups, lengths, output_tokens)
-        named = [loads.group(at) for at in apart.tolist()]
-        self._warn_of_long_prefix(max(group.prefix_tokens for group in named))
-        rest = np.setdiff1d(np.arange(len(groups)), apart)
-        placement = choose_placement([*named, *loads.lumps(rest)], self.chain, settings)
-        splits: dict[int, tuple[int, ...]] = {}
-        if self.is_measured:
-            splits = dict(zip(placement.runahead_idxs, placement.splits, strict=True))
-        makespan_s = placement.makespan_s
-        if not splits:
-            recomputed, makespan_s = self._recomputed(placement)
-            idxs = (idx for idx in recomputed if idx < len(apart) and named[idx].num_members > 1)
-            splits = dict.fromkeys(idxs, ())
-        spread = {int(group_ids[apart[idx]]): split for idx, split in splits.items()}
-        large = apart[costs[apart] > settings.margin * even_share]
-        longest_first = group_ids[large[np.argsort(-costs[large], kind="stable")]].tolist()
-        whole = [each for each in longest_first if each not in spread]
+        large = np.sort(np.argsort(-costs, kind="stable")[:_MOST_APART])
+        loads = _loads(groups, lengths, output_tokens, large)
+        self._warn_of_long_prefix(int(loads.prefix_tokens.max()))
+        placement = choose_placement(
+            loads, self.chain, max_num_seqs=self.max_num_seqs, can_chain=self.can_chain
+        )
+        splits, makespan_s = placement.splits, placement.makespan_s
+        if not (self.is_measured and splits):
+            splits, makespan_s = dict.fromkeys(placement.recompute_idxs, ()), placement.without_s
+        spread = {int(group_ids[large[idx]]): split for idx, split in splits.items()}
+        slow = large[costs[large] > least_cost]
+        longest_first = group_ids[slow[np.argsort(-costs[slow], kind="stable")]].tolist()
+        whole = [group_id for group_id in longest_first if group_id not in spread]
         return ReplicaPlacement(
-            num_replicas=settings.num_replicas,
-            spread=tuple(SpreadGroup(group_id=each, split=spread[each]) for each in spread),
+            num_replicas=self.chain.num_replicas,
+            spread=tuple(SpreadGroup(group_id=idx, split=split) for idx, split in spread.items()),
             whole_first=tuple(whole[:_MOST_FIRST]),
             makespan_s=rounded(makespan_s),
             without_chains_s=rounded(placement.without_s),
-            measure=self.wants_profile and bool(placement.runahead_idxs),
+            measure=self.wants_profile and bool(placement.splits),
         )
 
     def _warn_of_long_prefix(self, longest: int) -> None:
         """Warn that a shard's longest prefix doesn't fit into the replicas' steps."""
-        chain, p = self.chain, self.settings.num_replicas
-        most = (chain.max_chunk_blocks or 0) * p * chain.block_size
-        if self.settings.min_prefix_tokens <= longest and longest > most:
+        most = self.chain.max_chunk_blocks * self.chain.block_size
+        if self.can_chain and longest > most * self.chain.num_replicas:
             _log.info(
                 "a prefix of %d tokens isn't computed by all replicas together: each computes at"
                 " most %d in a step; raise engine.max_num_batched_tokens",
                 longest,
-                most // p,
+                most,
             )
-
-    def _recomputed(self, placement: Placement) -> tuple[tuple[int, ...], float]:
-        """Groups to spread without a chain, if that gains enough, and the makespan."""
-        if placement.without_s > placement.whole_group_s * (1 - self.settings.margin):
-            return (), placement.whole_group_s
-        return placement.recompute_idxs, placement.without_s
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loads:
-    """Token and member counts, each [num_groups]."""
-
-    prefix: npt.NDArray[np.int64]
-    """Tokens of the prefix; in a group of one, of the prompt without its last token."""
-    members: npt.NDArray[np.int64]
-    distinct: npt.NDArray[np.int64]
-    """Tokens of all members after the prefix."""
-    outputs: npt.NDArray[np.int64]
-    """Output tokens of all members."""
-
-    def group(self, at: int) -> GroupLoad:
-        members = int(self.members[at])
-        return GroupLoad(
-            prefix_tokens=max(int(self.prefix[at]), 1),
-            num_members=members,
-            distinct_tokens=round(int(self.distinct[at]) / members),
-            output_tokens=round(int(self.outputs[at]) / members),
-        )
-
-    def lumps(self, idxs: npt.NDArray[np.int64]) -> list[GroupLoad]:
-        """Many small groups as a few loads with as many tokens."""
-        lumps = []
-        for lump in (idxs[at::_LUMPS] for at in range(min(_LUMPS, len(idxs)))):
-            members = int(self.members[lump].sum())
-            tokens = int((self.prefix[lump] + self.distinct[lump]).sum())
-            outputs = int(self.outputs[lump].sum())
-            lumps.append(GroupLoad(1, members, round(tokens / members), round(outputs / members)))
-        return lumps
 
 
 def _loads(
-    groups: PrefixGroups, lengths: npt.NDArray[np.int64], output_tokens: npt.NDArray[np.int64]
-) -> _Loads:
+    groups: PrefixGroups,
+    lengths: npt.NDArray[np.int64],
+    output_tokens: npt.NDArray[np.int64],
+    large: npt.NDArray[np.int64],
+) -> GroupLoads:
+    """Loads of the large groups, then of lumps of the others, which have no prefix.
+
+    A group of one request has a prefix, too: its prompt without the last token.
+    """
     starts, sizes = groups.offsets[:-1], groups.sizes
     prompts = np.add.reduceat(lengths[groups.member_idxs], starts)
     outputs = np.add.reduceat(output_tokens[groups.member_idxs].astype(np.int64), starts)
     prefix = np.where(sizes == 1, np.maximum(prompts - 1, 0), groups.num_prefix_tokens)
-    return _Loads(prefix, sizes, prompts - sizes * prefix, outputs)
+    distinct = prompts - sizes * prefix
+    small = np.setdiff1d(np.arange(len(groups)), large)
+    distinct[small] += prefix[small]
+    prefix[small] = 0
+    load_of = np.empty(len(groups), dtype=np.int64)
+    load_of[large] = np.arange(len(large))
+    load_of[small] = len(large) + np.arange(len(small)) % _LUMPS
+    per_load = [np.bincount(load_of, weights) for weights in (prefix, sizes, distinct, outputs)]
+    return GroupLoads(*(counts.astype(np.float64) for counts in per_load))
 
 
 def _measured(spec: JobSpec, cost: ReplicaCost) -> tuple[ReplicaCost, float | None]:

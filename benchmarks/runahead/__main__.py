@@ -6,7 +6,7 @@ run all replicas begin at the same time with empty caches:
     whole_group  each group on one replica, one after another
     recompute    every replica computes every prefix, and has its share of the members
     runahead     chains of all replicas compute the prefixes, one after another; then as above
-    chosen       what `planner.choose_placement` chooses, by steps that were timed before; left out
+    chosen       what `choose_placement` chooses, by steps that were timed before; left out
                  where it is one of the above
 
 `makespan_s` ends with the last output of all replicas, `ttft_s` with the first token of a member of
@@ -35,19 +35,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from batchllm_operator.cost import GPU, model_shape
 from batchllm_operator.errors import PlanError
-from batchllm_operator.runahead.planning import (
-    Chain,
-    GroupLoad,
-    Link,
-    Placement,
-    PlacementSettings,
-    ReplicaCost,
-    Split,
-    choose_placement,
-    search_split,
-)
+from batchllm_operator.runahead.placement import GroupLoads, Placement, choose_placement
+from batchllm_operator.runahead.prediction import Chain, ReplicaCost, Split
+from batchllm_operator.runahead.split import split_prefixes
 from benchmarks.provenance import provenance
 from benchmarks.runahead.replica import BLOCK_SIZE, ENVIRONMENT, MODEL, ReplicaSettings, serve
 from benchmarks.runahead.work import ReplicaWork, Sizes, place
@@ -193,9 +187,7 @@ def works_of(
         "whole_group": ((), None),
         "recompute": (everything, None),
         "runahead": (everything, split),
-        "chosen": (chosen.runahead_idxs, split)
-        if chosen.runahead_idxs
-        else (chosen.recompute_idxs, None),
+        "chosen": (list(chosen.splits), split) if chosen.splits else (chosen.recompute_idxs, None),
     }
     idxs, chain_split = spread[policy]
     return place(sizes, num_groups, num_replicas, spread=idxs, split=chain_split)
@@ -203,8 +195,12 @@ def works_of(
 
 def chosen_policy(placement: Placement, num_groups: int) -> str:
     """The policy that a placement is; `chosen` if it is a mixture."""
-    spread = placement.runahead_idxs or placement.recompute_idxs
-    return placement.policy if len(spread) in (0, num_groups) else "chosen"
+    spread = placement.splits or placement.recompute_idxs
+    if not spread:
+        return "whole_group"
+    if len(spread) < num_groups:
+        return "chosen"
+    return "runahead" if placement.splits else "recompute"
 
 
 def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[str, Any]:
@@ -212,18 +208,29 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
     num_replicas = args.replicas
     cost = calibrate(replicas, num_replicas, sizes)
     measured = min(replicas.ask([{"call": "link_bytes_per_s"}] * num_replicas))
-    link = Link(args.link_bytes_per_s or measured)
-    chain = Chain(cost, link, BLOCK_SIZE, sizes.prefix + 16 * BLOCK_SIZE)
-    split = search_split(chain, sizes.prefix, num_replicas, until="whole_prefix")
-    prefix_s = chain.cost.prefill_seconds(sizes.prefix)
+    chain = Chain(
+        cost,
+        num_replicas,
+        args.link_bytes_per_s or measured,
+        block_size=BLOCK_SIZE,
+        max_chunk_blocks=sizes.prefix // BLOCK_SIZE + 16,
+    )
+    split = split_prefixes(chain, [sizes.prefix])[sizes.prefix]
+    prefix_s = cost.step_seconds(sizes.prefix)
     print(f"{prefix_s:.2f} s a prefix; {measured:.3g} bytes/s a link; split {split}", flush=True)
     alone = place(sizes, max(args.groups), 1, spread=(), split=None)
     idle = [ReplicaWork()] * (num_replicas - 1)
     expected = run_once(replicas, [*alone, *idle]).tokens
-    load = GroupLoad(sizes.prefix, sizes.members, sizes.distinct, sizes.output)
+    load = (
+        sizes.prefix,
+        sizes.members,
+        sizes.members * sizes.distinct,
+        sizes.members * sizes.output,
+    )
     rows, choices = [], {}
     for num_groups in args.groups:
-        chosen = choose_placement([load] * num_groups, chain, PlacementSettings(num_replicas))
+        loads = GroupLoads(*np.full((num_groups, 4), load, dtype=np.float64).T)
+        chosen = choose_placement(loads, chain)
         choice = chosen_policy(chosen, num_groups)
         policies = [*POLICIES, *(["chosen"] if choice == "chosen" else [])]
         outcomes: dict[str, list[Outcome]] = {policy: [] for policy in policies}
@@ -247,10 +254,9 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
             print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
         choices[str(num_groups)] = {
             "policy": choice,
-            "runahead_idxs": chosen.runahead_idxs,
+            "runahead_idxs": list(chosen.splits),
             "predicted_s": round(chosen.makespan_s, 4),
-            "predicted_whole_group_s": round(chosen.whole_group_s, 4),
-            "predicted_recompute_s": round(chosen.recompute_s, 4),
+            "predicted_without_s": round(chosen.without_s, 4),
         }
     return {
         "rows": rows,

@@ -55,7 +55,6 @@ def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
         ["commit", *job],
         ["report", *job],
         ["gc", *job],
-        ["simulate", "--runahead"],
     ]
     fails = {
         "torch": [["demo-model", str(tmp_path / "model")]],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 from hypothesis import strategies as st
 
-from batchllm_operator.runahead.planning import Chain, Link, ReplicaCost
+from batchllm_operator.runahead.placement import GroupLoads
+from batchllm_operator.runahead.prediction import Chain, ReplicaCost
 
 COST: Final = ReplicaCost(4, 2e-6, 6e-6, 1e-9, 4096.0)
 """A small model: 4 layers, with nothing but matrices and causal attention."""
@@ -24,6 +26,13 @@ CPU_COST: Final = ReplicaCost(
     step_overhead_s=4e-3,
 )
 """A replica on one core."""
+CPU_CHAIN: Final = Chain(CPU_COST, 2, 1e9, 1e-4, block_size=32, max_chunk_blocks=256)
+
+
+def group_loads(*groups: tuple[int, int, int, int]) -> GroupLoads:
+    """Groups of (prefix, members, distinct tokens of each, output tokens of each)."""
+    prefix, members, distinct, outputs = np.array(groups, dtype=np.float64).T
+    return GroupLoads(prefix, members, members * distinct, members * outputs)
 
 
 @st.composite
@@ -39,33 +48,27 @@ def costs(draw: st.DrawFn) -> ReplicaCost:
         kv_bytes_per_token=draw(st.sampled_from([512.0, 4096.0, 16384.0])),
         weights_s=token_s * draw(st.sampled_from([0.0, 50.0, 300.0])),
         kv_copy_s_per_token=token_s * draw(st.sampled_from([0.0, 0.02])),
-        overhead_s=token_s * draw(st.sampled_from([0.0, 100.0, 800.0])),
         step_overhead_s=draw(st.sampled_from([0.0, 1e-3])),
         sampled_token_s=token_s * draw(st.sampled_from([0.0, 1.0])),
-        computes_masked_pairs=draw(st.booleans()),
-    )
-
-
-@st.composite
-def links(draw: st.DrawFn) -> Link:
-    """From a wire that nothing waits for to one that everything does."""
-    return Link(
-        bytes_per_s=draw(st.sampled_from([1e6, 1e8, 1e9, 1e10, 1e11, 1e13])),
-        latency_s=draw(st.sampled_from([0.0, 1e-5, 1e-3])),
-        prefetches=draw(st.booleans()),
     )
 
 
 @st.composite
 def chains(draw: st.DrawFn) -> Chain:
-    """Any cost with any link; no limit on chunks."""
-    return Chain(draw(costs()), draw(links()), draw(st.sampled_from([1, 16, 32])))
+    """Any cost with a link that nothing waits for, or everything; no limit on chunks."""
+    return Chain(
+        draw(costs()),
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from([1e6, 1e8, 1e9, 1e10, 1e11, 1e13])),
+        draw(st.sampled_from([0.0, 1e-5, 1e-3])),
+        block_size=draw(st.sampled_from([1, 16, 32])),
+    )
 
 
 @st.composite
-def splits(draw: st.DrawFn, block_size: int, num_replicas: int | None = None) -> tuple[int, ...]:
+def splits(draw: st.DrawFn, chain: Chain) -> tuple[int, ...]:
     """Whole blocks, but for the last chunk."""
-    p = num_replicas or draw(st.integers(1, 5))
+    p, size = chain.num_replicas, chain.block_size
     blocks = draw(st.lists(st.integers(1, 60), min_size=p, max_size=p))
-    short = draw(st.integers(0, block_size - 1))
-    return (*(each * block_size for each in blocks[:-1]), blocks[-1] * block_size - short)
+    short = draw(st.integers(0, size - 1))
+    return (*(num * size for num in blocks[:-1]), blocks[-1] * size - short)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from support.benchmark_modules import load
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.runahead.placement import Placement
 
 main = load("runahead.__main__")
 work = load("runahead.work")
@@ -50,12 +50,9 @@ def test_prompts_are_the_same_in_every_process_and_differ_by_member() -> None:
     assert len(sizes.prompt(1, 2)) + sizes.output == sizes.max_model_len
 
 
-def placement(policy: str, *idxs: int) -> Any:
-    by_policy = {"runahead": (idxs, ()), "recompute": ((), idxs), "whole_group": ((), ())}
-    runahead_idxs, recompute_idxs = by_policy[policy]
-    return SimpleNamespace(
-        policy=policy, runahead_idxs=runahead_idxs, recompute_idxs=recompute_idxs
-    )
+def placement(policy: str, *idxs: int) -> Placement:
+    splits = dict.fromkeys(idxs if policy == "runahead" else (), (2304, 1792))
+    return Placement(splits, idxs if policy == "recompute" else (), 1.0, 1.0)
 
 
 def test_a_mixture_is_a_policy_of_its_own() -> None:
@@ -124,7 +121,7 @@ class BusyReplicas:
 
 def test_a_busy_machine_is_timed_for_longer_but_not_for_ever() -> None:
     replicas = BusyReplicas(enough=12)
-    assert main.calibrate(replicas, 2, work.Sizes()).prefill_seconds(64) > 0
+    assert main.calibrate(replicas, 2, work.Sizes()).step_seconds(64) > 0
     assert replicas.asked == [3, 12]
     replicas = BusyReplicas(enough=10_000)
     with pytest.raises(PlanError, match="don't grow"):
