@@ -19,8 +19,7 @@ from typing import Any, Final, Protocol
 from batchllm_operator import __version__, standard_streams
 from batchllm_operator.commands import (
     commit,
-    demo_model,
-    demo_table,
+    demo,
     failed,
     gc,
     job,
@@ -72,8 +71,8 @@ _COMMANDS: Final[Mapping[str, tuple[_Command, str]]] = {
     "failed": (failed, "List the rows of a run that have failed, before its commit or after."),
     "gc": (gc, "List what a job has left behind and no longer needs; --yes removes it."),
     "schema": (schema, "Print the JSON schema of the job spec, or of another file."),
-    "demo-table": (demo_table, "Make a small table from installed packages' texts."),
-    "demo-model": (demo_model, "Make a tiny model with random weights."),
+    "demo-table": (demo.DemoTable(), "Make a small table from installed packages' texts."),
+    "demo-model": (demo.DemoModel(), "Make a tiny model with random weights."),
 }
 _WITHOUT_RESULT: Final = ("schema", "demo-table", "demo-model")
 
@@ -117,7 +116,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if not sys.warnoptions:  # warnings are for developers; -W and PYTHONWARNINGS enable them
         warnings.simplefilter("ignore")
     if args.die_with_parent is not None:
-        from batchllm_operator.engine.lifeline import die_with_parent
+        from batchllm_operator.child_processes import die_with_parent
 
         try:
             die_with_parent(args.die_with_parent)
@@ -199,7 +198,7 @@ def _stopping_on_signals() -> Iterator[None]:
         raise Interrupted(number)
 
     before = {each: signal.signal(each, stop) for each in stops}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # see commands/children.py
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # see child_processes.py
     try:
         yield
     finally:

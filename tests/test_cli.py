@@ -19,7 +19,7 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator import cli, standard_streams
-from batchllm_operator.commands.children import start_command
+from batchllm_operator.child_processes import start_command
 from batchllm_operator.errors import ExitCode, Interrupted
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec

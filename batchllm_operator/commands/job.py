@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from batchllm_operator.child_processes import exit_code, start_command
 from batchllm_operator.commands import commit, plan, report
 from batchllm_operator.commands.arguments import add_job_and_ds
-from batchllm_operator.commands.children import exit_code, start_command
 from batchllm_operator.errors import Interrupted
 
 

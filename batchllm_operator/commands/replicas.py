@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from batchllm_operator.commands.children import exit_code, start_command
+from batchllm_operator.child_processes import exit_code, start_command
 from batchllm_operator.errors import ExitCode, IncompleteRunError, Interrupted
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from batchllm_operator.engine.lifeline import die_with_parent
+from batchllm_operator.child_processes import die_with_parent
 
 MEMORY_LIMIT: Final = 4 << 30
 """Bytes that the process may take beyond what it has at its start."""
