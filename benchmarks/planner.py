@@ -38,14 +38,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes import (
+    BY_RATIO,
     PrefixSearch,
     PromptStore,
     TokenTable,
     build_prefix_tree,
     choose_prefixes,
+    group_prefill_tokens,
     maximize_reuse,
-    num_processed_tokens,
-    order_groups,
     order_groups_by_subtree,
     saving_ratio,
 )
@@ -84,14 +84,14 @@ def plan_in_arrays(tokens: TokenTable, by_paper: bool = False) -> Callable[[], R
     outputs = np.full(len(tokens), OUTPUT_TOKENS)
     if by_paper:
         groups = maximize_reuse(tree)
-        order = order_groups(groups, lengths, outputs)
+        order = order_groups_by_subtree(groups, tree, outputs, BY_RATIO)
     else:
         groups = choose_prefixes(tree).groups
         order = order_groups_by_subtree(groups, tree, outputs)
 
     def result() -> Result:
         listed = [(int(groups.num_prefix_tokens[g]), groups.members(g).tolist()) for g in order]
-        num_processed = num_processed_tokens(groups, lengths)
+        num_processed = int(group_prefill_tokens(groups, lengths).sum())
         return Result(listed, num_processed, tree.num_distinct_prefix_tokens)
 
     return result
@@ -154,7 +154,7 @@ def compare_orders(tokens: TokenTable) -> dict[str, float]:
     groups = choose_prefixes(tree).groups
     outputs = np.full(len(tokens), OUTPUT_TOKENS)
     orders = {
-        "eq_4": order_groups(groups, tokens.lengths, outputs),
+        "eq_4": order_groups_by_subtree(groups, tree, outputs, BY_RATIO),
         "by_subtree": order_groups_by_subtree(groups, tree, outputs),
     }
     return {

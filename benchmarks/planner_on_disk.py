@@ -28,7 +28,7 @@ from batchllm_operator.prefixes import (
     PrefixSearch,
     PromptStore,
     choose_prefixes,
-    num_processed_tokens,
+    group_prefill_tokens,
     order_groups_by_subtree,
     saving_ratio,
 )
@@ -79,7 +79,9 @@ def plan(shape: Shape, budget: MemoryBudget, block_size: int) -> dict[str, Any]:
     return {
         "total_s": sum(seconds for name, seconds in times.items() if name != "write_prompts_s"),
         **times,
-        "saving_ratio": saving_ratio(num_processed_tokens(groups, lengths), shape.num_tokens),
+        "saving_ratio": saving_ratio(
+            int(group_prefill_tokens(groups, lengths).sum()), shape.num_tokens
+        ),
         "optimal_saving_ratio": saving_ratio(tree.num_distinct_prefix_tokens, shape.num_tokens),
         "num_groups": len(groups),
     }

@@ -13,13 +13,11 @@ H100, with outputs of 64 tokens. A row has
                     blocks as an H100 has beside the model, one prompt after the other in the
                     order of each shard
 
-and the same, as `dealt_...`, for groups that are dealt out by longest processing time, as plans did
-before (`dealt_groups`). There are no figures if a prompt is missing or twice, or if more is found
-than planned. `--makespans` gives each site or document a mean output length of its own, from 8 to
-512 tokens, and simulates our scheduler on each of 4 shards (`batchllm_operator.simulate`):
-`makespan_s` is the time of the slowest, and `total_s` that of all. `two_kinds` is the worst case
-for ranges: one half of the prompts is long and has outputs of 8 tokens, the other is short and has
-512.
+There are no figures if a prompt is missing or twice, or if more is found than planned.
+`--makespans` gives each site or document a mean output length of its own, from 8 to 512 tokens, and
+simulates our scheduler on each of 4 shards (`batchllm_operator.simulate`): `makespan_s` is the time
+of the slowest, and `total_s` that of all. `two_kinds` is the worst case for ranges: one half of the
+prompts is long and has outputs of 8 tokens, the other is short and has 512.
 """
 
 from __future__ import annotations
@@ -50,18 +48,14 @@ from batchllm_operator.prefixes import (
     RankedPrompts,
     Requests,
     TokenTable,
-    choose_prefixes,
     imbalance,
     make_requests,
-    order_groups_by_subtree,
     saving_ratio,
-    split_groups,
 )
 from batchllm_operator.prefixes.search.lcp_tree import rank_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.spec import JobSpec, parse_spec
-from benchmarks.dealt_groups import deal_out
 from benchmarks.provenance import provenance
 from benchmarks.shard_shapes import SHAPES, Prompts, Tokens, outputs_of, two_kinds
 
@@ -127,21 +121,6 @@ def cut(job: Job, num_shards: int) -> Shards:
     return arrange(spec, job.requests, job.ranked, None, TARGET, MAX_MODEL_LEN).shard_groups()
 
 
-def deal(job: Job, num_shards: int) -> Shards:
-    """As plans did it: groups, in the order by subtree, by longest processing time."""
-    lengths, tree = job.requests.lengths, job.ranked.tree(job.requests.lengths)
-    groups = choose_prefixes(tree).groups
-    prefix = np.empty_like(lengths)
-    prefix[groups.member_idxs] = np.repeat(groups.num_prefix_tokens, groups.sizes)
-    members = prompt_work(lengths, job.output_tokens, prefix)
-    prefixes = prompt_work(groups.num_prefix_tokens, np.zeros(len(groups), dtype=np.int64))
-    rate = rates(members.total() + prefixes.total(), TARGET.model, TARGET.gpu, EngineLimits())
-    costs = (members.nanoseconds(rate), prefixes.nanoseconds(rate))
-    parts, shards = split_groups(groups, deal_out(groups, *costs, num_shards))
-    order = order_groups_by_subtree(parts, tree, job.output_tokens)
-    return [parts.take(order[shards[order] == shard]) for shard in range(num_shards)]
-
-
 def found_in_cache(job: Job, shard: PrefixGroups) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The shard's prompts by rank, and what an engine with enough memory finds of each."""
     rank_of_prompt = np.empty(len(job.tokens), dtype=np.int64)
@@ -157,7 +136,7 @@ def found_in_cache(job: Job, shard: PrefixGroups) -> tuple[NDArray[np.int64], ND
 
 
 def measure(job: Job, shards: Shards, cache: KVCache) -> dict[str, float]:
-    """The figures of one way to make shards."""
+    """The figures of some shards."""
     members = np.concatenate([shard.member_idxs for shard in shards])
     if not np.array_equal(np.sort(members), np.arange(len(job.tokens))):
         sys.exit("the shards don't hold every prompt exactly once")
@@ -223,32 +202,27 @@ def compare(name: str, seed: int, num_prompts: int) -> Iterator[dict[str, Any]]:
     cache = KVCache(job.tokens)
     least = 0.0
     for num_shards in NUM_SHARDS:
-        ours, dealt = (measure(job, way(job, num_shards), cache) for way in (cut, deal))
-        least = least or ours["prefill_tokens"]
-        row: dict[str, Any] = {"shape": name, "num_shards": num_shards}
-        for prefix, found in (("", ours), ("dealt_", dealt)):
-            row[f"{prefix}extra_prefill"] = round(found["prefill_tokens"] / least - 1, 5)
-            for field in ("imbalance", "planned_saving", "cached_saving"):
-                row[prefix + field] = round(found[field], 5)
-        yield row
+        figures = measure(job, cut(job, num_shards), cache)
+        prefill_tokens = figures.pop("prefill_tokens")
+        least = least or prefill_tokens
+        extra_prefill = round(prefill_tokens / least - 1, 5)
+        rounded = {field: round(value, 5) for field, value in figures.items()}
+        yield {"shape": name, "num_shards": num_shards, "extra_prefill": extra_prefill, **rounded}
 
 
 def simulate_shards(name: str, seed: int, num_prompts: int, num_shards: int) -> dict[str, Any]:
-    """Simulated seconds of the slowest shard, and of all, for both ways."""
+    """Simulated seconds of the slowest shard, and of all."""
     from batchllm_operator.simulate.vllm_scheduling import simulate
 
     shape = {**SHAPES, "two_kinds": two_kinds}[name]
     prompts = shape(Tokens(seed), num_prompts)
     job = Job.of(prompts, outputs_of(name, prompts, seed))
-    row: dict[str, Any] = {"shape": name, "num_shards": num_shards}
-    for prefix, way in (("", cut), ("dealt_", deal)):
-        seconds = []
-        for shard in way(job, num_shards):
-            workload = job.workload(name, shard)
-            seconds.append(simulate(workload, POLICIES["batchllm"], MACHINE).predicted_s)
-        row[f"{prefix}makespan_s"] = round(max(seconds), 2)
-        row[f"{prefix}total_s"] = round(sum(seconds), 2)
-    return row
+    seconds = [
+        simulate(job.workload(name, shard), POLICIES["batchllm"], MACHINE).predicted_s
+        for shard in cut(job, num_shards)
+    ]
+    times = {"makespan_s": round(max(seconds), 2), "total_s": round(sum(seconds), 2)}
+    return {"shape": name, "num_shards": num_shards, **times}
 
 
 def main() -> None:

@@ -18,13 +18,12 @@ from batchllm_operator.prefixes.algorithm1 import (
     PrefixGroups,
     group_prefill_tokens,
     maximize_reuse,
-    num_processed_tokens,
     saving_ratio,
 )
 from batchllm_operator.prefixes.choice import choose_prefixes
 from batchllm_operator.prefixes.cuts import cut_into_shards, imbalance, split_groups
 from batchllm_operator.prefixes.groups import optimal_saving_ratio, prefix_sharing_groups
-from batchllm_operator.prefixes.order import order_groups, order_groups_by_subtree
+from batchllm_operator.prefixes.order import BY_RATIO, order_groups_by_subtree
 from batchllm_operator.prefixes.prompt_classes import PromptClasses
 from batchllm_operator.prefixes.prompt_store import PromptStore
 from batchllm_operator.prefixes.requests import Requests, make_requests
@@ -36,6 +35,7 @@ from batchllm_operator.prefixes.sharing import PlanSharing, describe_sharing
 from batchllm_operator.prefixes.token_table import TokenTable
 
 __all__ = [
+    "BY_RATIO",
     "Advance",
     "PlanSharing",
     "PrefixGroups",
@@ -55,9 +55,7 @@ __all__ = [
     "imbalance",
     "make_requests",
     "maximize_reuse",
-    "num_processed_tokens",
     "optimal_saving_ratio",
-    "order_groups",
     "order_groups_by_subtree",
     "prefix_sharing_groups",
     "saving_ratio",

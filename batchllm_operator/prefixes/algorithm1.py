@@ -143,31 +143,12 @@ def group_prefill_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> ND
         lengths: [num_prompts] int64, tokens per prompt.
 
     Returns:
-        [num_groups] int64, the denominator of Eq. 4.
-
-    Raises:
-        PlanError: `lengths` lacks a member, or a member is shorter than its prefix.
+        [num_groups] int64, the denominator of Eq. 4. Their sum is the numerator in Eq. 2.
     """
-    if groups.num_prompts == 0:
+    if len(groups) == 0:
         return np.zeros(0, dtype=np.int64)
-    if groups.member_idxs.min() < 0 or groups.member_idxs.max() >= len(lengths):
-        raise PlanError(f"prefix groups refer to prompts outside [0, {len(lengths)})")
-    distinct = lengths[groups.member_idxs] - np.repeat(groups.num_prefix_tokens, groups.sizes)
-    if distinct.min() < 0:
-        prompt_idx = groups.member_idxs[np.argmax(distinct < 0)]
-        raise PlanError(f"prompt {prompt_idx} is shorter than the prefix of its group")
-    prefill: NDArray[np.int64] = np.add.reduceat(distinct, groups.offsets[:-1])
-    prefill += groups.num_prefix_tokens
-    return prefill
-
-
-def num_processed_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> int:
-    """Prefill tokens that a single-level plan processes: the numerator in Eq. 2.
-
-    Raises:
-        PlanError: as `group_prefill_tokens`.
-    """
-    return int(group_prefill_tokens(groups, lengths).sum())
+    totals: NDArray[np.int64] = np.add.reduceat(lengths[groups.member_idxs], groups.offsets[:-1])
+    return totals - (groups.sizes - 1) * groups.num_prefix_tokens
 
 
 def saving_ratio(num_processed_tokens: int, num_logical_tokens: int) -> float:

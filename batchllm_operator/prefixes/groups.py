@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from batchllm_operator.prefixes.algorithm1 import maximize_reuse, saving_ratio
-from batchllm_operator.prefixes.order import order_groups
+from batchllm_operator.prefixes.order import BY_RATIO, order_groups_by_subtree
 from batchllm_operator.prefixes.requests import make_requests
 from batchllm_operator.prefixes.search.lcp_tree import build_prefix_tree, rank_prompts
 from batchllm_operator.prefixes.token_table import TokenTable
@@ -49,10 +49,11 @@ def prefix_sharing_groups(
         PlanError: as `TokenTable.from_lists`.
     """
     tokens = TokenTable.from_lists(prompts)
-    groups = maximize_reuse(build_prefix_tree(tokens))
+    tree = build_prefix_tree(tokens)
+    groups = maximize_reuse(tree)
     one_each = np.ones(len(tokens), dtype=np.int64)
     result = []
-    for group_idx in order_groups(groups, tokens.lengths, one_each).tolist():
+    for group_idx in order_groups_by_subtree(groups, tree, one_each, BY_RATIO).tolist():
         cut = int(groups.num_prefix_tokens[group_idx])
         members = [tokens.prompt(idx).tolist() for idx in groups.members(group_idx).tolist()]
         result.append((members[0][:cut], [member[cut:] for member in members]))

@@ -2,87 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups, group_prefill_tokens
 from batchllm_operator.prefixes.search.prefix_tree import PrefixTree
 from batchllm_operator.prefixes.subtrees import find_subtrees
 
 MIN_SHARED_TOKENS = 64
 """Four blocks of 16 tokens: the least saving per group for which groups are kept adjacent."""
-
-
-def order_groups(
-    groups: PrefixGroups, lengths: NDArray[np.int64], output_tokens: NDArray[np.integer[Any]]
-) -> NDArray[np.int64]:
-    """Puts groups with much decoding per prefill first, as Eq. 3 and 4 do.
-
-    R = (mean of the members' estimated output tokens) / (prefix + sum of distinct tokens);
-    larger R goes first, so that the long prefills later in the job meet decodes of earlier
-    requests to share a token batch with. Eq. 4 takes the output length as constant and
-    writes 1 for it: with equal estimates this is the order of Eq. 4 exactly. A group
-    without any token to prefill has R = infinity.
-
-    Groups of equal R keep their given order. From `maximize_reuse` that is the lexicographic rank
-    of their first member, so the result doesn't depend on the order of the prompts.
-
-    Args:
-        groups: groups over prompts [0, num_prompts).
-        lengths: [num_prompts] int64, tokens per prompt.
-        output_tokens: [num_prompts] integers >= 0, estimated output tokens per prompt.
-
-    Returns:
-        [num_groups] int64, group indexes in scheduling order, for `PrefixGroups.take`.
-
-    Raises:
-        PlanError: the arrays don't fit each other, or an estimate is negative.
-    """
-    decode, prefill = _decode_and_prefill(groups, lengths, output_tokens)
-    ratio = _ratio(decode, prefill, groups.sizes, np.ones_like(decode))
-    return np.argsort(-ratio, kind="stable").astype(np.int64, copy=False)
+BY_RATIO = 1 << 62
+"""In its place, the order of Eq. 4 without subtrees."""
 
 
 def order_groups_by_subtree(
     groups: PrefixGroups,
     tree: PrefixTree,
-    output_tokens: NDArray[np.integer[Any]],
+    output_tokens: NDArray[np.int64],
     min_shared_tokens: int = MIN_SHARED_TOKENS,
 ) -> NDArray[np.int64]:
-    """As `order_groups`, but keeps groups together that share tokens above their prefixes.
+    """Puts groups with much decoding per prefill first, as Eq. 3 and 4 do, subtree by subtree.
+
+    R = (mean of the members' estimated output tokens) / (prefix + sum of distinct tokens); larger R
+    goes first, so that the long prefills later in the job meet decodes of earlier requests to
+    share a token batch with. Eq. 4 takes the output length as constant and writes 1 for it: with
+    equal estimates this is the order of Eq. 4 exactly. A group without any token to prefill has R =
+    infinity.
 
     A group computes one prefix. Tokens that it shares with other groups stay in the engine's
     block cache if those groups come soon. So a node of the tree is a *subtree*, whose groups stay
     together, if it is at least `min_shared_tokens` deeper than the subtree around it; the root is
     the outermost one. The direct contents of a subtree, groups and smaller subtrees, are ordered
-    by R, larger first, where a subtree's R is that of its average group: (mean output tokens of
-    its members) / (mean prefill tokens of its groups). Equal R are ordered by the lexicographic
-    rank of the first prompt.
-
-    If no subtree holds two groups, or one holds all, this is `order_groups`. The prompts of
-    groups must be the tree's; the result is independent of their order.
+    by R, where a subtree's R is that of its average group: (mean output tokens of its members) /
+    (mean prefill tokens of its groups). Equal R are ordered by the lexicographic rank of the first
+    prompt. The result is independent of the order of the prompts.
 
     Args:
         groups: groups chosen from `tree`.
-        output_tokens: [num_prompts] integers >= 0, estimated output tokens per prompt.
-        min_shared_tokens: at least 1.
+        output_tokens: [num_prompts] int64 >= 0, estimated output tokens per prompt.
+        min_shared_tokens: at least 1; above all lengths, the order is that of R alone.
 
     Returns:
         [num_groups] int64, group indexes in scheduling order, for `PrefixGroups.take`.
-
-    Raises:
-        PlanError: the arguments don't fit each other, or a number is out of its range.
     """
-    if min_shared_tokens < 1:
-        raise PlanError(f"subtrees share at least 1 token, not {min_shared_tokens}")
     lengths = np.empty(tree.num_prompts, dtype=np.int64)
     lengths[tree.prompt_idxs] = tree.depth[tree.leaves]
-    decode, prefill = _decode_and_prefill(groups, lengths, output_tokens)
     if len(groups) == 0:
         return np.zeros(0, dtype=np.int64)
+    prefill = group_prefill_tokens(groups, lengths)
+    decode = np.add.reduceat(output_tokens[groups.member_idxs], groups.offsets[:-1])
     ranks = np.empty(tree.num_prompts, dtype=np.int64)
     ranks[tree.prompt_idxs] = np.arange(tree.num_prompts)
     first_rank = np.minimum.reduceat(ranks[groups.member_idxs], groups.offsets[:-1])
@@ -96,25 +64,6 @@ def order_groups_by_subtree(
     ratio = _ratio(decode, prefill, num_members, num_groups)
     first_rank = np.concatenate([first_rank, subtrees.minima(first_rank)])
     return subtrees.walk(np.lexsort((first_rank, -ratio)))
-
-
-def _decode_and_prefill(
-    groups: PrefixGroups, lengths: NDArray[np.int64], output_tokens: NDArray[np.integer[Any]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Estimated output tokens and prefill tokens of each group."""
-    if output_tokens.shape != lengths.shape:
-        raise PlanError(
-            f"{len(lengths)} prompts need as many output estimates, not {len(output_tokens)}"
-        )
-    if output_tokens.dtype.kind not in "iu":
-        raise PlanError(f"output estimates are token counts, not {output_tokens.dtype}")
-    if len(output_tokens) and output_tokens.min() < 0:
-        raise PlanError(f"prompt {int(np.argmax(output_tokens < 0))} has a negative estimate")
-    prefill = group_prefill_tokens(groups, lengths)
-    if len(prefill) == 0:
-        return prefill, prefill
-    outputs = output_tokens[groups.member_idxs].astype(np.int64)
-    return np.add.reduceat(outputs, groups.offsets[:-1]), prefill
 
 
 def _ratio(

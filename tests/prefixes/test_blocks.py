@@ -17,8 +17,8 @@ from batchllm_operator.prefixes import (
     TokenTable,
     build_prefix_tree,
     choose_prefixes,
+    group_prefill_tokens,
     maximize_reuse,
-    num_processed_tokens,
 )
 from batchllm_operator.prefixes.search.lcp_tree import rank_prompts
 from batchllm_operator.prefixes.search.segment_hashes import HASH_BITS
@@ -138,7 +138,7 @@ def test_groups_share_whole_blocks() -> None:
     tokens = TokenTable.from_lists([[*shared, n, n] for n in range(3)])
     choice = choose_prefixes(build_block_tree(tokens, 16))
     assert choice.groups.num_prefix_tokens.tolist() == [48]
-    assert num_processed_tokens(choice.groups, tokens.lengths) == 48 + 3 * 4
+    assert group_prefill_tokens(choice.groups, tokens.lengths).sum() == 48 + 3 * 4
 
 
 @settings(max_examples=examples(200))

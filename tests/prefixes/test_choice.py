@@ -10,8 +10,8 @@ from batchllm_operator.prefixes import (
     TokenTable,
     build_prefix_tree,
     choose_prefixes,
+    group_prefill_tokens,
     maximize_reuse,
-    num_processed_tokens,
 )
 from batchllm_operator.prefixes.exact import cut_exactly
 
@@ -49,7 +49,7 @@ def test_savings_are_those_of_the_groups(prompts: list[list[int]]) -> None:
         (choice.exact_saved_tokens, cut_exactly(tree).groups()),
         (choice.exact_saved_tokens, choice.groups),
     ):
-        assert num_saved == tokens.num_tokens - num_processed_tokens(groups, tokens.lengths)
+        assert num_saved == tokens.num_tokens - group_prefill_tokens(groups, tokens.lengths).sum()
 
 
 def test_equal_savings_leave_the_papers_groups() -> None:

@@ -14,7 +14,7 @@ from batchllm_operator.prefixes import (
     PrefixTree,
     TokenTable,
     build_prefix_tree,
-    num_processed_tokens,
+    group_prefill_tokens,
 )
 from batchllm_operator.prefixes.exact import cut_exactly
 
@@ -97,7 +97,7 @@ def test_no_choice_of_prefixes_saves_more(prompts: list[list[int]]) -> None:
     tokens = TokenTable.from_lists(prompts)
     exact = cut_exactly(build_prefix_tree(tokens))
     assert exact.num_saved_tokens == best_of_all_choices(prompts)
-    assert tokens.num_tokens - num_processed_tokens(exact.groups(), tokens.lengths) == (
+    assert tokens.num_tokens - group_prefill_tokens(exact.groups(), tokens.lengths).sum() == (
         exact.num_saved_tokens
     )
 
@@ -110,7 +110,7 @@ def test_saves_what_the_recurrence_says(prompts: list[list[int]]) -> None:
     exact = cut_exactly(tree)
     groups = exact.groups()
     assert exact.num_saved_tokens == best_by_table(tree)
-    assert tokens.num_tokens - num_processed_tokens(groups, tokens.lengths) == (
+    assert tokens.num_tokens - group_prefill_tokens(groups, tokens.lengths).sum() == (
         exact.num_saved_tokens
     )
     assert sorted(groups.member_idxs.tolist()) == list(range(len(prompts)))

@@ -17,7 +17,6 @@ from batchllm_operator.prefixes import (
     build_prefix_tree,
     group_prefill_tokens,
     maximize_reuse,
-    num_processed_tokens,
     saving_ratio,
 )
 
@@ -133,7 +132,7 @@ def test_groups_partition_the_prompts_and_share_their_prefix(prompts: list[list[
         assert (cut > 0) == (len(members) > 1)
         assert members == sorted(members)
         processed += cut + sum(len(member) - cut for member in members)
-    assert num_processed_tokens(groups, tokens.lengths) == processed
+    assert group_prefill_tokens(groups, tokens.lengths).sum() == processed
     assert optimum <= processed <= tokens.num_tokens
     firsts = [prompts[groups.members(g)[0]] for g in range(len(groups))]
     assert firsts == sorted(firsts)
@@ -146,7 +145,7 @@ def test_never_worse_than_the_first_level_as_it_is(prompts: list[list[int]]) -> 
     tree = build_prefix_tree(tokens)
     first_level = tree.parent == 0
     saved = int(((tree.num_leaves - 1) * tree.depth)[first_level].sum())
-    assert num_processed_tokens(groups, tokens.lengths) <= tokens.num_tokens - saved
+    assert group_prefill_tokens(groups, tokens.lengths).sum() <= tokens.num_tokens - saved
 
 
 @settings(deadline=None)
@@ -188,7 +187,7 @@ def test_example_of_figure_4() -> None:
         (8, frozenset({3, 4})),
     }
     assert [groups.members(g).tolist() for g in range(3)] == [[0], [1, 2, 5], [3, 4]]
-    assert tokens.num_tokens - num_processed_tokens(groups, tokens.lengths) == 2 + 8
+    assert tokens.num_tokens - group_prefill_tokens(groups, tokens.lengths).sum() == 2 + 8
 
 
 def test_a_node_left_with_one_prefix_merges_with_it() -> None:
@@ -200,14 +199,14 @@ def test_a_node_left_with_one_prefix_merges_with_it() -> None:
 def test_all_prompts_equal() -> None:
     groups, tokens, optimum = plan([[7, 8, 9]] * 50)
     assert as_set(groups) == {(3, frozenset(range(50)))}
-    assert num_processed_tokens(groups, tokens.lengths) == optimum == 3
+    assert group_prefill_tokens(groups, tokens.lengths).sum() == optimum == 3
 
 
 def test_no_two_alike() -> None:
     groups, tokens, optimum = plan([[i, 1] for i in range(50)])
     assert groups.sizes.tolist() == [1] * 50
     assert not groups.num_prefix_tokens.any()
-    assert num_processed_tokens(groups, tokens.lengths) == optimum == tokens.num_tokens
+    assert group_prefill_tokens(groups, tokens.lengths).sum() == optimum == tokens.num_tokens
 
 
 def test_empty_prompts_stay_alone() -> None:
@@ -223,7 +222,7 @@ def test_one_prompt_a_prefix_of_another() -> None:
 def test_no_prompts() -> None:
     groups, tokens, _ = plan([])
     assert (len(groups), groups.num_prompts) == (0, 0)
-    assert num_processed_tokens(groups, tokens.lengths) == 0
+    assert group_prefill_tokens(groups, tokens.lengths).sum() == 0
 
 
 def test_deep_chain_needs_no_recursion() -> None:
@@ -287,11 +286,3 @@ def test_groups_refuse_contradictions(
 def test_groups_refuse_other_dtypes() -> None:
     with pytest.raises(PlanError):
         PrefixGroups(np.zeros(1, np.int32), np.array([0, 1]), np.zeros(1, np.int64))
-
-
-def test_prefill_tokens_refuse_lengths_of_other_prompts() -> None:
-    groups = plan([[1, 2], [1, 2, 3]])[0]
-    with pytest.raises(PlanError):
-        group_prefill_tokens(groups, np.array([2]))
-    with pytest.raises(PlanError, match="prompt 0 "):
-        group_prefill_tokens(groups, np.array([1, 3]))

@@ -6,20 +6,18 @@ from fractions import Fraction
 from itertools import combinations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benchmark_modules import load
 from support.levels import examples
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import (
+    BY_RATIO,
     PrefixGroups,
     PrefixTree,
     TokenTable,
     build_prefix_tree,
     maximize_reuse,
-    order_groups,
     order_groups_by_subtree,
 )
 
@@ -124,14 +122,6 @@ def test_subtrees_are_not_interrupted(prompts: list[list[int]], min_shared_token
 
 
 @settings(deadline=None)
-@given(layered_prompts())
-def test_without_subtrees_it_is_the_order_of_the_ratio(prompts: list[list[int]]) -> None:
-    groups, tree, tokens = plan(prompts)
-    order = order_groups_by_subtree(groups, tree, estimates(prompts), 10_000)
-    assert order.tolist() == order_groups(groups, tokens.lengths, estimates(prompts)).tolist()
-
-
-@settings(deadline=None)
 @given(layered_prompts(), st.randoms(use_true_random=False))
 def test_order_depends_on_neither_prompts_nor_groups_order(
     prompts: list[list[int]], random: object
@@ -153,11 +143,11 @@ def test_an_average_group_speaks_for_its_subtree() -> None:
     site = [7] * 64
     prompts = [[*site, *[page] * 100, end] for page in range(8) for end in (20, 21)]
     prompts += [[9] * 300]
-    groups, tree, tokens = plan(prompts)
+    groups, tree, _ = plan(prompts)
     ones = np.ones(len(prompts), dtype=np.int64)
     order = order_groups_by_subtree(groups, tree, ones)
     assert order.tolist() == list(range(9))
-    assert order.tolist() == order_groups(groups, tokens.lengths, ones).tolist()
+    assert order.tolist() == order_groups_by_subtree(groups, tree, ones, BY_RATIO).tolist()
 
 
 def test_neighbours_find_their_common_prefix_in_a_small_cache() -> None:
@@ -178,18 +168,9 @@ def test_neighbours_find_their_common_prefix_in_a_small_cache() -> None:
     found = [
         cached_tokens(tree, groups.take(order).member_idxs, 16, 200)
         for order in (
-            order_groups(groups, tokens.lengths, ones),
+            order_groups_by_subtree(groups, tree, ones, BY_RATIO),
             order_groups_by_subtree(groups, tree, ones),
         )
     ]
     assert found[1] - found[0] >= 40 * 5 * 96 * 0.9
     assert found[1] == cached_tokens(tree, np.arange(len(prompts)), 16, 10**6)
-
-
-def test_no_groups_and_bad_arguments() -> None:
-    groups, tree, _ = plan([])
-    assert order_groups_by_subtree(groups, tree, np.zeros(0, dtype=np.int64)).tolist() == []
-    groups, tree, _ = plan([[1], [2]])
-    for outputs, min_shared_tokens in (([1], 64), ([1, -1], 64), ([1, 1], 0)):
-        with pytest.raises(PlanError):
-            order_groups_by_subtree(groups, tree, np.array(outputs), min_shared_tokens)
