@@ -83,7 +83,7 @@ def test_the_table_shows_each_shard() -> None:
         " saved, ETA 1 min 05 s"
     )
     assert [re.split(r"  +", line.strip()) for line in lines[1:6]] == [
-        ["shard", "state", "rows", "parts", *SPEEDS, "saved", "ETA", "last sign"],
+        ["shard", "state", "worker", "rows", "parts", *SPEEDS, "saved", "ETA", "last sign"],
         ["0", "waiting", "0/100 (0 %)", "0/10"],
         [
             "1",

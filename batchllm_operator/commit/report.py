@@ -17,7 +17,7 @@ from batchllm_operator.lake import LakeTable
 from batchllm_operator.shards.committed import COMMITTED_FILE, holds_outputs
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.shards.outputs import model_name
-from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.progress import ShardProgress, Worker
 from batchllm_operator.shards.reuse_index import ReusedOutputs
 from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.storage import Folder
@@ -37,8 +37,6 @@ from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _NUM_SAMPLE_ROWS: Final = 3
 _NUM_TIMELINES: Final = 3
-_Worker = tuple[int, str]
-"""Number and host."""
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +68,7 @@ def describe_run(
         shards=runs,
         timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
-        num_workers=len({each for each in map(_finisher, attempts.values()) if each}) or None,
+        num_workers=len({begun.latest.maker for begun in attempts.values() if begun.latest}),
         answers=answers,
         sample_rows=_sample(table, manifest),
     )
@@ -173,44 +171,27 @@ def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
     return bill_of(manifest, sum(known) if len(known) == len(runs) else None)  # 0 without shards
 
 
-def _finisher(attempts: ShardAttempts) -> _Worker | None:
-    """The worker that made the latest attempt; None for `run --shard`."""
-    return None if attempts.latest is None else _worker(attempts.latest)
-
-
-def _worker(progress: ShardProgress) -> _Worker | None:
-    return None if progress.worker is None else (progress.worker, progress.host)
-
-
 def _timelines(
     plan: StoredPlan, runs: Sequence[ShardRun], attempts: Mapping[int, ShardAttempts]
 ) -> tuple[Timeline, ...]:
-    """Of the engines that took longest: each ran one shard, or a worker's shards."""
-    engine_s: defaultdict[_Worker | int, float] = defaultdict(float)
+    """Of the workers that took longest; an engine's traces lie with its worker's first attempt."""
+    engine_s: defaultdict[Worker, float] = defaultdict(float)
     for run in runs:
-        worker = _finisher(attempts.get(run.shard_idx, ShardAttempts(0, ())))
-        engine_s[worker or run.shard_idx] += run.done.engine_s
-    first = _first_attempts(attempts)
-    timelines = []
-    for engine in heapq.nlargest(_NUM_TIMELINES, engine_s, key=lambda each: engine_s[each]):
-        if isinstance(engine, int):
-            timelines.append(read_timeline(plan.run_folder(engine), engine))
-            continue
-        began = first[engine]
-        shard_idx, attempt = began.shard_idx, began.attempt
-        folder = plan.run_folder(shard_idx)
-        timelines.append(read_timeline(folder, shard_idx, attempt=attempt, worker=began.worker))
-    return tuple(each for each in timelines if each is not None)
+        if (latest := _latest(attempts, run.shard_idx)) is not None:
+            engine_s[latest.maker] += run.done.engine_s
+    all_attempts = (made for begun in attempts.values() for made in begun.progress)
+    began = sorted(all_attempts, key=lambda made: made.started_at, reverse=True)
+    first = {made.maker: made for made in began}
+    slowest = heapq.nlargest(_NUM_TIMELINES, engine_s, key=lambda worker: engine_s[worker])
+    read = (
+        read_timeline(plan.run_folder(first[worker].shard_idx), first[worker]) for worker in slowest
+    )
+    return tuple(line for line in read if line is not None)
 
 
-def _first_attempts(attempts: Mapping[int, ShardAttempts]) -> dict[_Worker, ShardProgress]:
-    """The attempt that each worker began with, where its engine leaves its traces."""
-    first: dict[_Worker, ShardProgress] = {}
-    for progress in (each for found in attempts.values() for each in found.progress):
-        worker = _worker(progress)
-        if worker and (worker not in first or progress.started_at < first[worker].started_at):
-            first[worker] = progress
-    return first
+def _latest(attempts: Mapping[int, ShardAttempts], shard_idx: int) -> ShardProgress | None:
+    begun = attempts.get(shard_idx)
+    return None if begun is None else begun.latest
 
 
 def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:

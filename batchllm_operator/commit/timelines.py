@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 
 from batchllm_operator.errors import StorageError
 from batchllm_operator.report.timelines import STEP_COLUMNS, condense
+from batchllm_operator.shards.attempts import attempt_name
+from batchllm_operator.shards.progress import ShardProgress
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import Timeline
 from batchllm_operator.vllm_plugin.scheduler.trace import CHUNK_SIZE_KEY, TRACE_SCHEMA
@@ -25,15 +26,11 @@ _MOST_STEPS: Final = 1_000_000
 """Earlier engines' traces beyond this are dropped; a step takes some 100 bytes of memory."""
 _MOST: Final = 1 << 40
 """Upper bound of a step's counts, and of seconds since the first step."""
-_PATH: Final = re.compile(r"(?:attempt-([0-9]{5,})/)?trace-[^/]*\.parquet")
 
 
-def read_timeline(
-    folder: Folder, shard_idx: int, *, attempt: int | None = None, worker: int | None = None
-) -> Timeline | None:
-    """The timeline of a shard: the steps of its engines, of all attempts, one after the other.
+def read_timeline(folder: Folder, began: ShardProgress) -> Timeline | None:
+    """The timeline of the engine with which a worker began this attempt.
 
-    With `attempt` and `worker`, it is that of the engine with which the worker began that attempt.
     None if there is no trace (vLLM's own scheduler, a killed process), or, with a warning, no
     readable one. `folder` is the shard's run folder.
     """
@@ -42,11 +39,10 @@ def read_timeline(
     except StorageError as error:
         _log.warning("%s: its traces aren't in the report: %s", folder.uri, error)
         return None
-    paths = sorted((int(match[1] or 0), match[0]) for match in map(_PATH.fullmatch, names) if match)
-    if attempt is not None:
-        paths = [(number, path) for number, path in paths if number == attempt]
+    begins = f"{attempt_name(began.attempt)}/trace-"
+    paths = sorted(path for path in names if path.startswith(begins) and path.endswith(".parquet"))
     traces = []
-    for _, path in paths:
+    for path in paths:
         try:
             trace = _read_trace(folder, path)
         except (pa.ArrowException, OSError, StorageError) as error:
@@ -55,7 +51,7 @@ def read_timeline(
             traces += [trace] if trace.num_rows else []
         while len(traces) > 1 and sum(trace.num_rows for trace in traces) > _MOST_STEPS:
             traces.pop(0)
-    return _condensed(traces, shard_idx, worker) if traces else None
+    return _condensed(traces, began) if traces else None
 
 
 def _read_trace(folder: Folder, path: str) -> pa.Table:
@@ -77,7 +73,7 @@ def _read_trace(folder: Folder, path: str) -> pa.Table:
     return table
 
 
-def _condensed(traces: Sequence[pa.Table], shard_idx: int, worker: int | None) -> Timeline:
+def _condensed(traces: Sequence[pa.Table], began: ShardProgress) -> Timeline:
     """The timeline of traces, one after the other; the end of a last step is estimated."""
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in STEP_COLUMNS}
     before_s = 0.0
@@ -90,4 +86,4 @@ def _condensed(traces: Sequence[pa.Table], shard_idx: int, worker: int | None) -
         before_s += float(start_s[-1]) + max(last_s, _SHORTEST_S)
     steps = {name: np.concatenate(values) for name, values in parts.items()}
     chunk_size = int(traces[-1].schema.metadata[CHUNK_SIZE_KEY])
-    return condense(steps, before_s, chunk_size, shard_idx=shard_idx, worker=worker)
+    return condense(steps, before_s, chunk_size, shard_idx=began.shard_idx, worker=began.worker)

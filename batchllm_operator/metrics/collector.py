@@ -94,7 +94,7 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
 class ShardCollector(Collector):
     """Creates the metric families of a process's attempts at shards, at each scrape.
 
-    `run --shard` has one attempt, a worker one after another and sometimes two at once. The last
+    A worker has one attempt after another, and sometimes two at once. The last
     state of an ended one is shown for five minutes more, so that it is scraped.
 
     An attempt that fails may lose rows that it couldn't store, but a falling counter would look

@@ -36,10 +36,7 @@ def format_status(status: JobStatus) -> str:
     if others:
         lines.append(f"  workers not shown: {_count_states(others, WorkerState)}")
     shown, left_out = _shown(status.shards)
-    columns = _SHARD_COLUMNS
-    if all(shard.worker is None for shard in shown):
-        columns = [column for column in columns if column[0] != "worker"]
-    lines += _table(shown, columns)
+    lines += _table(shown, _SHARD_COLUMNS)
     if left_out:
         lines.append(f"  not shown: {_count_states(left_out, ShardState)}")
     lines += [

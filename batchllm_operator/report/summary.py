@@ -17,7 +17,7 @@ _NUM_VALUES: Final = 5
 def format_summary(report: RunReport) -> str:
     plan, done = report.plan, report.done
     failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
-    workers = "" if report.num_workers is None else f" by {counted(report.num_workers, 'worker')}"
+    workers = f" by {counted(report.num_workers, 'worker')}" * bool(report.num_workers)
     reused = f", {plan.num_reused_rows:,} reused" if plan.num_reused_rows else ""
     spelling = counted(plan.num_control_rows, "spells", "spell")
     control = f", {spelling} control tokens" * bool(plan.num_control_rows)

@@ -25,7 +25,7 @@ def condense(
     chunk_size: int,
     *,
     shard_idx: int,
-    worker: int | None = None,
+    worker: int = 0,
     num_bins: int = NUM_BINS,
 ) -> Timeline:
     """The timeline of steps, in at most `num_bins` bins of equal length.

@@ -34,8 +34,7 @@ class ShardTally:
         spilled: counts of outputs that they have finished of other parts.
         num_gpus: GPUs that the attempt holds.
         interval_s: seconds between two snapshots in the lake.
-        worker: number of the worker that runs the attempt, of `num_workers`; None for a single
-            shard.
+        worker: number of the worker that runs the attempt, of `num_workers`.
         clock: monotonic seconds.
     """
 
@@ -49,8 +48,8 @@ class ShardTally:
         *,
         num_gpus: int,
         interval_s: float = DEFAULT_INTERVAL_S,
-        worker: int | None = None,
-        num_workers: int | None = None,
+        worker: int = 0,
+        num_workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:

@@ -15,6 +15,9 @@ PROGRESS_FILE: Final = "progress.json"
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
+Worker = tuple[int, str]
+"""Number and host: the number alone may be that of several processes."""
+
 LIVE_STATES: Final[tuple[State, ...]] = ("starting", "running")
 _SILENT_AFTER_S: Final = 60.0
 _SILENT_AFTER_INTERVALS: Final = 10
@@ -43,10 +46,10 @@ class ShardProgress(StoredJson):
     """Since `started_at`, by a monotonic clock, including the engine's start."""
     engine_start_s: Seconds = 0.0
     """The part of it until the engine took requests."""
-    worker: Count | None = None
-    """Number of the worker that runs the shard, from 0; None for `run --shard`."""
-    num_workers: Count | None = None
-    """Number of workers that this one was started as one of; None for `run --shard`."""
+    worker: Count
+    """Number of the worker that runs the shard, from 0."""
+    num_workers: Count
+    """Number of workers that this one was started as one of."""
     num_gpus: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """GPUs that the attempt holds; 0 on a CPU."""
     gpu_held_s: Seconds
@@ -67,6 +70,11 @@ class ShardProgress(StoredJson):
     """Until the last row, as of `updated_at`; None while unknown."""
     error: str | None = None
     """First line of a failed attempt's error."""
+
+    @property
+    def maker(self) -> Worker:
+        """The worker that makes the attempt."""
+        return self.worker, self.host
 
     @property
     def gpu_s(self) -> float:

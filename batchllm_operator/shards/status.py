@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Literal
 
 from batchllm_operator.shards.committed import Refusal
-from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.progress import ShardProgress, Worker
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.run_report import Bill
 
@@ -53,7 +53,7 @@ class ShardStatus:
     host: str = ""
     """Host of the latest attempt."""
     worker: int | None = None
-    """Number of the worker that made the latest attempt; None for `run --shard`."""
+    """Number of the worker that made the latest attempt; None before it has given a sign."""
     error: str | None = None
     """The latest attempt's error, if it failed."""
 
@@ -72,7 +72,7 @@ class WorkerStatus:
 
     worker: int
     host: str
-    num_workers: int | None
+    num_workers: int
     """Number of workers that it was last started as one of."""
     state: WorkerState
     live_shards: tuple[int, ...]
@@ -116,7 +116,7 @@ class JobStatus:
     """GPU time so far, None without a GPU, and the plan's prediction if it has one."""
     notes: tuple[str, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
-    """By number, and among equal numbers the latest sign first; none with `run --shard`."""
+    """By number, and among equal numbers the latest sign first."""
     num_rejected_rows: int = 0
     """Rows that can't be prompted: failed rows, too, for commit and its limit."""
     planned_saving_ratio: float | None = None
@@ -213,23 +213,21 @@ def worker_statuses(
     shards: Iterable[ShardStatus], attempts: Iterable[ShardProgress], now: datetime
 ) -> tuple[WorkerStatus, ...]:
     """The workers of a plan's runs at `now`; `attempts` are those at all of its `shards`."""
-    made: defaultdict[tuple[int, str], list[ShardProgress]] = defaultdict(list)
-    for each in attempts:
-        if each.worker is not None:
-            made[each.worker, each.host].append(each)
+    made: defaultdict[Worker, list[ShardProgress]] = defaultdict(list)
+    for attempt in attempts:
+        made[attempt.maker].append(attempt)
     latest: defaultdict[tuple[int | None, str], list[ShardStatus]] = defaultdict(list)
     for shard in shards:
         latest[shard.worker, shard.host].append(shard)
-    workers = [_worker_status(each, latest[key], now) for key, each in made.items()]
+    workers = [_worker_status(own, latest[maker], now) for maker, own in made.items()]
     return tuple(sorted(workers, key=lambda worker: (worker.worker, worker.age_s, worker.host)))
 
 
 def _worker_status(
     made: list[ShardProgress], shards: list[ShardStatus], now: datetime
 ) -> WorkerStatus:
-    last = max(made, key=lambda each: each.updated_at)
-    assert last.worker is not None
-    live = [each for each in made if each.is_live(now)]
+    last = max(made, key=lambda attempt: attempt.updated_at)
+    live = [attempt for attempt in made if attempt.is_live(now)]
     state: WorkerState
     if live:
         state = "running" if any(each.state == "running" for each in live) else "starting"

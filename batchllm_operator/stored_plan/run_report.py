@@ -59,7 +59,7 @@ class ShardRun(Frozen):
     """GPU seconds of all attempts, with engine starts and dropped work; None if unknown."""
     predicted_gpu_s: _Number | None = None
     worker: Count | None = None
-    """Number of the worker that finished it; None for `run --shard`, or if unknown."""
+    """Number of the worker that finished it; None if unknown."""
 
 
 class Bill(Frozen):
@@ -132,8 +132,8 @@ class Timeline(Frozen):
 
     shard_idx: Count
     """The shard that the engine began with."""
-    worker: Count | None = None
-    """Number of the worker whose engine it is; None for `run --shard`."""
+    worker: Count
+    """Number of the worker whose engine it is."""
     num_steps: Count
     duration_s: Seconds
     chunk_size: Count
@@ -154,8 +154,6 @@ class Timeline(Frozen):
 
     @property
     def name(self) -> str:
-        if self.worker is None:
-            return f"shard {self.shard_idx}"
         return f"worker {self.worker}, from shard {self.shard_idx}"
 
     @model_validator(mode="after")
@@ -196,8 +194,8 @@ class RunReport(StoredJson):
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
     """Of the shards or workers that took longest, longest first; none with vLLM's own scheduler."""
     sharing: PlanSharing
-    num_workers: Count | None = None
-    """Workers that have finished a shard, by number and host; None with `run --shard`."""
+    num_workers: Count = 0
+    """Workers that have finished a shard, by number and host; lacks those without progress."""
     answers: AnswerSummary = AnswerSummary()
     """Empty if the job asks for texts only."""
     sample_rows: tuple[SampleRow, ...] = ()

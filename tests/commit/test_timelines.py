@@ -16,11 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.levels import examples
+from support.shard_progress import shard_progress
 
 from batchllm_operator.commit import timelines
 from batchllm_operator.commit.timelines import read_timeline
 from batchllm_operator.report.timelines import condense
 from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.run_report import Timeline
 from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
 from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
 
@@ -62,23 +64,25 @@ def write_trace(
             trace.add(each)
 
 
+def timeline(folder: Path, attempt: int = 1, **fields: Any) -> Timeline | None:
+    """The timeline of the engine that began this attempt at shard 5."""
+    began = shard_progress(shard_idx=5, attempt=attempt, worker=7, **fields)
+    return read_timeline(Folder.open(str(folder)), began)
+
+
 def test_a_workers_timeline_is_that_of_one_attempt(tmp_path: Path) -> None:
     write_trace(tmp_path, [step(0, 0.0, 100)], attempt=1)
     write_trace(tmp_path, [step(0, 0.0, 200), step(1, 1.0, 300)], attempt=2)
-    folder = Folder.open(str(tmp_path))
-    found = read_timeline(folder, 5, attempt=2, worker=7)
+    found = timeline(tmp_path, 2)
     assert found is not None
     assert (found.num_decode_tokens, found.name) == ((200.0, 300.0), "worker 7, from shard 5")
-    all_attempts = read_timeline(folder, 5)
-    assert all_attempts is not None
-    assert (all_attempts.num_steps, all_attempts.name) == (3, "shard 5")
-    assert read_timeline(folder, 5, attempt=3, worker=7) is None
+    assert timeline(tmp_path, 3) is None
 
 
 def test_each_step_is_a_bin_while_there_are_few(tmp_path: Path) -> None:
     steps = [step(0, 0.0, 900), step(1, 1.0, 400, waiting=3), step(2, 2.0, 100, used=70)]
     write_trace(tmp_path, steps)
-    found = read_timeline(Folder.open(str(tmp_path)), 5)
+    found = timeline(tmp_path)
     assert found is not None
     assert (found.shard_idx, found.num_steps, found.chunk_size) == (5, 3, CHUNK)
     assert (found.duration_s, found.bin_s) == (3.0, 1.0)
@@ -97,7 +101,7 @@ def test_a_valley_is_a_small_step_while_requests_wait(tmp_path: Path) -> None:
         step(4, 6.0, 1),
     ]
     write_trace(tmp_path, steps)
-    found = read_timeline(Folder.open(str(tmp_path)), 0)
+    found = timeline(tmp_path)
     assert found is not None
     assert (found.num_valley_steps, found.duration_s) == (1, 7.0)
     assert found.valley_share == pytest.approx(3 / 7, abs=1e-4)
@@ -120,7 +124,7 @@ def test_long_runs_keep_their_means_and_peaks(
     write_trace(folder, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timelines, "condense", partial(condense, num_bins=num_bins))
-        found = read_timeline(Folder.open(str(folder)), 0)
+        found = timeline(folder)
     assert found is not None
     assert len(found.kv_used) == len(found.num_decode_tokens) == min(num_bins, len(rows))
     assert max(found.kv_used) == pytest.approx(max(row.num_used_blocks for row in rows) / 100)
@@ -133,30 +137,29 @@ def test_long_runs_keep_their_means_and_peaks(
 def test_a_long_step_fills_the_bins_that_it_takes(tmp_path: Path) -> None:
     steps = [step(idx, idx / 10, 100, used=90) for idx in range(10)]
     write_trace(tmp_path, [*steps, step(10, 1.0, 700), step(11, 11.9, 200)])
-    found = read_timeline(Folder.open(str(tmp_path)), 0)
+    found = timeline(tmp_path)
     assert found is not None
     assert (found.bin_s, len(found.kv_used)) == (1.0, 12)
     assert found.num_decode_tokens == (100.0, *(700.0,) * 10, 650.0)
     assert found.kv_used == (0.9, *(0.1,) * 11)
 
 
-def test_engines_and_attempts_follow_each_other(tmp_path: Path) -> None:
-    write_trace(tmp_path, [step(0, 0.0, 3), step(1, 1.0, 3)], attempt=2, name="b", chunk=500)
-    write_trace(tmp_path, [step(0, 0.0, 1), step(1, 1.0, 1)], attempt=1, name="z")
-    write_trace(tmp_path, [step(0, 0.0, 2)], attempt=2, name="a")
-    found = read_timeline(Folder.open(str(tmp_path)), 0)
+def test_engines_of_an_attempt_follow_each_other(tmp_path: Path) -> None:
+    write_trace(tmp_path, [step(0, 0.0, 3), step(1, 1.0, 3)], name="b", chunk=500)
+    write_trace(tmp_path, [step(0, 0.0, 2), step(1, 1.0, 2)], name="a")
+    found = timeline(tmp_path)
     assert found is not None
-    assert (found.num_steps, found.chunk_size) == (5, 500)
-    assert found.num_decode_tokens[0] == 1.0 and found.num_decode_tokens[-1] == 3.0
+    assert (found.num_steps, found.chunk_size) == (4, 500)
+    assert found.num_decode_tokens[0] == 2.0 and found.num_decode_tokens[-1] == 3.0
 
 
 def test_of_very_many_steps_the_last_engines_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timelines, "_MOST_STEPS", 3)
-    for attempt in (1, 2, 3):
-        write_trace(tmp_path, [step(0, 0.0, attempt), step(1, 1.0, attempt)], attempt=attempt)
-    found = read_timeline(Folder.open(str(tmp_path)), 0)
+    for number in (1, 2, 3):
+        write_trace(tmp_path, [step(0, 0.0, number), step(1, 1.0, number)], name=str(number))
+    found = timeline(tmp_path)
     assert found is not None
     assert found.num_decode_tokens == (3.0, 3.0)
 
@@ -168,7 +171,7 @@ def test_what_is_no_trace_costs_a_warning(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "attempt-00001" / "trace-broken.parquet").write_bytes(b"PAR1")
     (tmp_path / "attempt-00001" / "trace-empty.parquet").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
-        found = read_timeline(Folder.open(str(tmp_path)), 0)
+        found = timeline(tmp_path)
     assert found is not None and found.num_steps == 1
     assert len(caplog.records) == 3
 
@@ -195,7 +198,7 @@ def test_a_trace_with_what_no_step_has_is_none(
     table = table.set_column(table.column_names.index(name), name, column)
     pq.write_table(table, path)
     with caplog.at_level(logging.WARNING):
-        assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+        assert timeline(tmp_path) is None
     assert len(caplog.records) == 1
 
 
@@ -208,11 +211,11 @@ def test_a_trace_with_a_damaged_page_is_none(
     size = pq.read_metadata(path).serialized_size  # the footer is whole
     path.write_bytes(data[:4] + bytes(len(data) - size - 12) + data[-size - 8 :])
     with caplog.at_level(logging.WARNING):
-        assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+        assert timeline(tmp_path) is None
     assert len(caplog.records) == 1
 
 
 def test_without_a_trace_there_is_no_timeline(tmp_path: Path) -> None:
-    assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+    assert timeline(tmp_path) is None
     write_trace(tmp_path, [])
-    assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+    assert timeline(tmp_path) is None

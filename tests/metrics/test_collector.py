@@ -104,11 +104,3 @@ def test_an_attempt_that_fails_ends_too() -> None:
         raise RuntimeError("broken")
     assert metrics.values("worker_shards_running") == {"": 0}
     assert metrics.values("rows_done_total") == {"3": 50}
-
-
-def test_a_run_of_one_shard_has_no_worker() -> None:
-    collector = ShardCollector(job="j", ds="d")
-    with collector.watching(shard_progress):
-        samples = [each for family in collector.collect() for each in family.samples]
-    assert samples and not any("worker" in each.labels for each in samples)
-    assert not any("worker" in each.name for each in samples)

@@ -91,7 +91,7 @@ def test_workers_are_named(no_pictures: None) -> None:
         ("1", "7"),
         ("0", "2"),
     ]
-    assert "orker" not in Page(render_report(make_full_report())).text
+    assert "workers" not in Page(render_report(make_full_report(num_workers=0))).text
 
 
 def test_what_no_gpu_ran_is_marked_as_predicted(no_pictures: None) -> None:

@@ -76,6 +76,7 @@ def make_report(**changes: Any) -> RunReport:
 def make_timeline(shard_idx: int = 0, num_bins: int = 60, **changes: Any) -> Timeline:
     fields: dict[str, Any] = {
         "shard_idx": shard_idx,
+        "worker": 0,
         "num_steps": 600,
         "duration_s": 30.0,
         "chunk_size": 2048,

@@ -22,6 +22,8 @@ def shard_progress(**changes: Any) -> ShardProgress:
         "attempt": 2,
         "host": "node-1",
         "state": "running",
+        "worker": 0,
+        "num_workers": 1,
         "started_at": datetime(2026, 1, 31, 2, tzinfo=UTC),
         "updated_at": datetime(2026, 1, 31, 2, 10, tzinfo=UTC),
         "elapsed_s": 600.5,

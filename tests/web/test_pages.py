@@ -312,7 +312,7 @@ def test_what_is_missing_or_broken_is_said(
 
     (folder / "report.json").write_bytes(b'{"report_version": 3}')
     status, text = said()
-    assert status == 409 and "read by this release" in text
+    assert status == 409 and "this release reads 1" in text
     (folder / "report.json").write_bytes(json.dumps({**json.loads(report), "run_id": "x"}).encode())
     status, text = said()
     assert status == 409 and "belongs elsewhere" in text
