@@ -21,7 +21,7 @@ from support.shard_progress import shard_progress
 from batchllm_operator.metrics import MetricsAddress, ShardCollector, serving_metrics
 from batchllm_operator.shards.progress import ShardProgress
 
-LABELS = {"job_name": "snippets", "ds": "2026-01-31", "shard": "3"}
+LABELS = {"job_name": "snippets", "ds": "2026-01-31", "shard": "3", "worker": "0"}
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -42,9 +42,11 @@ def get(url: str, method: str = "GET", **headers: str) -> tuple[str, str]:
 
 
 def values(text: str) -> dict[str, float]:
-    """By name, with what labels there are besides the constant ones."""
+    """A shard's samples by name, with what labels there are besides the constant ones."""
     found = {}
     for family in parse_text(text):
+        if family.name.startswith("batchllm_worker_"):
+            continue
         for sample in family.samples:
             assert sample.labels.items() >= LABELS.items()
             more = {key: sample.labels[key] for key in sample.labels.keys() - LABELS.keys()}
