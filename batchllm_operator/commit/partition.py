@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +22,10 @@ from batchllm_operator.shards.buckets import Outputs, spread
 from batchllm_operator.shards.outputs import model_name, output_schema
 from batchllm_operator.shards.parts import PartEntry, errors_in, part_schema, read_ledger
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.storage import Folder, ahead, together
+from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.streams import ahead, batches_of
 
 _ROWS_AT_ONCE: Final = 1 << 13
 _TOKENS_AT_ONCE: Final = 1 << 19  # some 2 MiB of text
@@ -46,17 +48,15 @@ class FinishedShard:
             readers = (pq.ParquetFile(pa.BufferReader(file)) for file in files)
             return pa.concat_tables(each.read(list(columns), use_threads=False) for each in readers)
 
-        return ahead(together(self.entries, _fullness), read)
+        rows = (_ROWS_AT_ONCE, attrgetter("num_rows"))
+        tokens = (_TOKENS_AT_ONCE, attrgetter("num_output_tokens"))
+        return ahead(batches_of(self.entries, rows, tokens), read)
 
     def failed(self) -> Iterator[tuple[RowError, list[int]]]:
         """The error and the rows of each failed request; reads the parts that have some."""
         entries = [entry for entry in self.entries if entry.num_failed_rows]
         for part in replace(self, entries=entries).parts(["row_idxs", "error"]):
             yield from errors_in(part)
-
-
-def _fullness(entry: PartEntry) -> float:
-    return max(entry.num_rows / _ROWS_AT_ONCE, entry.num_output_tokens / _TOKENS_AT_ONCE)
 
 
 def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.Table]:

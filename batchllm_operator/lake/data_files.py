@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake.stored_columns import StoredColumns
-from batchllm_operator.storage.many_files import ahead
+from batchllm_operator.streams import ahead
 
 MAX_GROUP_BYTES: Final = 128 << 20
 """Every group but the last has at least half of this, unless memory is the limit: see

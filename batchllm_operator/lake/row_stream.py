@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from operator import and_
+from operator import and_, attrgetter
 from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pds
 import pyarrow.parquet as pq
+
+from batchllm_operator.streams import batches_of
 
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_ROWS: Final = 4096
@@ -132,23 +134,15 @@ def joined(
 
     Those of many small files are small, and each costs as much as hundreds of rows.
     """
-    pieces: list[pa.RecordBatch] = []
-    num_rows = num_bytes = 0
-    for piece in batches:
-        too_large = num_bytes + piece.nbytes > most_bytes
-        if pieces and (too_large or num_rows + piece.num_rows > _BATCH_ROWS):
-            batch = _one(pieces)
-            pieces, num_rows, num_bytes = [], 0, 0  # not held while the caller has the batch
-            yield batch
-        pieces.append(piece)
-        num_rows += piece.num_rows
-        num_bytes += piece.nbytes
-    if pieces:
-        yield _one(pieces)
+    rows, size = (_BATCH_ROWS, attrgetter("num_rows")), (most_bytes, attrgetter("nbytes"))
+    yield from map(_one, batches_of(batches, rows, size))
 
 
-def _one(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """All in one; empties the list, so that only the caller holds them."""
+    batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+    batches.clear()
+    return batch
 
 
 def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,7 +16,6 @@ import numpy.typing as npt
 from batchllm_operator.plan.cut import Cut
 from batchllm_operator.plan.estimate import Target, estimate_cost
 from batchllm_operator.plan.group_lengths import hash_prefixes
-from batchllm_operator.plan.neighbours import side_by_side
 from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
 from batchllm_operator.prefixes import (
     PrefixGroups,
@@ -26,7 +27,6 @@ from batchllm_operator.prefixes import (
     order_groups_by_subtree,
     split_groups,
 )
-from batchllm_operator.prefixes.search.prefix_search import Advance
 from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import CostEstimate, ShardInfo
@@ -35,6 +35,8 @@ from batchllm_operator.stored_plan.shard_files import TakeOut, shard_file, write
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner
 
+_AT_ONCE: Final = 2
+"""Shards that are written at a time, on any machine: each holds parts of itself in memory."""
 _STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "shards cut")
 
 
@@ -200,8 +202,15 @@ def _write_files(
 ) -> list[int]:
     """Write the groups of each shard to its file; returns the number of parts of each."""
     cut, first_groups = arrangement.cut, arrangement.group_bounds
+    one_at_a_time, stopped = Lock(), Event()
 
-    def write(shard_idx: int, written: Advance) -> int:
+    def written(num_requests: int) -> None:
+        if stopped.is_set():
+            raise CancelledError
+        with one_at_a_time:
+            progress.advance(num_requests)
+
+    def write(shard_idx: int) -> int:
         shard = shards[shard_idx]
         return write_shard(
             scratch / shard_file(shard_idx),
@@ -217,5 +226,17 @@ def _write_files(
             written=written,
         )
 
-    with Progress("write shards", len(requests), unit="requests", announce=False) as progress:
-        return side_by_side(write, len(shards), progress.advance)
+    with (
+        Progress("write shards", len(requests), unit="requests", announce=False) as progress,
+        ThreadPoolExecutor(_AT_ONCE, "batchllm-shards") as threads,
+    ):
+        files = [threads.submit(write, shard_idx) for shard_idx in range(len(shards))]
+        try:
+            ended, _ = wait(files, return_when=FIRST_EXCEPTION)
+            for file in ended:
+                file.result()
+        except BaseException:
+            stopped.set()  # the other one ends with its part
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [file.result() for file in files]

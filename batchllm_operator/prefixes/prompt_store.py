@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.jit import compiled
 from batchllm_operator.prefixes.token_table import TokenTable
+from batchllm_operator.streams import ahead
 
 CHUNK_TOKENS = 1 << 21
 """Tokens per chunk when all are read: 8 MiB."""
@@ -189,14 +188,7 @@ def read_ahead(
     most: int = _READ_AHEAD,
 ) -> Iterator[TokenTable]:
     """`prompts.prefixes` of each (idxs, num_tokens), with the next `most` prefetched."""
-    with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="read-ahead") as readers:
-        ahead: deque[Future[TokenTable]] = deque()
-        for idxs, num_tokens in wanted:
-            ahead.append(readers.submit(prompts.prefixes, idxs, num_tokens))
-            if len(ahead) > most:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    return ahead(wanted, lambda each: prompts.prefixes(*each), num_threads=_READERS, most=most)
 
 
 def chunks(num_tokens: NDArray[Any], most: int = CHUNK_TOKENS) -> Iterator[slice]:

@@ -31,9 +31,9 @@ from batchllm_operator.shards.progress import (
     ShardProgress,
 )
 from batchllm_operator.shards.report import REPORT_FILE, ShardReport, require_report
-from batchllm_operator.storage import ahead
 from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.streams import ahead
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32

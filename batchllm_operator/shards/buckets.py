@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.storage import ahead, together
+from batchllm_operator.streams import ahead, batches_of
 
 BUCKET_ROWS: Final = 1 << 16
 _MAX_BUCKETS: Final = 256
@@ -92,11 +93,9 @@ def _read_bucket(path: Path) -> pa.Table:
 def _merged(sources: Sequence[Outputs], names: Sequence[str]) -> Iterator[pa.Table]:
     """The parts of all sources; small ones are merged, as each costs as much as a large one."""
     parts = (part for source in sources for part in source.parts(["row_idxs", *names]))
-    return map(pa.concat_tables, together(parts, _fullness))
-
-
-def _fullness(part: pa.Table) -> float:
-    return float(max(part.num_rows / _SLICE_ROWS, part.get_total_buffer_size() / _SLICE_BYTES))
+    rows = (_SLICE_ROWS, attrgetter("num_rows"))
+    size = (_SLICE_BYTES, pa.Table.get_total_buffer_size)
+    yield from map(pa.concat_tables, batches_of(parts, rows, size))
 
 
 def one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:

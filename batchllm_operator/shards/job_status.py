@@ -20,7 +20,6 @@ from batchllm_operator.shards.status import (
     worker_statuses,
 )
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.storage import ahead
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
 from batchllm_operator.stored_plan.run_report import Bill
 from batchllm_operator.stored_plan.stored_plan import (
@@ -29,6 +28,7 @@ from batchllm_operator.stored_plan.stored_plan import (
     job_folder,
     turn_of,
 )
+from batchllm_operator.streams import ahead
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32

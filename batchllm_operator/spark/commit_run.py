@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,9 +35,10 @@ from batchllm_operator.spark.live import counted
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
-from batchllm_operator.storage import Folder, together
+from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.streams import batches_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -110,7 +112,7 @@ def _payloads(sources: Sequence[FinishedShard | ReusedOutputs]) -> Iterator[byte
         if isinstance(source, ReusedOutputs):
             yield json.dumps({"reused": source.plan.folder.uri}).encode()
             continue
-        for entries in together(source.entries, lambda entry: entry.num_rows / _TASK_ROWS):
+        for entries in batches_of(source.entries, (_TASK_ROWS, attrgetter("num_rows"))):
             yield _payload(source.folder, entries)
 
 

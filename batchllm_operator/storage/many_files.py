@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +18,6 @@ _NUM_THREADS: Final = 8
 _MOST_AT_ONCE: Final = 16
 """Files per task: a task costs as much as reading a small file from local disk."""
 
-Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -77,42 +75,6 @@ def remove_files(folder: Folder, names: Iterable[str]) -> None:
         for path in [*sorted(above, key=len, reverse=True), ""]:
             with suppress(OSError):  # it isn't empty, or is gone
                 Path(folder.full_path(path)).rmdir()
-
-
-def ahead(
-    items: Iterable[Item], work: Callable[[Item], T], *, num_threads: int = _NUM_THREADS
-) -> Iterator[T]:
-    """`map(work, items)` on threads, a few items ahead of the caller.
-
-    Errors of `work` are raised in the items' order; a caller that stops early
-    waits for running calls.
-    """
-    with ThreadPoolExecutor(num_threads, "batchllm-ahead") as pool:
-        under_way: deque[Future[T]] = deque()
-        try:
-            for item in items:
-                under_way.append(pool.submit(work, item))
-                if len(under_way) > num_threads:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for each in under_way:
-                each.cancel()
-
-
-def together(items: Iterable[Item], fullness: Callable[[Item], float]) -> Iterator[list[Item]]:
-    """Consecutive items in lists; a list ends with the item that makes it full (1)."""
-    chosen: list[Item] = []
-    full = 0.0
-    for item in items:
-        chosen.append(item)
-        full += fullness(item)
-        if full >= 1:
-            yield chosen
-            chosen, full = [], 0.0
-    if chosen:
-        yield chosen
 
 
 def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:

@@ -42,7 +42,7 @@ from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snaps
 from batchllm_operator.spec import FilterTerm
 from batchllm_operator.storage.conditional_writes import check_conditional_writes
 from batchllm_operator.storage.folder import Folder
-from batchllm_operator.storage.many_files import ahead
+from batchllm_operator.streams import ahead
 
 DATA_FILE: Final = "data.parquet"
 _LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from batchllm_operator.amounts import counted
 from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined
 from batchllm_operator.plan.earlier_outputs import Reuse
-from batchllm_operator.plan.neighbours import OneBehind, one_ahead
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.broken_text import check_text, describe_key
 from batchllm_operator.plan.rows.doubled_start import warn_of_doubled_start
@@ -29,6 +28,7 @@ from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD
+from batchllm_operator.streams import ahead, one_ahead
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
@@ -72,6 +72,17 @@ class Rows:
         """Estimates for each prompt, if a column holds them: int64 [num_prompts]."""
         return np.concatenate(self.estimates) if self.estimates else None
 
+    def add(self, piece: Tokenized) -> None:
+        """Count and keep the next rows."""
+        self.num_rows += piece.num_rows
+        self.num_control += piece.num_control
+        self.num_truncated += piece.num_truncated
+        self.prompts.append(piece.tokens)
+        self.search.add(piece.tokens)
+        self.prompted.append(piece.row_idxs)
+        if piece.estimates is not None:
+            self.estimates.append(piece.estimates)
+
 
 def read_rows(
     spec: JobSpec,
@@ -95,17 +106,21 @@ def read_rows(
         open_rows_file(path, spec, snapshot.schema) as writer,
         Progress("read and tokenize", snapshot.num_rows) as progress,
         one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as scanned,
-        OneBehind() as keeper,
     ):
+        # Reading, tokenizing and keeping run side by side: memory holds three batches.
         batches = checked(spec, joined(scanned), where, stored=stored)
-        for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
+        made = tokenize(spec, batches, tokenizer, adapters, rows.reuse)
+
+        def keep(piece: Tokenized) -> int:
             if rows.num_rows == 0:
-                warn_of_doubled_start(spec, found.tokens, tokenizer)
-            rows.num_rows += found.num_rows
-            rows.num_control += found.num_control
-            rows.num_truncated += found.num_truncated
-            keeper.run(_keep, rows, found, writer)
-            progress.advance(found.num_rows, counted(rows.prompts.num_tokens, "token"))
+                warn_of_doubled_start(spec, piece.tokens, tokenizer)
+            rows.add(piece)
+            if piece.kept is not None:
+                writer.write_table(piece.kept)
+            return piece.num_rows
+
+        for num_rows in ahead(made, keep, num_threads=1):
+            progress.advance(num_rows, counted(rows.prompts.num_tokens, "token"))
         progress.complete()  # a filter may skip rows
     if rows.reuse is not None:
         rows.reuse.finish(rows.num_rows)
@@ -248,13 +263,3 @@ def _choose(
     expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
     counts = (prompts.num_control, prompts.num_truncated)
     return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors, *counts)
-
-
-def _keep(rows: Rows, found: Tokenized, writer: pq.ParquetWriter) -> None:
-    rows.prompts.append(found.tokens)
-    rows.search.add(found.tokens)
-    rows.prompted.append(found.row_idxs)
-    if found.estimates is not None:
-        rows.estimates.append(found.estimates)
-    if found.kept is not None:
-        writer.write_table(found.kept)
