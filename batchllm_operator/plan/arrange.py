@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from threading import Event, Lock
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.plan.cut import Cut
-from batchllm_operator.plan.estimate import Target, estimate_cost
+from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.group_lengths import hash_prefixes
 from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
 from batchllm_operator.prefixes import (
@@ -29,14 +25,7 @@ from batchllm_operator.prefixes import (
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import CostEstimate, ShardInfo
-from batchllm_operator.stored_plan.shard_files import TakeOut, shard_file, write_shard
 
-if TYPE_CHECKING:
-    from batchllm_operator.plan.replicas import ReplicaPlanner
-
-_AT_ONCE: Final = 2
-"""Shards that are written at a time, on any machine: each holds parts of itself in memory."""
 _STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "shards cut")
 
 
@@ -127,116 +116,3 @@ def _split(
     order = order[np.argsort(shards[order], kind="stable")]
     origins = np.searchsorted(chosen.offsets, parts.offsets[order], side="right") - 1
     return parts.take(order), shards[order], origins
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenShards:
-    """The shards of a plan, in order."""
-
-    infos: tuple[ShardInfo, ...]
-    estimate: CostEstimate | None
-    """For all shards together."""
-
-
-def write_shards(
-    spec: JobSpec,
-    requests: Requests,
-    arrangement: Arrangement,
-    target: Target | None,
-    replicas: ReplicaPlanner | None,
-    scratch: Path,
-    take_out: TakeOut | None = None,
-    first_id: int = 0,
-) -> WrittenShards:
-    """Write the shards, and predict their time.
-
-    Args:
-        target: the GPU to predict it for, if any.
-        replicas: places the groups of each shard; None with one replica.
-        scratch: folder for the files.
-        take_out: see `write_shard`.
-        first_id: of the requests, and of the groups.
-    """
-    cut, decode_tokens = arrangement.cut, arrangement.decode_tokens
-    estimated = estimate_cost(
-        target, requests, decode_tokens, cut.work, cut.bounds, spec.engine.replicas
-    )
-    estimate, gpu_s = estimated or (None, None)
-    infos = []
-    shards = arrangement.shard_groups()
-    all_parts = _write_files(spec, requests, arrangement, shards, scratch, take_out, first_id)
-    num_prefill_tokens = cut.num_prefill_tokens.tolist()
-    for shard_idx, (groups, num_parts) in enumerate(zip(shards, all_parts, strict=True)):
-        placement = None
-        if replicas is not None:
-            begin, end = arrangement.group_bounds[shard_idx : shard_idx + 2]
-            costs = np.add.reduceat(cut.costs[groups.member_idxs], groups.offsets[:-1])
-            placement = replicas.place(
-                groups, requests.lengths, decode_tokens, costs, first_id + np.arange(begin, end)
-            )
-            if placement is not None and placement.measure:  # one shard's run measures
-                replicas = replace(replicas, wants_profile=False)
-        infos.append(
-            ShardInfo(
-                file=shard_file(shard_idx),
-                num_groups=len(groups),
-                num_requests=groups.num_prompts,
-                num_rows=int(requests.num_rows[groups.member_idxs].sum()),
-                num_parts=num_parts,
-                num_prefill_tokens=num_prefill_tokens[shard_idx],
-                predicted_gpu_s=None if gpu_s is None else float(gpu_s[shard_idx]),
-                replicas=placement,
-            )
-        )
-    return WrittenShards(tuple(infos), estimate)
-
-
-def _write_files(
-    spec: JobSpec,
-    requests: Requests,
-    arrangement: Arrangement,
-    shards: Sequence[PrefixGroups],
-    scratch: Path,
-    take_out: TakeOut | None,
-    first_id: int,
-) -> list[int]:
-    """Write the groups of each shard to its file; returns the number of parts of each."""
-    cut, first_groups = arrangement.cut, arrangement.group_bounds
-    one_at_a_time, stopped = Lock(), Event()
-
-    def written(num_requests: int) -> None:
-        if stopped.is_set():
-            raise CancelledError
-        with one_at_a_time:
-            progress.advance(num_requests)
-
-    def write(shard_idx: int) -> int:
-        shard = shards[shard_idx]
-        return write_shard(
-            scratch / shard_file(shard_idx),
-            requests,
-            request_idx_start=first_id + int(cut.bounds[shard_idx]),
-            request_idxs=shard.member_idxs,
-            group_ids=first_id
-            + np.repeat(np.arange(len(shard)) + first_groups[shard_idx], shard.sizes),
-            num_prefix_tokens=np.repeat(shard.num_prefix_tokens, shard.sizes),
-            num_output_tokens=arrangement.output_tokens[shard.member_idxs],
-            part_rows=spec.planner.part_rows,
-            take_out=take_out,
-            written=written,
-        )
-
-    with (
-        Progress("write shards", len(requests), unit="requests", announce=False) as progress,
-        ThreadPoolExecutor(_AT_ONCE, "batchllm-shards") as threads,
-    ):
-        files = [threads.submit(write, shard_idx) for shard_idx in range(len(shards))]
-        try:
-            ended, _ = wait(files, return_when=FIRST_EXCEPTION)
-            for file in ended:
-                file.result()
-        except BaseException:
-            stopped.set()  # the other one ends with its part
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
-        return [file.result() for file in files]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -13,11 +12,9 @@ import numpy.typing as npt
 from batchllm_operator.cost import BLOCK_SIZE, WorkArrays, prompt_work
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.plan.estimate import Target, work_costs
-from batchllm_operator.prefixes import RankedPrompts, Requests, cut_into_shards, imbalance
+from batchllm_operator.prefixes import RankedPrompts, Requests, cut_into_shards
 from batchllm_operator.spec import JobSpec
 
-_log = logging.getLogger(__name__)
-_WORTH_A_WARNING: Final = 1.2  # imbalance
 _SHARD_S: Final = 120.0
 """Short, so that workers end at about the same time; long beside the second that a claim takes."""
 _SHARD_TOKENS: Final = 1e6
@@ -50,17 +47,17 @@ class Cut:
         request_idxs: int64 [num_requests], by rank.
         bounds: int64 [num_shards + 1], ranks, from 0 to num_requests; no shard is empty.
         costs: float64 [num_requests], by request, by which shards are balanced.
+        shard_costs: float64 [num_shards], their sums.
         work: by rank, with what a shard's engine finds in its cache left out.
         num_optimal_tokens: prefill tokens if there were one shard only.
-        imbalance: cost of the costliest shard / mean cost.
     """
 
     request_idxs: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
+    shard_costs: npt.NDArray[np.float64]
     work: WorkArrays
     num_optimal_tokens: int
-    imbalance: float
 
     @classmethod
     def of(
@@ -90,16 +87,14 @@ class Cut:
         firsts = bounds[:-1]
         costs[firsts] += cut_costs[firsts]
         del usual, cut_costs  # a plan may have millions of requests
-        worst = imbalance(np.add.reduceat(costs, firsts))
-        if worst > _WORTH_A_WARNING:
-            _log.warning("the largest shard has %.2f times the average work", worst)
         cached = ranked.cached_tokens(requests.lengths, block_size_of(spec))
         num_optimal = int((lengths - cached).sum())
         cached[firsts] = 0
         by_request = np.empty_like(costs)
         by_request[idxs] = costs
         work = prompt_work(lengths, outputs, cached)
-        return cls(idxs, bounds, by_request, work, num_optimal, worst)
+        shard_costs = np.add.reduceat(costs, firsts)
+        return cls(idxs, bounds, by_request, shard_costs, work, num_optimal)
 
     @property
     def shard_of_request(self) -> npt.NDArray[np.int64]:
@@ -107,8 +102,3 @@ class Cut:
         shards = np.empty(len(self.request_idxs), dtype=np.int64)
         shards[self.request_idxs] = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
         return shards
-
-    @property
-    def num_prefill_tokens(self) -> npt.NDArray[np.int64]:
-        """Prefill tokens of each shard: int64 [num_shards]."""
-        return np.add.reduceat(self.work.num_prefill_tokens, self.bounds[:-1])

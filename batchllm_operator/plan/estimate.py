@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,6 @@ from batchllm_operator.cost import (
 )
 from batchllm_operator.errors import ModelError, PlanError
 from batchllm_operator.model import ModelFiles
-from batchllm_operator.prefixes import Requests
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import CostEstimate
 
@@ -110,59 +110,33 @@ def work_costs(
     return costs, cut_costs
 
 
-def estimate_cost(
-    target: Target | None,
-    requests: Requests,
-    output_tokens: npt.NDArray[np.int64],
-    work: WorkArrays,
-    bounds: npt.NDArray[np.int64],
-    num_replicas: int,
-) -> tuple[CostEstimate, npt.NDArray[np.float64]] | None:
+def estimate_work(
+    target: Target, works: Sequence[Work], unshared: Work, num_replicas: int
+) -> tuple[CostEstimate, list[float]] | None:
     """GPU time and price of the plan, and of the same rows without sharing.
 
     Args:
-        output_tokens: int64 [num_requests], estimates.
-        work: of the requests in the order of shards, without what they find in the cache.
-        bounds: int64 [num_shards + 1], of the shards in `work`; none is empty.
+        works: the work of each shard, without what its requests find in the cache.
+        unshared: the work of all rows, if each row's prompt were computed alone.
         num_replicas: engines that share a shard.
 
     Returns:
-        The estimate, and float64 [num_shards], each shard's part of its GPU seconds.
-        None without a target, and, with a note in the log, if the model doesn't fit.
+        The estimate, and each shard's part of its GPU seconds. None, with a note in the log, if the
+        model doesn't fit.
     """
-    if target is None:
-        return None
-    lengths, num_rows = requests.lengths, requests.num_rows
-    unshared = prompt_work(lengths, output_tokens).total(num_rows)
-    return estimate_work(target, work, work.total(), unshared, bounds, num_replicas)
-
-
-def estimate_work(
-    target: Target,
-    work: WorkArrays,
-    total: Work,
-    unshared: Work,
-    bounds: npt.NDArray[np.int64],
-    num_replicas: int,
-) -> tuple[CostEstimate, npt.NDArray[np.float64]] | None:
-    """See `estimate_cost`, of which it is the part that needs sums only.
-
-    Args:
-        total: of `work`.
-        unshared: that of all rows, if each row's prompt were computed alone.
-    """
+    total = sum(works, Work())
     num_saved = unshared.num_prefill_tokens - total.num_prefill_tokens
-    num_engines = (len(bounds) - 1) * num_replicas
     try:
-        estimate = _estimate(target, total, unshared, num_saved, num_engines)
+        estimate = _estimate(target, total, unshared, num_saved, len(works) * num_replicas)
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None
     # Rates add up to the whole except for the ramp, one per engine.
     rate = rates(total, target.model, target.gpu, target.limits)
     ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
-    parts = np.add.reduceat(work.nanoseconds(rate), bounds[:-1]) / 1e9 + ramp_s
-    return estimate, parts / (parts.sum() or 1.0) * estimate.gpu_s
+    counts = np.array([astuple(work)[:-1] for work in works], dtype=np.int64).reshape(-1, 5)
+    parts = WorkArrays(*counts.T).nanoseconds(rate) / 1e9 + ramp_s
+    return estimate, (parts / (parts.sum() or 1.0) * estimate.gpu_s).tolist()
 
 
 def _estimate(

@@ -13,11 +13,9 @@ from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, before, o
 from batchllm_operator.model import check_weights, with_models_sampling
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.adapters import RowAdapters
-from batchllm_operator.plan.rows.input_checks import (
-    check_input,
-    check_lengths,
-)
+from batchllm_operator.plan.rows.input_checks import check_input, check_lengths, describe_rows
 from batchllm_operator.plan.rows.output_checks import (
     check_apart,
     check_columns_fit,
@@ -55,6 +53,17 @@ class Given:
     target: Target | None
     replicas: ReplicaPlanner | None
     budget: MemoryBudget
+
+    @property
+    def where(self) -> str:
+        """Names the rows in errors that count them."""
+        return describe_rows(self.spec, self.table, self.snapshot)
+
+    @property
+    def range_planner(self) -> RangePlanner:
+        shares = self.answers.reason_against_sharing is None
+        learns = self.spec.planner.learns_output_tokens
+        return RangePlanner(self.spec, self.target, self.replicas, shares, writes_groups=learns)
 
     @property
     def adapter_versions(self) -> tuple[str, ...]:

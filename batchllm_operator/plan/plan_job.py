@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
 from datetime import date
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from batchllm_operator.amounts import counted
-from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
+from batchllm_operator.cost import Work
+from batchllm_operator.errors import StorageError
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
+from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
-from batchllm_operator.plan.group_lengths import write_groups
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.plan.output_lengths import learn_output_lengths
-from batchllm_operator.plan.rows.input_checks import (
-    check_rows,
-    describe_rows,
-)
+from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
+from batchllm_operator.plan.planned_range import PlannedRange
+from batchllm_operator.plan.rows.input_checks import check_rows
 from batchllm_operator.plan.rows.keys import check_keys
 from batchllm_operator.plan.rows.reading import Rows, read_rows
-from batchllm_operator.plan.scratch import open_scratch
-from batchllm_operator.prefixes import (
-    Advance,
-    PlanSharing,
-    PrefixSearch,
-    PromptStore,
-    RankedPrompts,
-    Requests,
-    describe_sharing,
-    make_requests,
-)
+from batchllm_operator.prefixes import Advance, PrefixSearch, PromptStore, imbalance
+from batchllm_operator.prefixes.sharing import merged
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.shards.parts import part_schema
@@ -49,25 +41,19 @@ from batchllm_operator.stored_plan.manifest import (
     MANIFEST_FILE,
     REUSED_FILE,
     ROWS_FILE,
-    CostEstimate,
     DataFile,
-    LearnedOutputs,
     PlanCounts,
     PlanManifest,
-    ShardInfo,
     compute_plan_id,
     describe_file,
 )
-from batchllm_operator.stored_plan.stored_plan import (
-    StoredPlan,
-    job_folder,
-)
-
-if TYPE_CHECKING:
-    pass
+from batchllm_operator.stored_plan.shard_files import shard_file
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
+_WORTH_A_WARNING: Final = 1.2  # imbalance
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | int) -> StoredPlan:
@@ -96,12 +82,32 @@ def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | in
     """
     given = find_given(load_spec(spec), str(ds))
     try:
-        with open_scratch() as scratch:
+        with _open_scratch() as scratch:
             return _build(given, scratch)
     except TokenIdsDifferError as error:  # it won't happen again
         _log.warning("%s: planning starts again", error)
-    with open_scratch() as scratch:  # not above: the error holds the first attempt's memory
+    with _open_scratch() as scratch:  # not above: the error holds the first attempt's memory
         return _build(given, scratch)
+
+
+@contextmanager
+def _open_scratch() -> Iterator[Path]:
+    """A new folder under `TMPDIR`, removed with its contents at the end of the context.
+
+    Raises:
+        StorageError: in place of the `OSError` of a full disk; says how to use another.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as scratch:
+        try:
+            yield Path(scratch)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise StorageError(
+                f"{scratch}: no room for the plan's temporary files"
+                f" ({os.strerror(error.errno)}); they have been removed; free some space, or set"
+                " TMPDIR to a folder on a larger disk"
+            ) from error
 
 
 def _build(given: Given, scratch: Path) -> StoredPlan:
@@ -110,56 +116,64 @@ def _build(given: Given, scratch: Path) -> StoredPlan:
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    spec, target, tokenizer, adapters = given.spec, given.target, given.tokenizer, given.adapters
+    spec, planner = given.spec, given.range_planner
     with ExitStack() as stack:
         rows, budget = _read(given, scratch, stack)
-        requests, ranked = _find_prefixes(given, rows)
-        where = describe_rows(spec, given.table, given.snapshot)
-        check_keys(scratch / ROWS_FILE, spec.input.key, where)
+        requests, ranked = planner.merge(
+            rows.prompts,
+            rows.search.finish(rows.prompts, _shown),
+            rows.row_idxs(),
+            rows.output_tokens(),
+        )
+        check_keys(scratch / ROWS_FILE, spec.input.key, given.where)
         learned = learn_output_lengths(spec, given.ds, budget)
-        classes = adapters.classes if adapters is not None else None
-        chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len, classes)
-        decode = tokenizer.decode if adapters is None else adapters.decode
-        sharing = describe_sharing(requests, chosen.groups, decode)
-        take_out = adapters.take_out if adapters is not None else None
-        shards = write_shards(spec, requests, chosen, target, given.replicas, scratch, take_out)
-    files = _write_files(spec, chosen, shards, scratch)
-    by_length = learned.by_length if learned is not None else None
-    counts = _counts(rows, requests, chosen)
-    content = PlanContent(
-        counts=counts,
-        files=files,
-        shards=shards.infos,
-        learned=by_length,
-        estimate=shards.estimate,
-        sharing=sharing,
-        imbalance=chosen.cut.imbalance,
-    )
-    manifest = describe_plan(given, content)
+        planned = planner.plan(requests, ranked, learned, given.tokenizer, given.adapters, scratch)
+    names = [ROWS_FILE, *(shard.file for shard in planned.shards)]
+    if spec.planner.learns_output_tokens:
+        names.append(GROUPS_FILE)
+    if spec.reuse_outputs:
+        names += [FINGERPRINTS_FILE, REUSED_FILE]
+    files = {name: describe_file(scratch / name) for name in names}
+    manifest = describe_plan(given, [planned], rows.counts, files, learned)
     return complete(manifest, lambda folder: _publish(folder, files, scratch))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanContent:
-    """What planning has made; see the fields of `PlanManifest`."""
+def describe_plan(
+    given: Given,
+    ranges: Sequence[PlannedRange],
+    row_counts: Mapping[str, int],
+    files: Mapping[str, DataFile],
+    learned: Learned | None,
+    row_parts: tuple[int, ...] = (),
+    num_twice: int = 0,
+) -> PlanManifest:
+    """The manifest of a plan of one or several ranges.
 
-    counts: PlanCounts
-    files: Mapping[str, DataFile]
-    shards: tuple[ShardInfo, ...]
-    learned: LearnedOutputs | None
-    estimate: CostEstimate | None
-    sharing: PlanSharing
-    imbalance: float
-    row_parts: tuple[int, ...] = ()
-
-
-def describe_plan(given: Given, content: PlanContent) -> PlanManifest:
-    """The manifest of a plan."""
-    spec, tokenizer = given.spec, given.tokenizer
-    versions = given.adapter_versions
+    Args:
+        row_counts: the fields of `PlanCounts` that reading rows tells.
+        row_parts: see `PlanManifest`.
+        num_twice: tokens that shards of two ranges compute, and one engine would compute once.
+    """
+    spec, tokenizer, versions = given.spec, given.tokenizer, given.adapter_versions
+    names = PlanCounts.model_fields
+    sums = {name: sum(each.counts.get(name, 0) for each in ranges) for name in names}
+    sums["num_optimal_tokens"] -= num_twice
+    counts = PlanCounts(**{**sums, **row_counts})
+    shards = [shard for each in ranges for shard in each.shards]
+    works = [work for each in ranges for work in each.works]
+    unshared = sum((each.unshared for each in ranges), Work())
+    predicted = None
+    if given.target is not None:
+        predicted = estimate_work(given.target, works, unshared, spec.engine.replicas)
+    estimate = None if predicted is None else predicted[0]
+    gpu_s = repeat(None) if predicted is None else predicted[1]
+    worst = imbalance(np.array([cost for each in ranges for cost in each.costs]))
+    if worst > _WORTH_A_WARNING:
+        _log.warning("the largest shard has %.2f times the average work", worst)
+    by_length = None if learned is None else learned.by_length
     return PlanManifest(
         plan_id=compute_plan_id(
-            spec, given.ds, tokenizer.model_version, content.files, content.learned, versions
+            spec, given.ds, tokenizer.model_version, files, by_length, versions
         ),
         spec=spec,
         ds=given.ds,
@@ -170,21 +184,18 @@ def describe_plan(given: Given, content: PlanContent) -> PlanManifest:
         adapter_versions=versions,
         max_model_len=tokenizer.max_model_len,
         answers=given.answers,
-        **{field.name: getattr(content, field.name) for field in fields(content)},
+        counts=counts,
+        learned=by_length,
+        estimate=estimate,
+        sharing=merged([each.sharing for each in ranges]),
+        imbalance=worst,
+        files=files,
+        row_parts=row_parts,
+        shards=tuple(
+            shard.model_copy(update={"file": shard_file(idx), "predicted_gpu_s": seconds})
+            for idx, (shard, seconds) in enumerate(zip(shards, gpu_s, strict=False))
+        ),
     )
-
-
-def _write_files(
-    spec: JobSpec, chosen: Arrangement, shards: WrittenShards, scratch: Path
-) -> dict[str, DataFile]:
-    """The plan's data files, all in `scratch`; writes that of the groups."""
-    names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
-    if spec.planner.learns_output_tokens:
-        write_groups(scratch / GROUPS_FILE, chosen.prefix_hashes)
-        names.append(GROUPS_FILE)
-    if spec.reuse_outputs:
-        names += [FINGERPRINTS_FILE, REUSED_FILE]
-    return {name: describe_file(scratch / name) for name in names}
 
 
 def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
@@ -198,38 +209,15 @@ def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBu
     if not spec.input.filter:  # a filter may skip any number of rows
         budget.check(snapshot.num_rows)
     rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
-    path = scratch / ROWS_FILE
-    read_rows(
-        spec, given.table, snapshot, given.tokenizer, rows, path, given.adapters, given.stored
-    )
+    read_rows(given, rows, scratch / ROWS_FILE)
     written = WrittenRows(Folder.open(str(scratch)), [ROWS_FILE], spec.input.key)
-    check_rows(spec, rows.num_rows, rows.num_rejected, given.table, snapshot, written)
-    warn_of_control_tokens(spec, rows.num_control)
+    check_rows(given, rows.counts, written)
     budget.check(rows.num_rows)
     return rows, budget
 
 
-def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
-    return PlanCounts(
-        num_rows=rows.num_rows,
-        num_rejected_rows=rows.num_rejected,
-        num_duplicate_rows=len(rows.prompts) - len(requests),
-        num_requests=len(requests),
-        num_groups=len(chosen.groups),
-        num_shared_groups=int(np.count_nonzero(chosen.groups.sizes > 1)),
-        num_logical_tokens=rows.prompts.num_tokens,
-        num_planned_tokens=int(chosen.cut.num_prefill_tokens.sum()),
-        num_optimal_tokens=chosen.cut.num_optimal_tokens,
-        num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
-        num_exact_saved_tokens=chosen.num_exact_saved_tokens,
-        num_reused_rows=rows.num_reused,
-        num_control_rows=rows.num_control,
-        num_truncated_rows=rows.num_truncated,
-    )
-
-
 def _open_reuse(given: Given, scratch: Path) -> Reuse:
-    """Copy and load the indexes for reuse."""
+    """The outputs that may be reused."""
     spec, tokenizer = given.spec, given.tokenizer
     identity = reuse_identity(
         spec,
@@ -247,35 +235,6 @@ def _shown(name: str, total: int) -> Iterator[Advance]:
     """Shows the progress of a phase of the prefix search."""
     with Progress(f"{name} prompts", total, unit="prompts", announce=False) as progress:
         yield progress.advance
-
-
-def _find_prefixes(given: Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
-    """Sort the prompts, and merge equal ones into one request."""
-    ranked, merge = rows.search.finish(rows.prompts, _shown), given.spec.sampling.is_greedy
-    requests, ranked = make_requests(
-        rows.prompts, ranked, rows.row_idxs(), rows.output_tokens(), merge=merge
-    )
-    if given.answers.reason_against_sharing is not None:
-        ranked = ranked.apart()
-    return requests, ranked
-
-
-def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:
-    """Log how many rows spell a control token of the model, and what becomes of it."""
-    mode, spelling_rows = spec.prompt.control_mode, counted(num_rows, "row spells", "rows spell")
-    if num_rows and mode == "keep":
-        _log.warning(
-            "%s control tokens of the model, which stay control tokens: a row can end its turn and"
-            " begin another; prompt.special_tokens: text makes ordinary text of them",
-            spelling_rows,
-        )
-    elif num_rows:
-        fate = "in its prompt they are ordinary text" if mode == "text" else "such a row fails"
-        _log.info(
-            "%s control tokens of the model; %s (prompt.special_tokens)",
-            spelling_rows,
-            fate,
-        )
 
 
 def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path) -> None:

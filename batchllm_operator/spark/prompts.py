@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,13 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
+from batchllm_operator.plan.output_lengths import Learned
+from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.reading import Tokenized, checked, open_rows_file, tokenize
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.ranges import Place, Ranges, key_array, keys_of
 from batchllm_operator.spark.reading import Part, Reading
-from batchllm_operator.spark.staging import Staging, scratch_folder
+from batchllm_operator.spark.staging import StagedFile, Staging, scratch_folder
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
+from batchllm_operator.stored_plan.counts import Frozen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -52,7 +54,7 @@ _DIFFERS: Final = b""
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What each task that makes prompts is given."""
+    """What each task is given that makes prompts or plans a range."""
 
     reading: Reading
     numbers: RowNumbers
@@ -62,6 +64,20 @@ class Task:
     """Names the rows in errors."""
     is_exact: bool
     """Whether prompts are encoded without the fast library, whose ids have differed before."""
+    planner: RangePlanner
+    learned: Learned | None
+
+
+class PartResult(Frozen):
+    """What the task of a part says."""
+
+    number: int
+    file: StagedFile
+    """The part's rows."""
+    counts: dict[str, int]
+    """Fields of `PlanCounts` that reading rows tells."""
+    differs: bool
+    """Whether token ids of the fast library differ."""
 
 
 def draw_sample(
@@ -192,9 +208,8 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
             differs = True
         writer.close()
         file = task.staging.publish(path, "rows", num_rows)
-    result = {"part": part.number, "file": file.model_dump(mode="json"), "differs": differs}
-    result["counts"] = counts
-    row = {"range": len(task.ranges), "head": b"", "key": json.dumps(result).encode()}
+    result = PartResult(number=part.number, file=file, counts=counts, differs=differs)
+    row = {"range": len(task.ranges), "head": b"", "key": result.model_dump_json().encode()}
     row |= {"place": part.number, "output_tokens": 0}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from support.answers_job import asking
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
-from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu, predict, prompt_work
+from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, Work, find_gpu, predict, prompt_work
 from batchllm_operator.errors import SpecError
-from batchllm_operator.plan.estimate import Target, estimate_cost, find_target, work_costs
+from batchllm_operator.plan.estimate import Target, estimate_work, find_target, work_costs
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.prefixes import Requests, TokenTable, cut_into_shards, imbalance
+from batchllm_operator.prefixes import cut_into_shards, imbalance
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -193,7 +193,7 @@ def test_the_shards_of_a_plan_add_up_to_its_estimate(
 
 
 @given(
-    sizes=st.lists(st.integers(1, 6), max_size=12),
+    num_shards=st.integers(0, 12),
     num_replicas=st.integers(1, 4),
     limits=st.sampled_from(
         [
@@ -206,26 +206,20 @@ def test_the_shards_of_a_plan_add_up_to_its_estimate(
     seed=st.integers(0, 99),
 )
 def test_the_parts_of_any_estimate_add_up_to_it(
-    sizes: list[int], num_replicas: int, limits: EngineLimits, seed: int
+    num_shards: int, num_replicas: int, limits: EngineLimits, seed: int
 ) -> None:
     generator = np.random.default_rng(seed)
-    num = sum(sizes)
-    lengths, outputs = generator.integers(31, 5000, num), generator.integers(1, 300, num)
-    rows = np.concatenate([[0], np.cumsum(generator.integers(1, 4, num))]).astype(np.int64)
-    requests = Requests(TokenTable.from_lists([]), np.arange(num), lengths, rows, rows)
-    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    found = estimate_cost(
-        dataclasses.replace(TARGET, limits=limits),
-        requests,
-        outputs,
-        prompt_work(lengths, outputs, generator.integers(0, 31, num)),
-        bounds,
-        num_replicas,
-    )
-    assert found is not None
-    estimate, parts = found
-    assert len(parts) == len(sizes)
-    assert (parts > 0).all()
+    works, unshared = [], Work()
+    for num in generator.integers(1, 6, num_shards):
+        lengths, outputs = generator.integers(31, 5000, num), generator.integers(1, 300, num)
+        works.append(prompt_work(lengths, outputs, generator.integers(0, 31, num)).total())
+        unshared += prompt_work(lengths, outputs).total(generator.integers(1, 4, num))
+    target = dataclasses.replace(TARGET, limits=limits)
+    estimated = estimate_work(target, works, unshared, num_replicas)
+    assert estimated is not None
+    estimate, parts = estimated
+    assert len(parts) == num_shards
+    assert all(part > 0 for part in parts)
     assert math.fsum(parts) == pytest.approx(estimate.gpu_s, rel=1e-12)
 
 

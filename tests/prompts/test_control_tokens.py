@@ -16,7 +16,7 @@ from support.prompt_texts import family
 from support.tokenizer_families import FAMILIES
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from batchllm_operator.plan.plan_job import warn_of_control_tokens
+from batchllm_operator.plan.rows.input_checks import warn_of_control_tokens
 from batchllm_operator.prompts import load_tokenizer, renderer_of
 from batchllm_operator.prompts.control_tokens import MARK, ControlTokens, Spellings
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder

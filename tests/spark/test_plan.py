@@ -356,7 +356,7 @@ def test_wrong_ids_of_the_fast_tokenizer(
     work = getattr(stage, where)
 
     def first_differ(*args: Any, **options: Any) -> Any:
-        is_exact = args[1].task.is_exact if where == "plan_ranges" else options["is_exact"]
+        is_exact = args[1].is_exact if where == "plan_ranges" else options["is_exact"]
         tried.append(is_exact)
         if not is_exact:
             raise TokenIdsDifferError("a sample's token ids differ")
@@ -392,7 +392,8 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
     one_range = ranges.Ranges((), (None,))
     staging = Staging.beside(spec, DS)
     Folder.open(staging.uri).write_bytes(OPEN_FILE, b"")
-    task = prompts.Task(of_task, numbers, staging, one_range, "table", is_exact=False)
+    planner = given.range_planner
+    task = prompts.Task(of_task, numbers, staging, one_range, "table", False, planner, None)
     (batch,) = prompts._made(task, part)
     assert json.loads(batch["key"][0].as_py())["differs"]
     staging.close()

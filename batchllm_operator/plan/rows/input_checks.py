@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
@@ -29,6 +29,9 @@ from batchllm_operator.shards.row_errors import (
 )
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.row_keys import check_key_types
+
+if TYPE_CHECKING:
+    from batchllm_operator.plan.given import Given
 
 _MAX_NAMED: Final = 3  # partitions
 _IS_A_TIME: Final = re.compile(r"(19|20|21)[0-9]{2}[-_/]?([0-9]{2}|[WwQq][0-9])")
@@ -278,22 +281,21 @@ def _has_form(name: str, form: str) -> bool:
         return False
 
 
-def check_rows(
-    spec: JobSpec,
-    num_rows: int,
-    num_rejected: int,
-    table: LakeTable,
-    snapshot: Snapshot,
-    written: WrittenRows,
-) -> None:
+def check_rows(given: Given, row_counts: Mapping[str, int], written: WrittenRows) -> None:
     """Refuse an empty partition if the spec says so; warn of rows without a prompt.
+
+    Args:
+        row_counts: the fields of `PlanCounts` that reading rows tells.
+        written: the rows that were read.
 
     Raises:
         EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
         FailedRowsError: there are more such rows than the spec allows.
     """
+    spec, num_rows = given.spec, row_counts["num_rows"]
+    num_rejected = row_counts["num_rejected_rows"]
     if num_rows == 0:
-        reason = describe_empty(spec, table, snapshot)
+        reason = describe_empty(spec, given.table, given.snapshot)
         if spec.on_empty == "fail":
             raise EmptyPartitionError(f"{reason} (on_empty: fail)")
         _log.warning("%s: an empty partition will be committed", reason)
@@ -314,4 +316,23 @@ def check_rows(
             verdict="no plan was made",
             cure="To generate for the other rows all the same, raise max_failed_fraction in the"
             " spec, and plan again",
+        )
+    warn_of_control_tokens(spec, row_counts["num_control_rows"])
+
+
+def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:
+    """Log how many rows spell a control token of the model, and what becomes of it."""
+    mode, spelling_rows = spec.prompt.control_mode, counted(num_rows, "row spells", "rows spell")
+    if num_rows and mode == "keep":
+        _log.warning(
+            "%s control tokens of the model, which stay control tokens: a row can end its turn and"
+            " begin another; prompt.special_tokens: text makes ordinary text of them",
+            spelling_rows,
+        )
+    elif num_rows:
+        fate = "in its prompt they are ordinary text" if mode == "text" else "such a row fails"
+        _log.info(
+            "%s control tokens of the model; %s (prompt.special_tokens)",
+            spelling_rows,
+            fate,
         )

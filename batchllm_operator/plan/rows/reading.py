@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined
+from batchllm_operator.lake import StoredColumns, joined
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.broken_text import check_text, describe_key
 from batchllm_operator.plan.rows.doubled_start import warn_of_doubled_start
-from batchllm_operator.plan.rows.input_checks import describe_rows
 from batchllm_operator.plan.rows.prompting import Prompter, Prompts
 from batchllm_operator.prefixes import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.progress import Progress
@@ -29,6 +28,9 @@ from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD
 from batchllm_operator.streams import ahead, one_ahead
+
+if TYPE_CHECKING:
+    from batchllm_operator.plan.given import Given
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
@@ -55,14 +57,16 @@ class Rows:
     """Rows of which a value was cut."""
 
     @property
-    def num_reused(self) -> int:
-        """Rows that reuse the output of an earlier commit."""
-        return 0 if self.reuse is None else self.reuse.num_rows
-
-    @property
-    def num_rejected(self) -> int:
-        """Rows that can't be prompted."""
-        return self.num_rows - self.num_reused - len(self.prompts)
+    def counts(self) -> dict[str, int]:
+        """Fields of `PlanCounts`."""
+        num_reused = 0 if self.reuse is None else self.reuse.num_rows
+        return {
+            "num_rows": self.num_rows,
+            "num_rejected_rows": self.num_rows - num_reused - len(self.prompts),
+            "num_reused_rows": num_reused,
+            "num_control_rows": self.num_control,
+            "num_truncated_rows": self.num_truncated,
+        }
 
     def row_idxs(self) -> npt.NDArray[np.int64]:
         """The row of each prompt: int64 [num_prompts]."""
@@ -84,16 +88,7 @@ class Rows:
             self.estimates.append(piece.estimates)
 
 
-def read_rows(
-    spec: JobSpec,
-    table: LakeTable,
-    snapshot: Snapshot,
-    tokenizer: Tokenizer,
-    rows: Rows,
-    path: Path,
-    adapters: RowAdapters | None = None,
-    stored: StoredColumns | None = None,
-) -> None:
+def read_rows(given: Given, rows: Rows, path: Path) -> None:
     """Read a table into the empty `rows`; write keys, carried columns and faults to a new file.
 
     Raises:
@@ -101,19 +96,20 @@ def read_rows(
         ModelError: the chat template refuses a prompt.
         OSError: the disk is full.
     """
-    where = describe_rows(spec, table, snapshot)
+    spec, snapshot = given.spec, given.snapshot
+    scan = given.table.scan(snapshot, spec.input_columns, spec.input.filter)
     with (
         open_rows_file(path, spec, snapshot.schema) as writer,
         Progress("read and tokenize", snapshot.num_rows) as progress,
-        one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as scanned,
+        one_ahead(scan) as scanned,
     ):
         # Reading, tokenizing and keeping run side by side: memory holds three batches.
-        batches = checked(spec, joined(scanned), where, stored=stored)
-        made = tokenize(spec, batches, tokenizer, adapters, rows.reuse)
+        batches = checked(spec, joined(scanned), given.where, stored=given.stored)
+        made = tokenize(spec, batches, given.tokenizer, given.adapters, rows.reuse)
 
         def keep(piece: Tokenized) -> int:
             if rows.num_rows == 0:
-                warn_of_doubled_start(spec, piece.tokens, tokenizer)
+                warn_of_doubled_start(spec, piece.tokens, given.tokenizer)
             rows.add(piece)
             if piece.kept is not None:
                 writer.write_table(piece.kept)

@@ -1,0 +1,234 @@
+"""Plans a range of sorted prompts: all of a job in one process, or those of a task of Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchllm_operator.cost import Work, WorkArrays, prompt_work
+from batchllm_operator.plan.arrange import Arrangement, arrange
+from batchllm_operator.plan.estimate import Target
+from batchllm_operator.plan.group_lengths import write_groups
+from batchllm_operator.plan.output_lengths import Learned
+from batchllm_operator.plan.rows.adapters import RowAdapters
+from batchllm_operator.prefixes import (
+    PlanSharing,
+    PrefixGroups,
+    PromptStore,
+    RankedPrompts,
+    Requests,
+    describe_sharing,
+    make_requests,
+)
+from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import Tokenizer
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.counts import Frozen
+from batchllm_operator.stored_plan.manifest import GROUPS_FILE, ReplicaPlacement, ShardInfo
+from batchllm_operator.stored_plan.shard_files import shard_file, write_shard
+
+if TYPE_CHECKING:
+    from batchllm_operator.plan.replicas import ReplicaPlanner
+
+_AT_ONCE: Final = 2
+"""Shards that are written at a time, on any machine: each holds parts of itself in memory."""
+
+
+class PlannedRange(Frozen):
+    """What the manifest needs to know of a range; ranges add up to a plan."""
+
+    num_prompts: int
+    """Rows that have a request; equal prompts share one."""
+    counts: dict[str, int]
+    """Fields of `PlanCounts`, but those that reading rows tells."""
+    sharing: PlanSharing
+    shards: tuple[ShardInfo, ...]
+    """As in a plan of this range alone, and without a predicted time."""
+    works: tuple[Work, ...]
+    """The work of each shard."""
+    costs: tuple[float, ...]
+    """The cost of each shard, by which shards are balanced."""
+    unshared: Work
+    """The work of all rows, if each row's prompt were computed alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RangePlanner:
+    """What planning a range takes beside its prompts; it travels to tasks.
+
+    Attributes:
+        spec: the job's, with the range's number of shards.
+        target: the GPU whose time is balanced and predicted.
+        replicas: places the groups of each shard; None with one replica.
+        shares_prefixes: False for a model whose prompts can't share a prefix.
+        writes_groups: whether later plans may learn from this one by group.
+    """
+
+    spec: JobSpec
+    target: Target | None
+    replicas: ReplicaPlanner | None
+    shares_prefixes: bool
+    writes_groups: bool
+
+    def merge(
+        self,
+        prompts: PromptStore,
+        ranked: RankedPrompts,
+        row_idxs: npt.NDArray[np.int64],
+        output_tokens: npt.NDArray[np.int64] | None,
+    ) -> tuple[Requests, RankedPrompts]:
+        """Merge equal prompts into one request, if their answers are equal; see `make_requests`."""
+        greedy = self.spec.sampling.is_greedy
+        requests, ranked = make_requests(prompts, ranked, row_idxs, output_tokens, merge=greedy)
+        return requests, ranked if self.shares_prefixes else ranked.apart()
+
+    def plan(
+        self,
+        requests: Requests,
+        ranked: RankedPrompts,
+        learned: Learned | None,
+        tokenizer: Tokenizer,
+        adapters: RowAdapters | None,
+        scratch: Path,
+        first_id: int = 0,
+    ) -> PlannedRange:
+        """Choose the groups, and write the shards' files.
+
+        Args:
+            requests: of the range; `ranked` has their prompts in order.
+            learned: output lengths from an earlier partition.
+            scratch: folder for the files.
+            first_id: of the requests, and of the groups.
+        """
+        spec, classes = self.spec, None if adapters is None else adapters.classes
+        length = tokenizer.max_model_len
+        chosen = arrange(spec, requests, ranked, learned, self.target, length, classes)
+        if self.writes_groups:
+            write_groups(scratch / GROUPS_FILE, chosen.prefix_hashes)
+        shards = chosen.shard_groups()
+        num_parts = _write_files(spec, requests, chosen, shards, adapters, scratch, first_id)
+        cut = chosen.cut
+        works = _shard_works(cut.work, cut.bounds)
+        placed = self._placements(requests, chosen, shards, first_id)
+        infos = [
+            ShardInfo(
+                file=shard_file(idx),
+                num_groups=len(groups),
+                num_requests=groups.num_prompts,
+                num_rows=int(requests.num_rows[groups.member_idxs].sum()),
+                num_parts=num_parts[idx],
+                num_prefill_tokens=works[idx].num_prefill_tokens,
+                replicas=placement,
+            )
+            for idx, (groups, placement) in enumerate(zip(shards, placed, strict=True))
+        ]
+        decode = tokenizer.decode if adapters is None else adapters.decode
+        return PlannedRange(
+            num_prompts=int(requests.num_rows.sum()),
+            counts=_counts(requests, chosen),
+            sharing=describe_sharing(requests, chosen.groups, decode),
+            shards=tuple(infos),
+            works=works,
+            costs=tuple(cut.shard_costs.tolist()),
+            unshared=prompt_work(requests.lengths, chosen.decode_tokens).total(requests.num_rows),
+        )
+
+    def _placements(
+        self,
+        requests: Requests,
+        chosen: Arrangement,
+        shards: list[PrefixGroups],
+        first_id: int,
+    ) -> Iterator[ReplicaPlacement | None]:
+        """How replicas share each shard, if there are several."""
+        planner, decode_tokens = self.replicas, chosen.decode_tokens
+        for groups, (begin, end) in zip(shards, pairwise(chosen.group_bounds), strict=True):
+            if planner is None:
+                yield None
+                continue
+            costs = np.add.reduceat(chosen.cut.costs[groups.member_idxs], groups.offsets[:-1])
+            ids = first_id + np.arange(begin, end)
+            placement = planner.place(groups, requests.lengths, decode_tokens, costs, ids)
+            if placement is not None and placement.measure:  # one shard's run measures
+                planner = replace(planner, wants_profile=False)
+            yield placement
+
+
+def _counts(requests: Requests, chosen: Arrangement) -> dict[str, int]:
+    return {
+        "num_duplicate_rows": int(requests.num_rows.sum()) - len(requests),
+        "num_requests": len(requests),
+        "num_groups": len(chosen.groups),
+        "num_shared_groups": int(np.count_nonzero(chosen.groups.sizes > 1)),
+        "num_logical_tokens": int((requests.lengths * requests.num_rows).sum()),
+        "num_planned_tokens": int(chosen.cut.work.num_prefill_tokens.sum()),
+        "num_optimal_tokens": chosen.cut.num_optimal_tokens,
+        "num_algorithm_1_saved_tokens": chosen.num_algorithm_1_saved_tokens,
+        "num_exact_saved_tokens": chosen.num_exact_saved_tokens,
+    }
+
+
+def _shard_works(work: WorkArrays, bounds: npt.NDArray[np.int64]) -> tuple[Work, ...]:
+    """The work of each shard: requests [bounds[s], bounds[s + 1])."""
+    firsts = bounds[:-1]
+    sums = [np.add.reduceat(getattr(work, field.name), firsts) for field in fields(WorkArrays)]
+    longest = np.maximum.reduceat(work.num_decode_tokens, firsts)
+    return tuple(Work(*counts) for counts in np.array([*sums, longest]).T.tolist())
+
+
+def _write_files(
+    spec: JobSpec,
+    requests: Requests,
+    chosen: Arrangement,
+    shards: list[PrefixGroups],
+    adapters: RowAdapters | None,
+    scratch: Path,
+    first_id: int,
+) -> list[int]:
+    """Write the groups of each shard to its file; returns the number of parts of each."""
+    one_at_a_time, stopped = Lock(), Event()
+
+    def written(num_requests: int) -> None:
+        if stopped.is_set():
+            raise CancelledError
+        with one_at_a_time:
+            progress.advance(num_requests)
+
+    def write(shard_idx: int) -> int:
+        groups = shards[shard_idx]
+        group_ids = np.arange(len(groups)) + first_id + chosen.group_bounds[shard_idx]
+        return write_shard(
+            scratch / shard_file(shard_idx),
+            requests,
+            request_idx_start=first_id + int(chosen.cut.bounds[shard_idx]),
+            request_idxs=groups.member_idxs,
+            group_ids=np.repeat(group_ids, groups.sizes),
+            num_prefix_tokens=np.repeat(groups.num_prefix_tokens, groups.sizes),
+            num_output_tokens=chosen.output_tokens[groups.member_idxs],
+            part_rows=spec.planner.part_rows,
+            take_out=None if adapters is None else adapters.take_out,
+            written=written,
+        )
+
+    with (
+        Progress("write shards", len(requests), unit="requests", announce=False) as progress,
+        ThreadPoolExecutor(_AT_ONCE, "batchllm-shards") as threads,
+    ):
+        files = [threads.submit(write, shard_idx) for shard_idx in range(len(shards))]
+        try:
+            ended, _ = wait(files, return_when=FIRST_EXCEPTION)
+            for file in ended:
+                file.result()
+        except BaseException:
+            stopped.set()  # the other one ends with its part
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [file.result() for file in files]

@@ -1,0 +1,175 @@
+"""The task of one range: from sorted prompts to the files of its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchllm_operator.plan.planned_range import PlannedRange, RangePlanner
+from batchllm_operator.prefixes import PromptStore, RankedPrompts, TokenTable
+from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.search.row_sort import num_equal
+from batchllm_operator.prompts import TokenIdsDifferError
+from batchllm_operator.spark.prompts import PartResult, Task
+from batchllm_operator.spark.ranges import keys_of, tokens_of
+from batchllm_operator.spark.staging import StagedFile, scratch_folder
+from batchllm_operator.spark.tasks import Batches, said, said_by
+from batchllm_operator.stored_plan.counts import Frozen
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_ID_BITS: Final = 32
+"""The range's number, shifted by this, is the first id of its requests and groups."""
+
+
+class RangeResult(Frozen):
+    """What the task of a range says."""
+
+    number: int
+    planned: PlannedRange
+    files: tuple[StagedFile, ...]
+    first: str
+    """The key of its first prompt, in hexadecimal digits."""
+    last: str
+
+
+def plan_ranges(prompts: DataFrame, task: Task) -> tuple[list[PartResult], list[RangeResult]]:
+    """Plan each range; returns what tasks say of parts and of ranges, both in order.
+
+    Raises:
+        TokenIdsDifferError: ids of the fast library differ.
+        BatchLLMError: see `tokenize`.
+    """
+
+    def plan(batches: Batches) -> Iterator[Any]:
+        batches = iter(batches)
+        first = next((batch for batch in batches if batch.num_rows), None)
+        if first is None:
+            return
+        batches = chain([first], batches)
+        number = first.column("range")[0].as_py()
+        if number == len(task.ranges):
+            for batch in batches:
+                yield said([b"P" + data for data in batch.column("key").to_pylist()])
+        else:
+            yield said([b"R" + _planned(task, number, batches).model_dump_json().encode()])
+
+    results = said_by(prompts, plan)
+    parts = [PartResult.model_validate_json(each[1:]) for each in results if each[:1] == b"P"]
+    ranges = [RangeResult.model_validate_json(each[1:]) for each in results if each[:1] == b"R"]
+    if any(part.differs for part in parts):
+        raise TokenIdsDifferError("a sample's token ids differ")
+    return (
+        sorted(parts, key=lambda part: part.number),
+        sorted(ranges, key=lambda planned: planned.number),
+    )
+
+
+def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> RangeResult:
+    """Write the range's shards."""
+    planner = _planner_of(task, number)
+    tokenizer, adapters = task.reading.tokenizer()
+    with scratch_folder() as scratch, PromptStore(scratch / "prompts.bin") as store:
+        prompts = _Sorted.read(batches, store)
+        ranked = RankedPrompts.from_exact(np.arange(len(store)), prompts.num_shared, store.lengths)
+        row_idxs = task.numbers.of(prompts.places)
+        requests, ranked = planner.merge(store, ranked, row_idxs, prompts.output_tokens)
+        first_id = number << _ID_BITS
+        planned = planner.plan(
+            requests, ranked, task.learned, tokenizer, adapters, scratch, first_id
+        )
+        files = tuple(
+            task.staging.publish(scratch / shard.file, "shard", shard.num_requests)
+            for shard in planned.shards
+        )
+    return RangeResult(
+        number=number,
+        planned=planned,
+        files=files,
+        first=prompts.first.hex(),
+        last=prompts.last.hex(),
+    )
+
+
+def _planner_of(task: Task, number: int) -> RangePlanner:
+    """The job's, with this range's number of shards."""
+    spec = task.planner.spec
+    planner = spec.planner.model_copy(update={"num_shards": task.ranges.num_shards[number]})
+    replicas = task.planner.replicas
+    if replicas is not None and number:  # one shard's run measures
+        replicas = replace(replicas, wants_profile=False)
+    spec = spec.model_copy(update={"planner": planner})
+    return replace(task.planner, spec=spec, replicas=replicas)
+
+
+@dataclass(slots=True)
+class _Sorted:
+    """Sorted prompts, as they were read.
+
+    Attributes:
+        num_shared: int64 [num_prompts], LCP of each with the one before.
+        places: int64 [num_prompts].
+        output_tokens: int64 [num_prompts], estimates, if a column holds them.
+        first, last: keys.
+    """
+
+    num_shared: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64] | None
+    first: bytes
+    last: bytes
+
+    @classmethod
+    def read(cls, batches: Iterator[pa.RecordBatch], store: PromptStore) -> _Sorted:
+        """Read them, at least one, into the empty `store`."""
+        shared, places, estimates = [], [], []
+        first = last = b""
+        before = np.zeros(0, dtype=np.int32)
+        for batch in batches:
+            if batch.num_rows == 0:
+                continue
+            tokens = _tokens(batch.column("key"))
+            shared.append(_num_shared(before, tokens.token_ids, tokens.offsets))
+            places.append(batch.column("place").to_numpy().copy())
+            estimates.append(batch.column("output_tokens").to_numpy().copy())
+            store.append(tokens)
+            begin, last = keys_of(tokens.take([0, len(tokens) - 1]))
+            first = first or begin
+            before = tokens.prompt(len(tokens) - 1)
+        expected = np.concatenate(estimates)
+        is_expected = bool(expected[0] >= 0)
+        return cls(
+            np.concatenate(shared),
+            np.concatenate(places),
+            expected if is_expected else None,
+            first,
+            last,
+        )
+
+
+def _tokens(keys: pa.Array) -> TokenTable:
+    whole = pa.concat_arrays([keys.cast(pa.large_binary())])  # begins where its buffers do
+    _, offsets, data = whole.buffers()
+    ends = np.frombuffer(offsets, dtype=np.int64)[whole.offset :][: len(whole) + 1]
+    return tokens_of(np.frombuffer(data or b"", dtype=np.uint8), ends)
+
+
+@compiled
+def _num_shared(
+    before: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """LCP of each prompt with the one before it; `before` is the one before the first."""
+    shared = np.empty(len(offsets) - 1, dtype=np.int64)
+    for idx in range(len(shared)):
+        prompt = token_ids[offsets[idx] : offsets[idx + 1]]
+        most = min(len(before), len(prompt))
+        shared[idx] = num_equal(before[:most], prompt[:most])
+        before = prompt
+    return shared
