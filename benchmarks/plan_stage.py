@@ -48,7 +48,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from batchllm_operator.demo.documents import demo_documents
-from batchllm_operator.plan import given
+from batchllm_operator.plan import given, planned_range
 from batchllm_operator.plan import plan_job as plan
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.plan.rows import reading as rows
@@ -198,11 +198,11 @@ def time_steps(spec: JobSpec) -> dict[str, float]:
         "- store": (PromptStore, "append"),
         "- add to search": (PrefixSearch, "add"),
         "- check text": (rows, "check_text"),
-        "sort prompts": (plan, "_find_prefixes"),
+        "sort prompts": (PrefixSearch, "finish"),
         "check keys": (plan, "check_keys"),
-        "choose groups": (plan, "arrange"),
-        "describe sharing": (plan, "describe_sharing"),
-        "write shards": (plan, "write_shards"),
+        "choose groups": (planned_range, "arrange"),
+        "describe sharing": (planned_range, "describe_sharing"),
+        "write shards": (planned_range, "_write_files"),
         "checksums": (plan, "describe_file"),
         "publish": (plan, "complete"),
     }

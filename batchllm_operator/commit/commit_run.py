@@ -35,7 +35,7 @@ from batchllm_operator.stored_plan.stored_plan import (
     StoredPlan,
     check_partition,
     check_publisher,
-    job_folder,
+    plan_folder,
 )
 
 WritePartition = Callable[
@@ -113,7 +113,7 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
     found = check_publisher(table, spec, ds)
     if found is None:
         raise TableError(f"table {table.uri}: partition {ds!r} has not been published")
-    return job_folder(spec, ds).child(f"plan-{found.plan_id}").uri
+    return plan_folder(spec, found).uri
 
 
 def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import LakeTable, before, open_table
+from batchllm_operator.lake import Publication, open_table
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.shards.committed import find_committed
@@ -36,7 +36,12 @@ from batchllm_operator.shards.reuse_index import (
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD, FINGERPRINTS_FILE, REUSED_FILE
 from batchllm_operator.stored_plan.row_groups import RowGroupWriter
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.stored_plan.stored_plan import (
+    StoredPlan,
+    check_publisher,
+    earlier_publications,
+    plan_folder,
+)
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES: Final = 1 << 20
@@ -152,35 +157,27 @@ def find_indexes(
         StorageError: the storage fails; planning without reuse would be expensive.
     """
     table = open_table(spec.output.uri, spec.input.partition_column)
-    found: list[ReuseIndex] = []
-    if (own := check_publisher(table, spec, ds)) is not None:
-        found += _open_index(spec, ds, own.plan_id, identity, budget, folder / "own.parquet")
-    for earlier in reversed(before(table.partitions(), ds)):
-        if (plan_id := _publisher(table, spec, earlier)) is None:
+    own = check_publisher(table, spec, ds)
+    indexes: list[ReuseIndex] = []
+    for published in (*filter(None, [own]), *earlier_publications(table, spec, ds)):
+        held = budget.holding(sum(index.num_bytes for index in indexes))
+        path = folder / f"{len(indexes)}.parquet"
+        index = _open_index(spec, published, identity, held, path)
+        if index is None or len(index.fingerprints) == 0:
             continue
-        held = budget.holding(sum(index.num_bytes for index in found))
-        index = _open_index(spec, earlier, plan_id, identity, held, folder / "earlier.parquet")
-        if any(len(each.fingerprints) == 0 for each in index):
-            continue
-        return found + index
-    return found
-
-
-def _publisher(table: LakeTable, spec: JobSpec, ds: str) -> str | None:
-    """The id of the plan that published an earlier partition; None if it isn't this job's."""
-    try:
-        found = check_publisher(table, spec, ds)
-    except TableError:
-        return None
-    return None if found is None else found.plan_id
+        indexes.append(index)
+        if published != own:
+            break
+    return indexes
 
 
 def _open_index(
-    spec: JobSpec, ds: str, plan_id: str, identity: str, budget: MemoryBudget, path: Path
-) -> list[ReuseIndex]:
-    """The index of a published plan; empty if it can't be used."""
+    spec: JobSpec, published: Publication, identity: str, budget: MemoryBudget, path: Path
+) -> ReuseIndex | None:
+    """The index of a published plan; None, with a note in the log, if it can't be used."""
+    ds = published.partition
     try:
-        plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
+        plan = StoredPlan.open(plan_folder(spec, published).uri)
         fault = _copy_index(plan, path) or index_fault(path, identity, index_schema(spec))
         if fault is None:
             num_entries = pq.read_metadata(path).num_rows
@@ -188,11 +185,11 @@ def _open_index(
         fault = str(error)
     if fault is not None:
         _log.warning("partition %s: no outputs are reused: %s", ds, fault)
-        return []
+        return None
     budget.holding(num_entries * BYTES_PER_ENTRY).check(0)
     fingerprints = load_fingerprints(path)
     fingerprints.sort()
-    return [ReuseIndex(ds, path, fingerprints, index_schema(spec))]
+    return ReuseIndex(ds, path, fingerprints, index_schema(spec))
 
 
 def _copy_index(plan: StoredPlan, path: Path) -> str | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from batchllm_operator.answers import Answers, PlannedAnswers, plan_answers
 from batchllm_operator.engine import check_arguments
-from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, before, open_table
+from batchllm_operator.errors import PlanError
+from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, open_table
 from batchllm_operator.model import check_weights, with_models_sampling
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.memory import MemoryBudget
@@ -29,7 +29,8 @@ from batchllm_operator.stored_plan.stored_plan import (
     StoredPlan,
     check_partition,
     check_publisher,
-    job_folder,
+    earlier_publications,
+    plan_folder,
 )
 
 if TYPE_CHECKING:
@@ -105,19 +106,17 @@ def _warn_of_earlier_answers(spec: JobSpec, ds: str, output: LakeTable) -> None:
     """
     if not Answers.of(spec).watches():
         return
-    for earlier in (ds, *reversed(before(output.partitions(), ds))):
+    own = check_publisher(output, spec, ds)
+    for published in (*filter(None, [own]), *earlier_publications(output, spec, ds)):
+        folder = plan_folder(spec, published)
         try:
-            publisher = check_publisher(output, spec, earlier)
-            if publisher is None:
-                continue
-            folder = job_folder(spec, earlier).child(f"plan-{publisher.plan_id}")
             identity = StoredPlan.open(folder.uri).manifest.spec.identity
             report = RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri)
-        except (FileNotFoundError, PlanError, TableError):  # another job's, or none is left
+        except (FileNotFoundError, PlanError):  # none is left
             continue
         if report.answers is not None and identity == spec.identity:
             for warning in report.answers.warnings:
-                _log.warning("partition %s, with these settings: %s", earlier, warning)
+                _log.warning("partition %s, with these settings: %s", published.partition, warning)
         return
 
 

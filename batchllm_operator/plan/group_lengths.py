@@ -18,15 +18,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import BatchLLMError, PlanError
+from batchllm_operator.lake import Publication
+from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.plan.rows.known_rows import KnownRows
 from batchllm_operator.prefixes import PrefixGroups, Requests, SegmentHasher
 from batchllm_operator.prefixes.prompt_store import chunks
+from batchllm_operator.shards.reuse_index import (
+    FINGERPRINT_DTYPE,
+    Fingerprints,
+    find_places,
+    fingerprints_of,
+)
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import GROUPS_FILE, GROUPS_SCHEMA
 from batchllm_operator.stored_plan.plan_file import PlanFile
+from batchllm_operator.stored_plan.row_keys import encode_keys
 from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
 
 _SEGMENT_TOKENS: Final = 64
 _NONE: Final = -1
@@ -102,32 +110,63 @@ def write_groups(path: Path, prefix_hashes: npt.NDArray[np.int64]) -> None:
     pq.write_table(pa.table(columns, schema=GROUPS_SCHEMA), path, compression="zstd")
 
 
-class LearnedGroups:
-    """Counts the outputs of an earlier plan's published rows by group."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanGroups:
+    """The groups of a plan, by the keys of its rows.
 
-    def __init__(self, plan: StoredPlan, columns: pa.Schema) -> None:
+    Positions don't identify rows: since they were published, some may have been deleted, added or
+    sorted. Takes 25 bytes of memory per row, and twice as much while reading.
+
+    Attributes:
+        key: names of the key columns.
+        hashes: int64 [num_groups, 2], see `hash_prefixes`.
+        digests: [num_rows], of the rows' keys, ascending.
+        group_ids: int64 [num_rows], in the order of `digests`; -1 for rows without a prompt.
+    """
+
+    key: tuple[str, ...]
+    hashes: npt.NDArray[np.int64]
+    digests: Fingerprints
+    group_ids: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, plan: StoredPlan, columns: pa.Schema) -> PlanGroups:
         """Read the group of each row.
 
         Args:
-            plan: the plan that published the partition.
-            columns: schema of the table that it was published to.
+            plan: its keys are unique.
+            columns: schema of the table that it was published to. Formats change types, so keys
+                are compared in the table's types.
 
         Raises:
-            PlanError: the plan is damaged, or see `KnownRows`.
-            pa.ArrowException, OSError: it can't be read, or see `KnownRows`.
+            PlanError: the plan is damaged, or the table lacks a key column.
+            pa.ArrowException, OSError: it can't be read, or keys can't be of the table's types.
         """
-        with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, plan.manifest.counts.num_groups) as file:
-            self._hashes = file.read()
-        self._rows = KnownRows(plan, columns)
-        self._group_of_row = _groups_of_rows(plan)
-        self._num_rows = np.zeros(self._hashes.num_rows, dtype=np.int64)
-        self._num_tokens = np.zeros(self._hashes.num_rows, dtype=np.int64)
+        key, counts = plan.manifest.spec.input.key, plan.manifest.counts
+        if missing := set(key).difference(columns.names):
+            raise PlanError(f"the table has no column {min(missing)!r} any more")
+        with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, counts.num_groups) as file:
+            stored = file.read()
+        hashes = [stored[name].fill_null(_NONE).to_numpy() for name in GROUPS_SCHEMA.names]
+        digests = [np.zeros(0, dtype=FINGERPRINT_DTYPE)]
+        # Checksums aren't verified: most of a file may be carried columns, which aren't read.
+        wanted = pa.schema([columns.field(name) for name in key])
+        for rows in plan.manifest.row_files:
+            with plan.folder.open_file(rows.file, read_ahead=False) as file:
+                digests += map(_digests, read_batches(file, wanted, {}))
+        by_row = np.concatenate(digests)
+        if len(by_row) != counts.num_rows:
+            raise PlanError(
+                f"plan {plan.folder.uri}: its rows are {len(by_row)}, not {counts.num_rows}"
+            )
+        order = np.argsort(by_row)
+        return cls(key, np.column_stack(hashes), by_row[order], _groups_of_rows(plan)[order])
 
     @classmethod
     def find(
-        cls, spec: JobSpec, ds: str, plan_id: str, columns: pa.Schema, budget: MemoryBudget | None
-    ) -> LearnedGroups | None:
-        """The groups of the plan that published partition `ds`.
+        cls, spec: JobSpec, published: Publication, columns: pa.Schema, budget: MemoryBudget | None
+    ) -> PlanGroups | None:
+        """The groups of the plan that published a partition.
 
         None, with a note in the log, if that plan was removed or lacks what is needed.
 
@@ -136,54 +175,56 @@ class LearnedGroups:
         """
         unknown = "partition %s: output lengths are learned without groups: %s"
         try:
-            plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
+            plan = StoredPlan.open(plan_folder(spec, published).uri)
         except (BatchLLMError, OSError) as error:
-            _log.info(unknown, ds, error)
+            _log.info(unknown, published.partition, error)
             return None
         if budget is not None:
             budget.check_learned(plan.manifest.counts.num_rows)
         try:
-            return cls(plan, columns)
+            return cls.of(plan, columns)
         # Only an estimate depends on it, so a fault is no reason to stop.
         except (BatchLLMError, OSError, pa.ArrowException) as error:
-            _log.info(unknown, ds, error)
+            _log.info(unknown, published.partition, error)
             return None
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that identify rows."""
-        return self._rows.columns
+    def places(self, rows: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """The place of each published row in `digests`, -1 for a row that the plan lacks."""
+        keys = rows.select(self.key)
+        is_whole = np.ones(rows.num_rows, dtype=np.bool_)  # nulls are encoded like empty texts
+        for column in keys.columns:
+            is_whole &= column.is_valid().to_numpy(zero_copy_only=False)
+        return np.where(is_whole, find_places(self.digests, _digests(keys)), _NONE)
 
-    def add(self, answered: pa.RecordBatch) -> pa.RecordBatch:
-        """Count published rows; returns those of the plan, each once.
+    def lengths(
+        self, places: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+    ) -> GroupLengths:
+        """Output lengths of rows by the hashes of their groups' prefixes.
 
         Args:
-            answered: rows with a text, with `columns` and `num_output_tokens`.
+            places: int64 [n], of the rows in `digests`, each once.
+            num_tokens: int64 [n], of their outputs.
         """
-        row_idxs = self._rows.take(answered)
-        known = answered.filter(pa.array(row_idxs != _NONE))
-        group_ids = self._group_of_row[row_idxs[row_idxs != _NONE]]
+        group_ids = self.group_ids[places]
         is_grouped = group_ids != _NONE
-        np.add.at(self._num_rows, group_ids[is_grouped], 1)
-        num_tokens = known.column("num_output_tokens").to_numpy()
-        np.add.at(self._num_tokens, group_ids[is_grouped], num_tokens[is_grouped])
-        return known
+        of_groups = _sums(group_ids[is_grouped], num_tokens[is_grouped], len(self.hashes))
+        is_known = (self.hashes != _NONE) & (of_groups[0] > 0)[:, None]
+        hashes, idxs = np.unique(self.hashes[is_known], return_inverse=True)
+        groups = np.nonzero(is_known)[0]
+        num_rows, sums = (_sums(idxs, each[groups], len(hashes))[1] for each in of_groups)
+        return GroupLengths(hashes, num_rows, sums)
 
-    def lengths(self) -> GroupLengths:
-        """The counts, by the hashes of the groups' prefixes."""
-        parts = [
-            (column.to_numpy(), (column.to_numpy() != _NONE) & (self._num_rows > 0))
-            for name in GROUPS_SCHEMA.names
-            for column in [self._hashes[name].combine_chunks().fill_null(_NONE)]
-        ]
-        found, places = np.unique(
-            np.concatenate([values[is_known] for values, is_known in parts]), return_inverse=True
-        )
-        num_rows = np.concatenate([self._num_rows[is_known] for _, is_known in parts])
-        num_tokens = np.concatenate([self._num_tokens[is_known] for _, is_known in parts])
-        return GroupLengths(
-            found, _added(places, num_rows, len(found)), _added(places, num_tokens, len(found))
-        )
+
+def _digests(keys: pa.RecordBatch) -> Fingerprints:
+    return fingerprints_of(encode_keys(keys, "the plan's rows"))
+
+
+def _sums(
+    idxs: npt.NDArray[np.int64], values: npt.NDArray[np.int64], size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """How often each index occurs, and the sum of its values, below 2**53."""
+    sums = np.bincount(idxs, values, size).astype(np.int64)
+    return np.bincount(idxs, minlength=size).astype(np.int64), sums
 
 
 def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
@@ -209,11 +250,3 @@ def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
 def _is_within(idxs: npt.NDArray[np.int64], size: int) -> bool:
     """Whether all are indexes into an array of that size; nulls, as NaN, aren't."""
     return bool(np.all((idxs >= 0) & (idxs < size)))
-
-
-def _added(
-    places: npt.NDArray[np.int64], values: npt.NDArray[np.int64], size: int
-) -> npt.NDArray[np.int64]:
-    totals = np.zeros(size, dtype=np.int64)
-    np.add.at(totals, places, values)
-    return totals

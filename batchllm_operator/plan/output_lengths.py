@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from batchllm_operator.errors import TableError
-from batchllm_operator.lake import LakeTable, Snapshot, before, open_table
-from batchllm_operator.plan.group_lengths import GroupLengths, LearnedGroups
+from batchllm_operator.lake import LakeTable, Publication, open_table
+from batchllm_operator.plan.group_lengths import GroupLengths, PlanGroups
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.prefixes import PrefixGroups, Requests
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
-from batchllm_operator.stored_plan.stored_plan import check_publisher
+from batchllm_operator.stored_plan.stored_plan import earlier_publications
 
 _NUM_BUCKETS = 64
 
@@ -76,51 +75,53 @@ def learn_output_lengths(
     if not spec.planner.learns_output_tokens:
         return None
     table = open_table(spec.output.uri, spec.input.partition_column)
-    for earlier in reversed(before(table.partitions(), ds)):
-        try:
-            found = check_publisher(table, spec, earlier)
-        except TableError:
-            continue
-        if found is None:
-            continue
-        snapshot = table.snapshot(earlier)
-        groups = LearnedGroups.find(spec, earlier, found.plan_id, snapshot.schema, budget)
-        if buckets := _count(table, snapshot, groups):
-            by_group = None if groups is None else groups.lengths()
-            num_known = 0 if by_group is None else len(by_group.hashes)
-            by_length = LearnedOutputs(
-                ds=earlier, plan_id=found.plan_id, buckets=buckets, num_known_prefixes=num_known
-            )
-            return Learned(by_length, by_group)
+    for published in earlier_publications(table, spec, ds):
+        if (learned := _learn(spec, table, published, budget)) is not None:
+            return learned
     return None
 
 
-def _count(
-    table: LakeTable, snapshot: Snapshot, groups: LearnedGroups | None
-) -> tuple[LengthBucket, ...]:
-    """Count the partition's rows with a text, by prompt length.
+def _learn(
+    spec: JobSpec, table: LakeTable, published: Publication, budget: MemoryBudget | None
+) -> Learned | None:
+    """Count the partition's rows with a text, by prompt length and by group; None without any.
 
-    `groups`, if given, counts them too, and rows that its plan lacks are skipped.
+    If the groups are known, rows that their plan lacks are skipped, and copies of a row.
     """
-    num_rows = np.zeros(_NUM_BUCKETS, dtype=np.int64)
-    num_tokens = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+    snapshot = table.snapshot(published.partition)
+    groups = PlanGroups.find(spec, published, snapshot.schema, budget)
+    lengths, places = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     columns = ["num_prompt_tokens", "num_output_tokens", "error"]
-    for batch in table.scan(snapshot, [*columns, *(groups.columns if groups else ())]):
+    for batch in table.scan(snapshot, [*columns, *(groups.key if groups else ())]):
         has_counts = (batch.column(name).is_valid() for name in columns[:2])
         answered = batch.filter(reduce(pc.and_, has_counts, batch.column("error").is_null()))
+        lengths.append(np.column_stack([answered.column(name).to_numpy() for name in columns[:2]]))
         if groups is not None:
-            answered = groups.add(answered)
-        buckets = _bucket(answered.column("num_prompt_tokens").to_numpy())
-        np.add.at(num_rows, buckets, 1)
-        np.add.at(num_tokens, buckets, answered.column("num_output_tokens").to_numpy())
-    return tuple(
-        LengthBucket(
-            min_prompt_tokens=1 << int(bucket),
-            num_rows=int(num_rows[bucket]),
-            num_output_tokens=int(num_tokens[bucket]),
-        )
-        for bucket in np.flatnonzero(num_rows)
+            places.append(groups.places(answered))
+    prompts, outputs = np.concatenate(lengths).T
+    by_group = None
+    if groups is not None:
+        distinct, firsts = np.unique(np.concatenate(places), return_index=True)
+        firsts = firsts[distinct >= 0]
+        prompts, outputs = prompts[firsts], outputs[firsts]
+        by_group = groups.lengths(distinct[distinct >= 0], outputs)
+    if len(prompts) == 0:
+        return None
+    buckets = _bucket(prompts)
+    by_length = LearnedOutputs(
+        ds=published.partition,
+        plan_id=published.plan_id,
+        buckets=tuple(
+            LengthBucket(
+                min_prompt_tokens=1 << int(bucket),
+                num_rows=int(np.count_nonzero(buckets == bucket)),
+                num_output_tokens=int(outputs[buckets == bucket].sum()),
+            )
+            for bucket in np.unique(buckets)
+        ),
+        num_known_prefixes=0 if by_group is None else len(by_group.hashes),
     )
+    return Learned(by_length, by_group)
 
 
 def _bucket(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from batchllm_operator.cost import Work
 from batchllm_operator.errors import StorageError
+from batchllm_operator.lake import Publication
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
@@ -48,7 +49,7 @@ from batchllm_operator.stored_plan.manifest import (
     describe_file,
 )
 from batchllm_operator.stored_plan.shard_files import shard_file
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
@@ -248,7 +249,8 @@ def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path) -> No
 
 def complete(manifest: PlanManifest, publish: Callable[[Folder], None]) -> StoredPlan:
     """Let `publish` put the data files into the plan's folder, then write the manifest there."""
-    folder = job_folder(manifest.spec, manifest.ds).child(f"plan-{manifest.plan_id}")
+    publication = Publication(manifest.spec.name, manifest.ds, manifest.plan_id)
+    folder = plan_folder(manifest.spec, publication)
     publish(folder)
     plan = StoredPlan(folder, manifest)
     plan.note_turn()

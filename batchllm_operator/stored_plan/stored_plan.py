@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from batchllm_operator.errors import PlanError, SpecError, TableError
-from batchllm_operator.lake import LakeTable, Publication
+from batchllm_operator.lake import LakeTable, Publication, before
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import (
@@ -319,6 +319,22 @@ def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | N
             f" {found.partition!r}; move it away or choose another output table"
         )
     return found
+
+
+def earlier_publications(table: LakeTable, spec: JobSpec, ds: str) -> Iterator[Publication]:
+    """The job's publications of partitions before `ds` (see `lake.before`), the latest first."""
+    for earlier in reversed(before(table.partitions(), ds)):
+        try:
+            published = check_publisher(table, spec, earlier)
+        except TableError:  # another job's, or another program's
+            continue
+        if published is not None:
+            yield published
+
+
+def plan_folder(spec: JobSpec, published: Publication) -> Folder:
+    """The folder of the plan that published a partition of the job's output."""
+    return job_folder(spec, published.partition).child(f"plan-{published.plan_id}")
 
 
 def job_folder(spec: JobSpec, ds: str) -> Folder:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from support.lake_tables import LAKES, IcebergLake
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.lake import open_table
-from batchllm_operator.plan.group_lengths import GroupLengths
+from batchllm_operator.plan.group_lengths import GroupLengths, PlanGroups
 from batchllm_operator.plan.output_lengths import (
     Learned,
     _bucket,
@@ -38,6 +40,8 @@ from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
+DAY = datetime.date(2026, 1, 1)
+TIME = datetime.datetime(2026, 1, 1, 12)
 LEARN = {"estimated_output_tokens": {"learned": True}}
 
 
@@ -458,3 +462,65 @@ def test_the_more_specific_prefix_decides() -> None:
     assert lengths.mean_tokens(hashes).tolist() == [3, 10, 10, -1, -1, 10]
     nothing = GroupLengths(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
     assert nothing.mean_tokens(hashes).tolist() == [-1] * 6
+
+
+# Rows of a plan, known again by their keys
+
+
+def plan_with(folder: Path, **keys: pa.Array) -> StoredPlan:
+    """A plan whose key is these columns."""
+    num_rows = len(next(iter(keys.values())))
+    table = pa.Table.from_pylist(document_rows(num_rows, 1)).drop_columns("row_key")
+    for name, column in keys.items():
+        table = table.append_column(name, column)
+    partition = folder / "documents" / f"ds={DS}"
+    partition.mkdir(parents=True)
+    pq.write_table(table, partition / "a.parquet")
+    return plan_job(fake_spec(folder, input={"key": list(keys)}), DS)
+
+
+@pytest.mark.parametrize(
+    ("key", "published"),
+    [
+        (pa.array([7, 8, 9], pa.uint32()), pa.int64()),
+        (pa.array([7, 8, 9], pa.int8()), pa.int64()),
+        (pa.array([1.5, -0.25, 1e300]), pa.float64()),
+        (pa.array(["a", "b", ""]), pa.large_string()),
+        (pa.array(["a", "b", "c"]).dictionary_encode(), pa.string()),
+        (pa.array([b"aa", b"\0\0", b"a\0"], pa.binary(2)), pa.binary()),
+        (pa.array([DAY, DAY.replace(day=2), DAY.replace(day=3)], pa.date64()), pa.date32()),
+        (pa.array([TIME, TIME.replace(hour=1), TIME.replace(hour=2)], pa.timestamp("ns")), None),
+        (pa.array([Decimal("1.50"), Decimal("-2"), Decimal(0)]), pa.decimal128(20, 2)),
+    ],
+    ids=str,
+)
+def test_keys_are_compared_as_the_table_holds_them(
+    tmp_path: Path, key: pa.Array, published: pa.DataType | None
+) -> None:
+    held = key.cast(published or pa.timestamp("us", "UTC"))
+    groups = PlanGroups.of(plan_with(tmp_path, id=key), pa.schema([("id", held.type)]))
+    places = groups.places(pa.record_batch({"id": held}))
+    assert sorted(places.tolist()) == [0, 1, 2]
+    turned = held.take(pa.array([2, 0, 1]))
+    assert groups.places(pa.record_batch({"id": turned})).tolist() == places[[2, 0, 1]].tolist()
+
+
+def test_keys_of_several_columns_are_told_apart_and_nulls_are_never_known(tmp_path: Path) -> None:
+    first, second = pa.array(["a", "ab", "", "x"]), pa.array(["bc", "c", "1:", "1:"])
+    plan = plan_with(tmp_path, first=first, second=second)
+    groups = PlanGroups.of(plan, pa.schema([("second", pa.string()), ("first", pa.string())]))
+    rows = {"second": ["c", "1:", "1:", "bc", None], "first": ["ab", "ab", None, "a", "x"]}
+    places = groups.places(pa.record_batch(rows))
+    assert (places >= 0).tolist() == [True, False, False, True, False]
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    plan = plan_with(tmp_path, id=pa.array(["a", "b"]))
+    with pytest.raises(PlanError, match="no column 'id'"):
+        PlanGroups.of(plan, pa.schema([("key", pa.string())]))
+    with pytest.raises(pa.ArrowException):
+        PlanGroups.of(plan, pa.schema([("id", pa.int64())]))
+    path = Path(plan.folder.full_path("rows.parquet"))
+    pq.write_table(pq.read_table(path).slice(1), path)
+    with pytest.raises(PlanError, match=r"its rows are 1, not 2"):
+        PlanGroups.of(plan, pa.schema([("id", pa.string())]))
