@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from itertools import groupby, pairwise, repeat
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -113,12 +115,8 @@ def _payloads(sources: Sequence[FinishedShard | ReusedOutputs]) -> Iterator[byte
             yield json.dumps({"reused": source.plan.folder.uri}).encode()
             continue
         for entries in batches_of(source.entries, (_TASK_ROWS, attrgetter("num_rows"))):
-            yield _payload(source.folder, entries)
-
-
-def _payload(folder: Folder, entries: Sequence[PartEntry]) -> bytes:
-    listed = [entry.model_dump(mode="json") for entry in entries]
-    return json.dumps({"folder": folder.uri, "entries": listed}).encode()
+            listed = [entry.model_dump(mode="json") for entry in entries]
+            yield json.dumps({"folder": source.folder.uri, "entries": listed}).encode()
 
 
 def _source(payload: bytes) -> FinishedShard | ReusedOutputs:
@@ -184,27 +182,26 @@ def _buckets(
     batches: Batches, fields: pa.Schema, first: int, end: int, num_rows_each: int
 ) -> Iterator[pa.Table]:
     """Sorted outputs of a range, cut into buckets; empty ones, too."""
-    kept: list[pa.RecordBatch] = []
-    bound = first + num_rows_each
+    following = 0
+    for number, pieces in groupby(_pieces(batches, first, num_rows_each), itemgetter(0)):
+        yield from repeat(fields.empty_table(), number - following)
+        table = pa.Table.from_batches([piece for _, piece in pieces])
+        yield table.cast(fields).combine_chunks()
+        following = number + 1
+    yield from repeat(fields.empty_table(), -(-(end - first) // num_rows_each) - following)
+
+
+def _pieces(
+    batches: Batches, first: int, num_rows_each: int
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Sorted outputs, cut where a bucket begins, with the number of their bucket."""
     for batch in batches:
-        rest = batch.drop_columns(["range"]) if batch.num_rows else batch
-        while rest.num_rows:
-            places = rest.column("row_idx").to_numpy()
-            num = int(places.searchsorted(bound))
-            kept.append(rest.slice(0, num))
-            rest = rest.slice(num)
-            if rest.num_rows:
-                yield _table(kept, fields)
-                kept, bound = [], bound + num_rows_each
-    while bound < end + num_rows_each:
-        yield _table(kept, fields)
-        kept, bound = [], bound + num_rows_each
-
-
-def _table(batches: Sequence[pa.RecordBatch], fields: pa.Schema) -> pa.Table:
-    if not batches:
-        return fields.empty_table()
-    return pa.Table.from_batches(batches).cast(fields).combine_chunks()
+        if batch.num_rows:
+            numbers = (batch.column("row_idx").to_numpy() - first) // num_rows_each
+            starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+            for start, stop in pairwise([*starts, batch.num_rows]):
+                piece = batch.slice(start, stop - start)
+                yield int(numbers[start]), piece.drop_columns(["range"])
 
 
 def _plain(field: pa.Field) -> pa.Field:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchllm_operator.plan.rows.keys import MAX_NAMED, null_keys, repeated_keys
+from batchllm_operator.plan.rows.keys import MAX_NAMED, NullKeys, named_keys, repeated_keys
 from batchllm_operator.shards.reuse_index import fingerprint_array, fingerprints_of
 from batchllm_operator.spark.reading import PLACE_BITS, Part, Reading
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
-from batchllm_operator.stored_plan.row_keys import encode_keys, shown_key
+from batchllm_operator.stored_plan.row_keys import encode_keys
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -72,32 +74,20 @@ def number_rows(
     digests = mapped(tasks(spark, payloads), digest, _SPARK_SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
     found = said_by(shuffled.sortWithinPartitions("digest", "place"), repeats)
-    firsts = np.zeros(len(parts) + 1, dtype=np.int64)
-    nulls: dict[str, list[tuple[int, list[int], int]]] = {name: [] for name in spec.input.key}
-    repeated: list[int] = []
-    num_repeated = 0
-    for each in map(json.loads, found):
-        if "part" in each:
-            firsts[each["part"] + 1] = each["num_rows"]
-            for name, (num, places) in each["nulls"].items():
-                nulls[name].append((each["part"], places, num))
-        else:
-            repeated += each["places"]
-            num_repeated += each["num"]
-    np.cumsum(firsts, out=firsts)
-    numbers = RowNumbers(firsts)
-    for name, found_nulls in nulls.items():
-        if found_nulls:
-            rows = [
-                int(firsts[p]) + place for p, places, _ in sorted(found_nulls) for place in places
-            ]
-            raise null_keys(name, sum(n for _, _, n in found_nulls), rows[:MAX_NAMED], where)
-    if num_repeated:
-        places = sorted(repeated)[:MAX_NAMED]
-        raise repeated_keys(
-            list(_names(reading, parts, places)), num_repeated, spec.input.key, where
-        )
-    return numbers
+    results = list(map(json.loads, found))
+    counted = sorted((each for each in results if "part" in each), key=itemgetter("part"))
+    firsts = np.cumsum([0, *(part["num_rows"] for part in counted)], dtype=np.int64)
+    nulls = NullKeys(spec.input.key)
+    for first, part in zip(firsts.tolist(), counted, strict=False):
+        for name, num in part["nulls"].items():
+            nulls.note(name, num, [first + row for row in part["first"][name]])
+    nulls.check(where)
+    repeats_found = [each for each in results if "part" not in each]
+    if num_repeated := sum(each["num"] for each in repeats_found):
+        places = sorted(place for each in repeats_found for place in each["places"])[:MAX_NAMED]
+        names = list(_names(reading, parts, places))
+        raise repeated_keys(names, num_repeated, spec.input.key, where)
+    return RowNumbers(firsts)
 
 
 def _most_rows(parts: Sequence[Part]) -> int:
@@ -111,16 +101,9 @@ def _digests(
 ) -> Iterator[pa.RecordBatch]:
     """Digests of the part's keys; then, in a bucket of its own, the number of its rows."""
     key = reading.spec.input.key
-    nulls: dict[str, tuple[int, list[int]]] = {}
-    num_rows = 0
+    nulls, num_rows = NullKeys(key), 0
     for batch in reading.scan(part, key):
-        for name in key:
-            column = batch.column(name)
-            if column.null_count:
-                places = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) + num_rows
-                num, first = nulls.get(name, (0, []))
-                first = [*first, *places[: MAX_NAMED - len(first)].tolist()]
-                nulls[name] = (num + len(places), first)
+        nulls.add(batch, num_rows)
         digests = fingerprints_of(encode_keys(batch, where))
         heads = digests.view(np.uint8).reshape(len(digests), -1)[:, :4].copy().view("<u4")[:, 0]
         places = part.first_place + num_rows + np.arange(batch.num_rows)
@@ -128,30 +111,31 @@ def _digests(
         columns = [buckets, fingerprint_array(digests).cast(pa.binary()), pa.array(places)]
         yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
         num_rows += batch.num_rows
-    counted = {"part": part.number, "num_rows": num_rows, "nulls": nulls}
+    counted = {"part": part.number, "num_rows": num_rows}
+    counted |= {"nulls": nulls.counts, "first": nulls.first}
     row = {"bucket": num_buckets, "digest": json.dumps(counted).encode(), "place": part.number}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
 
 def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
     """The first places of digests that occur again; counts of rows as they are."""
-    last, first_place, is_repeated = None, 0, False
+    batches = (batch for batch in batches if batch.num_rows)
+    first = next(batches, None)
+    if first is None:
+        return
+    batches = chain([first], batches)
+    if first.column("bucket")[0].as_py() == num_buckets:
+        yield from (said(batch.column("digest").to_pylist()) for batch in batches)
+        return
     places: list[int] = []
     num = 0
-    for batch in batches:
-        if batch.num_rows and batch.column("bucket")[0].as_py() == num_buckets:
-            yield said(batch.column("digest").to_pylist())
-            continue
-        pairs = zip(
-            batch.column("digest").to_pylist(), batch.column("place").to_pylist(), strict=True
-        )
-        for digest, place in pairs:
-            if digest != last:
-                last, first_place, is_repeated = digest, place, False
-            elif not is_repeated:
-                is_repeated = True
-                num += 1
-                places = sorted([*places, first_place])[:MAX_NAMED]
+    columns = (batch.select(["digest", "place"]).to_pydict() for batch in batches)
+    rows = (row for each in columns for row in zip(each["digest"], each["place"], strict=True))
+    for _, equal in groupby(rows, itemgetter(0)):
+        two = list(islice(equal, 2))
+        if len(two) > 1:
+            num += 1
+            places = sorted([*places, two[0][1]])[:MAX_NAMED]
     if num:
         yield said([json.dumps({"num": num, "places": places}).encode()])
 
@@ -159,10 +143,5 @@ def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
 def _names(reading: Reading, parts: Sequence[Part], places: Sequence[int]) -> Iterator[str]:
     """The keys of some rows, in order."""
     for number in sorted({place >> PLACE_BITS for place in places}):
-        start = parts[number].first_place
-        for batch in reading.scan(parts[number], reading.spec.input.key):
-            for place in places:
-                if start <= place < start + batch.num_rows:
-                    row = (column[place - start] for column in batch.columns)
-                    yield " / ".join(map(shown_key, row))
-            start += batch.num_rows
+        part = parts[number]
+        yield from named_keys(reading.scan(part, reading.spec.input.key), part.first_place, places)

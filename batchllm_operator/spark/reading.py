@@ -18,6 +18,7 @@ from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.loading import parse_spec_json
+from batchllm_operator.streams import batches_of
 
 PART_BYTES: Final = 64 << 20
 """Of a part; a larger row group is a part by itself."""
@@ -97,17 +98,13 @@ def parts_of(table: LakeTable, snapshot: Snapshot) -> list[Part]:
     There is always one, so that a plan has a file of rows.
     """
     pieces = list(_pieces(table, snapshot))
-    costs = [each.size_bytes + _OPENING_BYTES for each in pieces]
-    most = max(PART_BYTES, -(-sum(costs) // _MOST_PARTS))
-    parts: list[list[FilePart]] = [[]]
-    held = 0
-    for each, cost in zip(pieces, costs, strict=True):
-        if parts[-1] and held + cost > most:
-            parts.append([])
-            held = 0
-        parts[-1].append(each)
-        held += cost
-    return [Part(number, tuple(each)) for number, each in enumerate(parts)]
+    most = max(PART_BYTES, -(-sum(map(_cost, pieces)) // _MOST_PARTS))
+    parts = batches_of(pieces, (most, _cost)) if pieces else iter([[]])
+    return [Part(number, tuple(part)) for number, part in enumerate(parts)]
+
+
+def _cost(piece: FilePart) -> int:
+    return piece.size_bytes + _OPENING_BYTES
 
 
 def _pieces(table: LakeTable, snapshot: Snapshot) -> Iterator[FilePart]:

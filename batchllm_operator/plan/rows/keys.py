@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,13 +32,54 @@ def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
     Raises:
         KeyColumnError: names up to ten offenders.
     """
-    _check_nulls(rows_file, key, where)
-    repeated = _repeated_rows(rows_file, key, where)
-    if len(repeated) == 0:
-        return
-    raise repeated_keys(
-        _names(rows_file, key, repeated[:MAX_NAMED].tolist()), len(repeated), key, where
-    )
+    nulls, start = NullKeys(key), 0
+    digests = [np.zeros(0, dtype=FINGERPRINT_DTYPE)]
+    for batch in _read(rows_file, key):
+        nulls.add(batch, start)
+        start += batch.num_rows
+        num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
+        for first in range(0, batch.num_rows, num_rows):
+            digests.append(fingerprints_of(encode_keys(batch.slice(first, num_rows), where)))
+    nulls.check(where)
+    repeated = _repeated_rows(np.concatenate(digests))
+    if len(repeated):
+        names = named_keys(_read(rows_file, key), 0, repeated[:MAX_NAMED].tolist())
+        raise repeated_keys(list(names), len(repeated), key, where)
+
+
+class NullKeys:
+    """Rows whose key is null.
+
+    Attributes:
+        counts: by key column.
+        first: the first rows of each column, at most ten.
+    """
+
+    def __init__(self, key: Sequence[str]) -> None:
+        self.counts = dict.fromkeys(key, 0)
+        self.first: dict[str, list[int]] = {name: [] for name in key}
+
+    def add(self, batch: pa.RecordBatch, first_row: int) -> None:
+        """Count the nulls of the next rows, the first of which is `first_row`."""
+        for name in self.counts:
+            if (column := batch.column(name)).null_count:
+                rows = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) + first_row
+                self.note(name, len(rows), rows[:MAX_NAMED].tolist())
+
+    def note(self, name: str, num: int, rows: Sequence[int]) -> None:
+        """Count nulls of a column; `rows` are the first that have one."""
+        self.counts[name] += num
+        self.first[name] += rows[: MAX_NAMED - len(self.first[name])]
+
+    def check(self, where: str) -> None:
+        """Raise `KeyColumnError` for the first column with nulls."""
+        for name, num in self.counts.items():
+            if num:
+                raise KeyColumnError(
+                    f"{where}: key column {name!r} is null in {counted(num, 'row')}, such as row"
+                    f" {', '.join(map(str, self.first[name]))} (counted from 0); fill it in the"
+                    " table, or choose another key"
+                )
 
 
 def repeated_keys(
@@ -54,14 +95,23 @@ def repeated_keys(
     )
 
 
-def _repeated_rows(rows_file: Path, key: tuple[str, ...], where: str) -> npt.NDArray[np.int64]:
+def named_keys(
+    batches: Iterable[pa.RecordBatch], first_row: int, rows: Sequence[int]
+) -> Iterator[str]:
+    """The keys of some rows, ascending, for an error's message.
+
+    Args:
+        batches: keys of neighbouring rows, of which `first_row` is the first.
+    """
+    for batch in batches:
+        for idx in rows:
+            if first_row <= idx < first_row + batch.num_rows:
+                yield " / ".join(shown_key(column[idx - first_row]) for column in batch.columns)
+        first_row += batch.num_rows
+
+
+def _repeated_rows(digests: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
     """The first rows of all keys that occur again, ascending."""
-    found = [np.zeros(0, dtype=FINGERPRINT_DTYPE)]
-    for batch in _read(rows_file, key):
-        num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
-        for start in range(0, batch.num_rows, num_rows):
-            found.append(fingerprints_of(encode_keys(batch.slice(start, num_rows), where)))
-    digests = np.concatenate(found)
     order = np.argsort(digests, kind="stable")  # equal keys stay in the order of their rows
     is_repeat = np.zeros(len(order) + 1, dtype=np.bool_)
     is_repeat[1:-1] = digests[order[1:]] == digests[order[:-1]]
@@ -73,39 +123,3 @@ def _read(rows_file: Path, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     stored = pq.read_schema(rows_file)
     with rows_file.open("rb") as file:
         yield from read_batches(file, pa.schema([stored.field(name) for name in key]), {})
-
-
-def _check_nulls(rows_file: Path, key: tuple[str, ...], where: str) -> None:
-    for name in key:
-        first: list[int] = []
-        num_nulls, start = 0, 0
-        for batch in _read(rows_file, (name,)):
-            column = batch.column(0)
-            if column.null_count:
-                nulls = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) + start
-                first += nulls[: MAX_NAMED - len(first)].tolist()
-                num_nulls += len(nulls)
-            start += batch.num_rows
-        if num_nulls:
-            raise null_keys(name, num_nulls, first, where)
-
-
-def null_keys(name: str, num_nulls: int, first: Sequence[int], where: str) -> KeyColumnError:
-    """The error for a key column with nulls; `first` are the first rows that have one."""
-    return KeyColumnError(
-        f"{where}: key column {name!r} is null in {counted(num_nulls, 'row')}, such as row"
-        f" {', '.join(map(str, first))} (counted from 0); fill it in the table, or choose"
-        " another key"
-    )
-
-
-def _names(rows_file: Path, key: tuple[str, ...], row_idxs: list[int]) -> list[str]:
-    """The keys of some rows, ascending, for an error's message."""
-    names: list[str] = []
-    start = 0
-    for batch in _read(rows_file, key):
-        for idx in row_idxs:
-            if start <= idx < start + batch.num_rows:
-                names.append(" / ".join(shown_key(column[idx - start]) for column in batch.columns))
-        start += batch.num_rows
-    return names
