@@ -145,6 +145,8 @@ class PlanGroups:
         key, counts = plan.manifest.spec.input.key, plan.manifest.counts
         if missing := set(key).difference(columns.names):
             raise PlanError(f"the table has no column {min(missing)!r} any more")
+        if GROUPS_FILE not in plan.manifest.files:
+            raise PlanError("its plan was made without planner.estimated_output_tokens: learned")
         with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, counts.num_groups) as file:
             stored = file.read()
         hashes = [stored[name].fill_null(_NONE).to_numpy() for name in GROUPS_SCHEMA.names]

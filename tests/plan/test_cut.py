@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, finish, write_table
 from support.staged_job import run_only
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -192,8 +192,7 @@ def test_a_job_is_cut_by_its_tokens_without_a_target(
     plan = plan_sites(tmp_path, None)
     num_tokens = plan.manifest.counts.num_optimal_tokens + 60 * 8  # outputs
     assert len(plan.manifest.shards) == -(-num_tokens // 500) > 2
-    run_worker(plan)
-    assert commit_run(plan.folder.uri).num_rows_out == 60
+    assert finish(plan).num_rows_out == 60
 
 
 def test_a_worker_of_an_empty_plan_has_nothing_to_do(tmp_path: Path) -> None:

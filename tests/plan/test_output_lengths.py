@@ -15,12 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from hypothesis import given
-from hypothesis import strategies as st
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, finish, write_table
 from support.lake_tables import LAKES, IcebergLake
 
-from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import PlanError, SpecError
@@ -28,14 +25,12 @@ from batchllm_operator.lake import open_table
 from batchllm_operator.plan.group_lengths import GroupLengths, PlanGroups
 from batchllm_operator.plan.output_lengths import (
     Learned,
-    _bucket,
     estimate_output_tokens,
     learn_output_lengths,
 )
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import PrefixGroups, Requests, TokenTable
 from batchllm_operator.report import format_plan
-from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -58,8 +53,7 @@ def plan_order(plan: StoredPlan) -> list[int]:
 
 def run_and_commit(spec: JobSpec, ds: str) -> StoredPlan:
     plan = plan_job(spec, ds)
-    run_worker(plan)
-    commit_run(plan.folder.uri)
+    finish(plan)
     return plan
 
 
@@ -173,21 +167,39 @@ def test_the_column_must_be_there_and_hold_integers(tmp_path: Path) -> None:
 # Learned
 
 
+Lengths = Callable[[list[int]], int]
+
+
 @pytest.fixture
-def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake engine answers with a tenth of the prompt's tokens."""
+def answer_lengths(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lengths], None]:
+    """Sets how long the fake engine's answers are, by the prompt's tokens."""
     answer = FakeEngine._answer
 
-    def shorter(self: FakeEngine, *args: Any) -> EngineOutput:
-        output = answer(self, *args)
-        return EngineOutput(
-            **{
-                **{name: getattr(output, name) for name in output.__slots__},
-                "num_output_tokens": output.num_prompt_tokens // 10,
-            }
-        )
+    def set_lengths(length_of: Lengths) -> None:
+        def as_long(self: FakeEngine, request: EngineRequest, *args: Any) -> EngineOutput:
+            output = answer(self, request, *args)
+            fields = {name: getattr(output, name) for name in output.__slots__}
+            num_tokens = length_of(list(request.prompt_token_ids))
+            return EngineOutput(**{**fields, "num_output_tokens": num_tokens})
 
-    monkeypatch.setattr(FakeEngine, "_answer", shorter)
+        monkeypatch.setattr(FakeEngine, "_answer", as_long)
+
+    return set_lengths
+
+
+@pytest.fixture
+def short_answers(answer_lengths: Callable[[Lengths], None]) -> None:
+    """The fake engine answers with a tenth of the prompt's tokens."""
+    answer_lengths(lambda prompt: len(prompt) // 10)
+
+
+@pytest.fixture
+def curt_and_long(answer_lengths: Callable[[Lengths], None]) -> None:
+    """Answers are as long as the document in the prompt says."""
+    lengths = {"curt": 3, "long": 200, "news": 50}
+    answer_lengths(
+        lambda prompt: next(n for name, n in lengths.items() if name in bytes(prompt).decode())
+    )
 
 
 def test_the_latest_week_before_the_tenth_is_the_ninth(tmp_path: Path, short_answers: None) -> None:
@@ -263,12 +275,6 @@ def test_partitions_without_texts_or_of_others_teach_nothing(tmp_path: Path) -> 
     assert open_table(str(tmp_path / "none"), "ds").partitions() == []
 
 
-@given(st.lists(st.integers(0, 2**40), min_size=1))
-def test_buckets_are_powers_of_two(lengths: list[int]) -> None:
-    found = _bucket(np.array(lengths, dtype=np.int64)).tolist()
-    assert found == [max(length, 1).bit_length() - 1 for length in lengths]
-
-
 def test_learned_lengths_by_hand(tmp_path: Path) -> None:
     buckets = (
         LengthBucket(min_prompt_tokens=4, num_rows=2, num_output_tokens=5),
@@ -284,20 +290,6 @@ def test_learned_lengths_by_hand(tmp_path: Path) -> None:
 # Learned by group
 
 
-def answer_lengths(monkeypatch: pytest.MonkeyPatch, lengths: dict[str, int]) -> None:
-    """The fake engine's answers are as long as the document in the prompt says."""
-    answer = FakeEngine._answer
-
-    def as_told(self: FakeEngine, request: EngineRequest, *args: Any) -> EngineOutput:
-        output = answer(self, request, *args)
-        text = bytes(request.prompt_token_ids).decode()
-        [length] = [length for document, length in lengths.items() if document in text]
-        fields = {name: getattr(output, name) for name in output.__slots__}
-        return EngineOutput(**{**fields, "num_output_tokens": length})
-
-    monkeypatch.setattr(FakeEngine, "_answer", as_told)
-
-
 def news(documents: list[str], queries: int, asked: str = "") -> list[dict[str, Any]]:
     return [
         {
@@ -310,12 +302,9 @@ def news(documents: list[str], queries: int, asked: str = "") -> list[dict[str, 
     ]
 
 
-def test_a_document_seen_before_is_answered_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_seen_before_is_answered_as_before(tmp_path: Path, curt_and_long: None) -> None:
     """All prompts are equally long, so only their documents can tell the answers' lengths."""
     spec = fake_spec(tmp_path, planner={**LEARN, "num_shards": 1}, sampling={"max_tokens": 500})
-    answer_lengths(monkeypatch, {"curt": 3, "long": 200, "news": 50})
     write_table(tmp_path / "documents", news(["curt", "long"], 3), "2026-01-30")
     earlier = run_and_commit(spec, "2026-01-30")
     assert "groups.parquet" in earlier.manifest.files
@@ -331,10 +320,9 @@ def test_a_document_seen_before_is_answered_as_before(
 
 
 def test_without_the_earlier_plan_lengths_are_all_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, curt_and_long: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 500})
-    answer_lengths(monkeypatch, {"curt": 3, "long": 200})
     for ds in ("2026-01-30", DS):
         write_table(tmp_path / "documents", news(["curt", "long"], 3), ds)
     earlier = run_and_commit(spec, "2026-01-30")
@@ -347,6 +335,11 @@ def test_without_the_earlier_plan_lengths_are_all_there_is(
     assert learned is not None and learned.by_group is None
     assert "without groups" in caplog.text
     assert plan_job(spec, DS).manifest.learned == learned.by_length
+    run_and_commit(fake_spec(tmp_path), "2026-01-30")  # by a plan that wasn't to be learned from
+    with caplog.at_level("INFO"):
+        learned = learn_output_lengths(spec, DS)
+    assert learned is not None and learned.by_group is None
+    assert "was made without planner.estimated_output_tokens: learned" in caplog.text
 
 
 # What other programs have done to the published rows since
@@ -392,12 +385,11 @@ def with_row(table: pa.Table, idx: int, **values: Any) -> pa.Table:
 )
 def test_rows_are_known_by_their_keys(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    curt_and_long: None,
     change: Callable[[pa.Table], pa.Table],
     num_rows: list[int],
 ) -> None:
     spec = fake_spec(tmp_path, planner={**LEARN, "num_shards": 1}, sampling={"max_tokens": 500})
-    answer_lengths(monkeypatch, {"curt": 3, "long": 200})
     rows = news(["curt", "long"], 3)
     write_table(tmp_path / "documents", [rows[idx] for idx in (0, 3, 1, 4, 2, 5)], "2026-01-30")
     run_and_commit(spec, "2026-01-30")
@@ -411,7 +403,7 @@ def test_rows_are_known_by_their_keys(
 
 @pytest.mark.parametrize("kind", ["iceberg", "delta"])
 def test_rows_that_a_table_format_has_deleted_teach_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curt_and_long: None, kind: str
 ) -> None:
     lake = LAKES[kind](str(tmp_path), tmp_path, monkeypatch, "out")
     spec = fake_spec(
@@ -421,7 +413,6 @@ def test_rows_that_a_table_format_has_deleted_teach_nothing(
         planner={**LEARN, "num_shards": 1},
         sampling={"max_tokens": 500},
     )
-    answer_lengths(monkeypatch, {"curt": 10, "long": 100})
     rows = news(["curt", "long"], 2)
     at = pa.array(range(4), pa.timestamp("ns"))  # which the formats hold as microseconds
     at = pc.multiply(at.cast(pa.int64()), 1000).cast(at.type)
@@ -431,20 +422,19 @@ def test_rows_that_a_table_format_has_deleted_teach_nothing(
     pq.write_table(table, folder / "a.parquet")
     run_and_commit(spec, "2026-01-30")
     before = by_group_of(spec)
-    assert set(before.values()) == {(2, 20), (2, 200)}
+    assert set(before.values()) == {(2, 6), (2, 400)}
     if isinstance(lake, IcebergLake):
         lake.load().delete("row_key = 'curt-0'")
     else:
         DeltaTable(lake.folder.uri).delete("row_key = 'curt-0'")
-    expected = {(2, 20): (1, 10), (2, 200): (2, 200)}
+    expected = {(2, 6): (1, 3), (2, 400): (2, 400)}
     assert by_group_of(spec) == {prefix: expected[counts] for prefix, counts in before.items()}
 
 
 def test_keys_that_a_table_has_no_more_leave_lengths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, curt_and_long: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 500})
-    answer_lengths(monkeypatch, {"curt": 3, "long": 200})
     write_table(tmp_path / "documents", news(["curt", "long"], 3), "2026-01-30")
     run_and_commit(spec, "2026-01-30")
     path = tmp_path / "out" / "ds=2026-01-30" / "data.parquet"
@@ -476,7 +466,7 @@ def plan_with(folder: Path, **keys: pa.Array) -> StoredPlan:
     partition = folder / "documents" / f"ds={DS}"
     partition.mkdir(parents=True)
     pq.write_table(table, partition / "a.parquet")
-    return plan_job(fake_spec(folder, input={"key": list(keys)}), DS)
+    return plan_job(fake_spec(folder, input={"key": list(keys)}, planner=LEARN), DS)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from support.fake_job import DS, job_fields
+from support.fake_job import DS, finish, job_fields
 
-from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -47,8 +45,7 @@ def asking(folder: Path | str, **changes: Any) -> JobSpec:
 
 def run_and_commit(spec: JobSpec, ds: str = DS) -> StoredPlan:
     plan = plan_job(spec, ds)
-    run_worker(plan)
-    commit_run(plan.folder.uri)
+    finish(plan)
     return plan
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from batchllm_operator.spec import JobSpec, parse_spec
+
+if TYPE_CHECKING:
+    from batchllm_operator.stored_plan.run_report import RunReport
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DS = "2026-01-31"
 
@@ -69,6 +73,15 @@ def without_model(fields: dict[str, Any]) -> dict[str, Any]:
 def fake_spec(lake: Path | str, **changes: Any) -> JobSpec:
     """A checked spec of `job_fields`."""
     return parse_spec(job_fields(str(lake), **changes), source="test spec")
+
+
+def finish(plan: StoredPlan) -> RunReport:
+    """Run a plan by one worker, and commit it."""
+    from batchllm_operator.commit.commit_run import commit_run
+    from batchllm_operator.run.run_shards import run_worker
+
+    run_worker(plan)
+    return commit_run(plan.folder.uri)
 
 
 def expected_prompt(row: Mapping[str, Any]) -> str:
