@@ -111,7 +111,7 @@ def _digests(
         columns = [buckets, fingerprint_array(digests).cast(pa.binary()), pa.array(places)]
         yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
         num_rows += batch.num_rows
-    counted = {"part": part.number, "num_rows": num_rows}
+    counted: dict[str, Any] = {"part": part.number, "num_rows": num_rows}
     counted |= {"nulls": nulls.counts, "first": nulls.first}
     row = {"bucket": num_buckets, "digest": json.dumps(counted).encode(), "place": part.number}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)

@@ -36,60 +36,59 @@ def check(folder: Path, table: pa.Table, *key: str, **options: Any) -> str | Non
     return None
 
 
-def test_repeats_are_named_by_first_appearance(tmp_path: Path) -> None:
-    table = pa.table({"id": ["z", "b", "a", "b", "c", "z", "z"]})
-    assert check(tmp_path, table) == (
-        "table t: key (id) isn't unique: 'z', 'b' occur more than once"
+NOTHING = pa.array([], pa.int64())
+NUMBERS = [None if number % 1000 == 7 else number for number in range(12_000)]
+TABLES: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "named by first appearance": ({"id": ["z", "b", "a", "b", "c", "z", "z"]}, "id", "'z', 'b'"),
+    "ten named, others counted": (
+        {"id": [number % 20_013 for number in range(40_026)]},
+        "id",
+        f"{', '.join(map(str, range(10)))} and 20003 more",
+    ),
+    "exactly ten": ({"id": [*range(10)] * 2}, "id", ", ".join(map(str, range(10)))),
+    "far apart": ({"id": [*range(20_000), 5, 19_999]}, "id", "5, 19999"),
+    "booleans": ({"id": [True, False, False]}, "id", "False"),
+    "different booleans": ({"id": [True, False]}, "id", None),
+    "no rows": ({"id": NOTHING}, "id", None),
+    "together": ({"a": ["x", "xy", "x"], "b": ["yz", "z", "y"]}, "a b", None),
+    "in the key's order": ({"a": ["x", "xy", "x"], "c": [1, 1, 1]}, "c a", "1 / 'x'"),
+    "lengths keep columns apart": (
+        {"a": ["a", "ab", "1:a", ""], "b": ["bc", "c", "", "1:a"]},
+        "a b",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_repeated_keys_are_named(tmp_path: Path, case: str) -> None:
+    columns, key, named = TABLES[case]
+    message = check(tmp_path, pa.table(columns), *key.split(), row_group_size=700)
+    if named is None:
+        assert message is None
+    else:
+        together = ", ".join(key.split())
+        assert message == f"table t: key ({together}) isn't unique: {named} occur more than once"
+
+
+@pytest.mark.parametrize(
+    ("columns", "column", "found"),
+    [
+        (
+            {"x": NUMBERS, "id": NUMBERS},
+            "x",
+            "12 rows, such as row 7, 1007, 2007, 3007, 4007, 5007, 6007, 7007, 8007, 9007",
+        ),
+        ({"a": [1, 1], "b": [None, "x"]}, "b", "1 row, such as row 0"),
+        ({"id": pa.nulls(3)}, "id", "3 rows, such as row 0, 1, 2"),
+    ],
+)
+def test_nulls_are_counted_and_located_before_repeats(
+    tmp_path: Path, columns: dict[str, Any], column: str, found: str
+) -> None:
+    assert check(tmp_path, pa.table(columns), *columns) == (
+        f"table t: key column {column!r} is null in {found} (counted from 0)"
     )
-
-
-def test_ten_repeats_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    table = pa.table({"id": [n % 20_013 for n in range(40_026)]})
-    named = ", ".join(map(str, range(10)))
-    assert check(tmp_path, table) == (
-        f"table t: key (id) isn't unique: {named} and 20003 more occur more than once"
-    )
-
-
-def test_exactly_ten_repeats(tmp_path: Path) -> None:
-    message = check(tmp_path, pa.table({"id": [*range(10), *range(10)]}))
-    assert message is not None
-    assert "9 occur more than once" in message
-
-
-def test_repeats_far_apart(tmp_path: Path) -> None:
-    """In row groups and batches of their own."""
-    table = pa.table({"id": [*range(20_000), 5, 19_999]})
-    assert check(tmp_path, table, row_group_size=700) == (
-        "table t: key (id) isn't unique: 5, 19999 occur more than once"
-    )
-
-
-def test_columns_are_a_key_together(tmp_path: Path) -> None:
-    table = pa.table({"a": ["x", "xy", "x"], "b": ["yz", "z", "y"], "c": [1, 1, 1]})
-    assert check(tmp_path, table, "a", "b") is None
-    assert check(tmp_path, table, "c", "a") == (
-        "table t: key (c, a) isn't unique: 1 / 'x' occur more than once"
-    )
-
-
-def test_nulls_are_counted_and_located(tmp_path: Path) -> None:
-    ids = [None if n % 1000 == 7 else n for n in range(12_000)]
-    assert check(tmp_path, pa.table({"id": ids, "x": ids}), "x", "id") == (
-        "table t: key column 'x' is null in 12 rows, such as row"
-        " 7, 1007, 2007, 3007, 4007, 5007, 6007, 7007, 8007, 9007 (counted from 0)"
-    )
-
-
-def test_nulls_come_before_repeats(tmp_path: Path) -> None:
-    table = pa.table({"a": [1, 1], "b": [None, "x"]})
-    message = check(tmp_path, table, "a", "b")
-    assert message is not None
-    assert "'b' is null in 1 row, such as row 0 (" in message
-
-
-def test_a_table_without_rows(tmp_path: Path) -> None:
-    assert check(tmp_path, pa.table({"id": pa.array([], pa.int64())})) is None
 
 
 NAMES = ["", " ", "select", '"', "a.b", "a;b", "k0", "row_idx", "表", "x'y", "*", "%s", "A", "a"]
@@ -196,13 +195,6 @@ def test_long_keys_are_encoded_a_few_at_a_time(
     assert max(sizes) <= 4 << 20
 
 
-def test_booleans(tmp_path: Path) -> None:
-    assert check(tmp_path, pa.table({"id": [True, False]})) is None
-    message = check(tmp_path, pa.table({"id": [True, False, False]}))
-    assert message is not None
-    assert "False occur" in message
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -217,12 +209,6 @@ def test_kinds_that_cannot_be_compared(tmp_path: Path, values: pa.Array) -> None
     assert message is not None
     assert message.startswith("table t: column 'id' holds ")
     assert message.endswith("which can't be compared")
-
-
-def test_a_column_of_nulls_only(tmp_path: Path) -> None:
-    message = check(tmp_path, pa.table({"id": pa.nulls(3)}))
-    assert message is not None
-    assert "'id' is null in 3 rows, such as row 0, 1, 2 (" in message
 
 
 @settings(max_examples=examples(60))
@@ -244,8 +230,3 @@ def test_agrees_with_counting(
     more = f" and {len(repeated) - 10} more" if len(repeated) > 10 else ""
     named = ", ".join(f"{a!r} / {b!r}" for a, b in repeated[:10])
     assert message == f"table t: key (a, b) isn't unique: {named}{more} occur more than once"
-
-
-def test_lengths_keep_columns_apart(tmp_path: Path) -> None:
-    table = pa.table({"a": ["a", "ab", "1:a", ""], "b": ["bc", "c", "", "1:a"]})
-    assert check(tmp_path, table, "a", "b") is None
