@@ -197,7 +197,7 @@ def time_steps(spec: JobSpec) -> dict[str, float]:
         "- tokenize": (ModelTokenizer, "encode"),
         "- store": (PromptStore, "append"),
         "- add to search": (PrefixSearch, "add"),
-        "- check text": (rows, "check_text"),
+        "- check text": (rows, "_check_text"),
         "sort prompts": (PrefixSearch, "finish"),
         "check keys": (plan, "check_keys"),
         "choose groups": (planned_range, "arrange"),

@@ -125,35 +125,18 @@ def estimate_work(
         model doesn't fit.
     """
     total = sum(works, Work())
-    num_saved = unshared.num_prefill_tokens - total.num_prefill_tokens
+    machine = (target.model, target.gpu, target.limits)
+    num_engines = len(works) * num_replicas
     try:
-        estimate = _estimate(target, total, unshared, num_saved, len(works) * num_replicas)
+        planned = predict(total, *machine, num_engines=num_engines)
+        alone = predict(unshared, *machine, num_engines=num_engines)
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None
-    # Rates add up to the whole except for the ramp, one per engine.
-    rate = rates(total, target.model, target.gpu, target.limits)
-    ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
-    counts = np.array([astuple(work)[:-1] for work in works], dtype=np.int64).reshape(-1, 5)
-    parts = WorkArrays(*counts.T).nanoseconds(rate) / 1e9 + ramp_s
-    return estimate, (parts / (parts.sum() or 1.0) * estimate.gpu_s).tolist()
-
-
-def _estimate(
-    target: Target, total: Work, unshared: Work, num_saved_tokens: int, num_engines: int
-) -> CostEstimate:
-    """The estimate of a job that does `total`, or `unshared` with each row's prompt alone.
-
-    Raises:
-        PlanError: the model doesn't fit.
-    """
-    machine = (target.model, target.gpu, target.limits)
-    planned = predict(total, *machine, num_engines=num_engines)
-    alone = predict(unshared, *machine, num_engines=num_engines)
-    return CostEstimate(
+    estimate = CostEstimate(
         gpu=target.gpu,
         model=target.model,
-        num_saved_tokens=num_saved_tokens,
+        num_saved_tokens=unshared.num_prefill_tokens - total.num_prefill_tokens,
         num_output_tokens=total.num_decode_tokens,
         prefill_s=rounded(planned.prefill_s),
         decode_s=rounded(planned.decode_s),
@@ -165,6 +148,12 @@ def _estimate(
         unshared_cost_usd=rounded(alone.cost_usd),
         assumptions=_assumptions(target, total),
     )
+    # Rates add up to the whole except for the ramp, one per engine.
+    rate = rates(total, target.model, target.gpu, target.limits)
+    ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
+    counts = np.array([astuple(work)[:-1] for work in works], dtype=np.int64).reshape(-1, 5)
+    parts = WorkArrays(*counts.T).nanoseconds(rate) / 1e9 + ramp_s
+    return estimate, (parts / (parts.sum() or 1.0) * estimate.gpu_s).tolist()
 
 
 def _assumptions(target: Target, total: Work) -> tuple[str, ...]:

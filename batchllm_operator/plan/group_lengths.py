@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import BatchLLMError, PlanError
+from batchllm_operator.errors import BatchLLMError, PlanError, SpecError
 from batchllm_operator.lake import Publication
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.plan.memory import MemoryBudget
@@ -175,18 +175,16 @@ class PlanGroups:
         Raises:
             SpecError: it is too large for the budget.
         """
-        unknown = "partition %s: output lengths are learned without groups: %s"
         try:
             plan = StoredPlan.open(plan_folder(spec, published).uri)
-        except (BatchLLMError, OSError) as error:
-            _log.info(unknown, published.partition, error)
-            return None
-        if budget is not None:
-            budget.check_learned(plan.manifest.counts.num_rows)
-        try:
+            if budget is not None:
+                budget.check_learned(plan.manifest.counts.num_rows)
             return cls.of(plan, columns)
+        except SpecError:
+            raise
         # Only an estimate depends on it, so a fault is no reason to stop.
         except (BatchLLMError, OSError, pa.ArrowException) as error:
+            unknown = "partition %s: output lengths are learned without groups: %s"
             _log.info(unknown, published.partition, error)
             return None
 

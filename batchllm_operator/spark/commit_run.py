@@ -142,7 +142,6 @@ def _joined(
         PlanError: outputs and rows aren't one to one.
     """
     from pyspark.sql.functions import col
-    from pyspark.sql.pandas.types import from_arrow_schema
 
     fields = pa.schema([ROW_FIELD, *output_fields(part_schema(plan.manifest.spec))])
     sent = pa.schema([pa.field("range", pa.int32()), *map(_plain, fields)])
@@ -173,7 +172,7 @@ def _joined(
             files = staging.put(scratch / "data", number)
         yield said([json.dumps([number, files]).encode()])
 
-    frame = mapped(tasks(spark, payloads), outputs, from_arrow_schema(sent))
+    frame = mapped(tasks(spark, payloads), outputs, sent)
     dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
     return [(number, files) for number, files in map(json.loads, said_by(dealt, write))]
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SCHEMA: Final = pa.schema([("bucket", pa.int32()), ("digest", pa.binary()), ("place", pa.int64())])
-_SPARK_SCHEMA: Final = "bucket int, digest binary, place long"
 _BUCKET_ROWS: Final = 1 << 20
 
 
@@ -71,7 +70,7 @@ def number_rows(
         yield from _repeats(batches, num_buckets)
 
     payloads = [part.to_bytes() for part in parts]
-    digests = mapped(tasks(spark, payloads), digest, _SPARK_SCHEMA)
+    digests = mapped(tasks(spark, payloads), digest, _SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
     found = said_by(shuffled.sortWithinPartitions("digest", "place"), repeats)
     results = list(map(json.loads, found))

@@ -26,8 +26,8 @@ from batchllm_operator.lake import ParquetTable, open_table
 from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
 from batchllm_operator.plan.plan_job import complete, describe_plan
-from batchllm_operator.plan.rows.doubled_start import sample_tokens, warn_of_doubled_start
 from batchllm_operator.plan.rows.input_checks import check_rows
+from batchllm_operator.plan.rows.prompting import sample_tokens, warn_of_doubled_start
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.shards.row_errors import WrittenRows

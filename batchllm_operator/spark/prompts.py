@@ -25,9 +25,6 @@ from batchllm_operator.stored_plan.counts import Frozen
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-PROMPTS: Final = "range int, head binary, key binary, place long, output_tokens long"
-"""Columns of prompts on their way to their ranges. `output_tokens` is -1 without estimates. In the
-range after the last one, a task says as JSON, in place of a key, what it has done."""
 _SCHEMA: Final = pa.schema(
     [
         ("range", pa.int32()),
@@ -37,6 +34,8 @@ _SCHEMA: Final = pa.schema(
         ("output_tokens", pa.int64()),
     ]
 )
+"""Columns of prompts on their way to their ranges. `output_tokens` is -1 without estimates. In the
+range after the last one, a task says as JSON, in place of a key, what it has done."""
 _ROWS_PER_SAMPLE: Final = 32
 _LEAST_SAMPLE: Final = 2_048
 _MOST_SAMPLE: Final = 1 << 16
@@ -119,14 +118,14 @@ def draw_sample(
 
 
 def make_prompts(spark: SparkSession, task: Task, parts: Sequence[Part]) -> DataFrame:
-    """A data frame of prompts (`PROMPTS`), each in the partition of its range, sorted."""
+    """A data frame of prompts, each in the partition of its range, sorted."""
     from pyspark.sql.functions import col
 
     def make(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
             yield from _made(task, Part.of(payload))
 
-    prompts = mapped(tasks(spark, [part.to_bytes() for part in parts]), make, PROMPTS)
+    prompts = mapped(tasks(spark, [part.to_bytes() for part in parts]), make, _SCHEMA)
     dealt = prompts.repartitionById(len(task.ranges) + 1, col("range"))
     return dealt.sortWithinPartitions("head", "key", "place").drop("head")
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,14 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from batchllm_operator.errors import MissingLibraryError
-from batchllm_operator.spark.requirements import check_executors, check_java, check_version
-from batchllm_operator.spark.tasks import named_failures
+from batchllm_operator import __version__
+from batchllm_operator.errors import MissingLibraryError, SpecError
+from batchllm_operator.spark.tasks import named_failures, reason_of, tasks
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_LEAST_SPARK: Final = (4, 1)
+_LEAST_JAVA: Final = 17
 _NEEDED: Final = {
     # Coalescing or splitting partitions would tear the ranges of a plan apart.
     "spark.sql.adaptive.enabled": "false",
@@ -53,12 +58,12 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
         SparkJobError: the cluster can't be reached.
     """
     with _without_logs_of_py4j(), _session(spec) as spark:
-        check_version(spark)
+        _check_version(spark)
         for name, value in _NEEDED.items():
             spark.conf.set(name, value)
         given = _given_to_tasks(spark)
         try:
-            check_executors(spark)
+            _check_executors(spark)
             yield spark
         finally:
             for name in given:
@@ -175,7 +180,7 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
     conf = spec.planner.spark.conf
     is_remote = "spark.remote" in conf or "SPARK_REMOTE" in os.environ
     if not is_remote and "PYSPARK_GATEWAY_PORT" not in os.environ:  # of spark-submit's Java
-        check_java()
+        _check_java()
     # pyspark itself reads this setting only in spark-submit.
     if (python := conf.get("spark.pyspark.python")) is not None:
         os.environ["PYSPARK_PYTHON"] = python
@@ -204,3 +209,66 @@ def _given_to_tasks(spark: SparkSession) -> list[str]:
     names = [name for name in os.environ if name.startswith(_LAKE) and name not in environment]
     environment.update({name: os.environ[name] for name in names})
     return names
+
+
+def _check_version(spark: SparkSession) -> None:
+    """Refuse a Spark without what we use (`SpecError`)."""
+    major, minor = spark.version.split(".")[:2]
+    if (int(major), int(minor)) < _LEAST_SPARK:
+        least = ".".join(map(str, _LEAST_SPARK))
+        raise SpecError(
+            f"planner.engine: needs Spark {least} or later, and the session has {spark.version}"
+        )
+
+
+def _check_java() -> None:
+    """Refuse a machine without Java that Spark can run on (`SpecError`)."""
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else "java"
+    needs = f"Spark runs on Java {_LEAST_JAVA} or later"
+    if shutil.which(java) is None:
+        install = "PATH has none; install one, such as Debian's openjdk-17-jre-headless"
+        mend = f"JAVA_HOME ({home}) has none; correct it, or unset it" if home else install
+        raise SpecError(f"planner.engine: {needs}, and {mend}")
+    said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
+    found = re.search(r'version "(?:1\.)?([0-9]+)', said)
+    if found is None or int(found[1]) < _LEAST_JAVA:
+        lines = said.strip().splitlines()
+        raise SpecError(f"planner.engine: {needs}, not on {java}: {next(iter(lines), 'it fails')}")
+
+
+def _check_executors(spark: SparkSession) -> None:
+    """Refuse executors that lack this package, or have another release of it.
+
+    Raises:
+        SpecError: they do.
+        SparkJobError: they can't be asked.
+    """
+    from pyspark.errors import PythonException
+    from pyspark.sql.functions import col, udf
+
+    def probe(_: bytes) -> str:  # sent whole, as all nested functions are
+        import importlib
+        import sys
+
+        try:
+            version = str(importlib.import_module("batchllm_operator").__version__)
+            for name in ("pandas", "pyarrow"):
+                importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
+            return f"{type(error).__name__}: {error} ({sys.executable})"
+        return version
+
+    # Not `mapInArrow`: without pyarrow it fails before it calls the function.
+    ask = udf(probe, "string", useArrow=False)
+    with named_failures("Spark's first task failed"):
+        try:
+            (row,) = tasks(spark, [b""]).select(ask(col("payload"))).collect()
+            found = str(row[0])
+        except PythonException as error:  # such as another release of Python
+            found = reason_of(error)
+    if found != __version__:
+        raise SpecError(
+            f"planner.engine: Spark's executors lack batchllm_operator {__version__}, the driver's"
+            f" release: {found}; use one image for both, or a packed environment (spark.archives)"
+        )

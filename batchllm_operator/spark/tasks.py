@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
@@ -16,7 +16,7 @@ from batchllm_operator.errors import BatchLLMError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_SAID: Final = "said binary"
+_SAID: Final = pa.schema([("said", pa.binary())])
 _MOST_REASON: Final = 500
 
 Batches = Iterable[pa.RecordBatch]
@@ -55,13 +55,14 @@ def tasks(spark: SparkSession, payloads: Sequence[bytes]) -> DataFrame:
     return frame.repartitionById(max(1, len(rows)), col("task")).select("payload")
 
 
-def mapped(frame: DataFrame, work: Task, schema: Any) -> DataFrame:
+def mapped(frame: DataFrame, work: Task, schema: pa.Schema) -> DataFrame:
     """A data frame of what `work` makes of each partition.
 
     Args:
         work: gets a partition's batches. Its `BatchLLMError`s reach the driver as they are.
-        schema: of its batches, in Spark's words or types.
+        schema: of its batches.
     """
+    from pyspark.sql.pandas.types import from_arrow_schema
 
     def run(batches: Batches) -> Iterator[pa.RecordBatch]:
         try:
@@ -72,7 +73,7 @@ def mapped(frame: DataFrame, work: Task, schema: Any) -> DataFrame:
             # Spark's next task may run in another process of the executor.
             pa.default_memory_pool().release_unused()
 
-    return frame.mapInArrow(run, schema)
+    return frame.mapInArrow(run, from_arrow_schema(schema))
 
 
 def said_by(frame: DataFrame, work: Task) -> list[bytes]:
@@ -112,7 +113,7 @@ def named_failures(what: str) -> Iterator[None]:
 
 def said(values: Sequence[bytes]) -> pa.RecordBatch:
     """In a task: values for `said_by`."""
-    return pa.record_batch({"said": pa.array(values, pa.binary())})
+    return pa.record_batch([pa.array(values, pa.binary())], schema=_SAID)
 
 
 def payloads_in(batches: Batches) -> Iterator[bytes]:

@@ -134,6 +134,18 @@ def test_a_changed_input_replaces_the_partition_and_teaches_the_next(
     assert learned.num_known_prefixes > 0
 
 
+def commit_in_between(monkeypatch: pytest.MonkeyPatch, slow: StoredPlan, fast: StoredPlan) -> None:
+    """Commits `fast` once the data files of `slow` are written."""
+
+    def overtaken(plan: StoredPlan, *args: Any) -> Path:
+        data = write_partition(plan, *args)
+        if plan == slow:
+            commit_run(fast.folder.uri)
+        return data
+
+    monkeypatch.setattr("batchllm_operator.commit.commit_run.write_partition", overtaken)
+
+
 def test_a_commit_that_somebody_else_got_ahead_of(
     lakes: tuple[Lake, Lake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,13 +155,7 @@ def test_a_commit_that_somebody_else_got_ahead_of(
     append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
     fast = run_job(spec_of(lakes))
 
-    def overtaken(plan: StoredPlan, *args: Any) -> Path:
-        data = write_partition(plan, *args)
-        if plan == slow:
-            commit_run(fast.folder.uri)
-        return data
-
-    monkeypatch.setattr("batchllm_operator.commit.commit_run.write_partition", overtaken)
+    commit_in_between(monkeypatch, slow, fast)
     with pytest.raises(ConflictError, match=fast.manifest.plan_id):
         commit_run(slow.folder.uri)
     with pytest.raises(PlanError, match="a later plan's outputs"):  # a retry doesn't win, either
@@ -193,13 +199,7 @@ def test_an_older_plan_does_not_fill_what_a_newer_one_has_emptied(
     newer = run_job(spec.model_copy(update={"input": source}))
     assert newer.manifest.counts.num_rows == 0
 
-    def overtaken(plan: StoredPlan, *args: Any) -> Path:
-        data = write_partition(plan, *args)
-        if plan == older:
-            commit_run(newer.folder.uri)
-        return data
-
-    monkeypatch.setattr("batchllm_operator.commit.commit_run.write_partition", overtaken)
+    commit_in_between(monkeypatch, older, newer)
     with pytest.raises(ConflictError, match=newer.manifest.plan_id):
         commit_run(older.folder.uri)
     assert read(lakes[1], ["row_key"]) == []

@@ -17,7 +17,7 @@ from support.staged_job import run_only
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
 from batchllm_operator.inspect.verify import verify_worker
-from batchllm_operator.plan.cut import usual_num_shards
+from batchllm_operator.plan.arrange import usual_num_shards
 from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
@@ -188,7 +188,7 @@ def test_a_job_is_cut_by_its_predicted_time(
 def test_a_job_is_cut_by_its_tokens_without_a_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchllm_operator.plan.cut._SHARD_TOKENS", 500.0)
+    monkeypatch.setattr("batchllm_operator.plan.arrange._SHARD_TOKENS", 500.0)
     plan = plan_sites(tmp_path, None)
     num_tokens = plan.manifest.counts.num_optimal_tokens + 60 * 8  # outputs
     assert len(plan.manifest.shards) == -(-num_tokens // 500) > 2

@@ -13,13 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, fake_spec
+from support.fake_job import DS, fake_spec, finish
 from support.lake_tables import LAKES, IcebergLake, Lake, open_lake, publish
 
-from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import TableError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import JobSpec
 
 NS = 1_700_000_000_000_000_001
@@ -124,9 +122,7 @@ def forget(lake: Lake) -> None:
 
 
 def run(spec: JobSpec) -> None:
-    plan = plan_job(spec, DS)
-    run_worker(plan)
-    commit_run(plan.folder.uri)
+    finish(plan_job(spec, DS))
 
 
 def test_what_commit_refuses_of_a_column_plan_refuses_with_the_same_error(

@@ -173,12 +173,6 @@ def test_rejected_rows_beyond_the_limit_make_no_plan(tmp_path: Path) -> None:
     assert plan_job(fake_spec(tmp_path, max_failed_fraction=0.2), DS).manifest.counts.num_rows == 10
 
 
-def test_the_manifest_can_be_read_back(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
-    assert StoredPlan.open(plan.folder.uri) == plan
-
-
 def test_refusals_write_nothing(tmp_path: Path) -> None:
     rows = document_rows(2, 2)
     write_table(tmp_path / "documents", [*rows, rows[0]])

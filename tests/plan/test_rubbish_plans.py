@@ -19,14 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, finish, write_table
 from support.levels import examples
 
-from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.committed import COMMITTED_FILE
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.shards.reuse_index import INDEX_FILE
@@ -52,7 +50,8 @@ class Job:
         self.lake = lake
         self.spec = fake_spec(lake, **CHANGES)
         write_table(lake / "documents", document_rows(2, 2))
-        self.first = self._finish(plan_job(self.spec, DS))
+        self.first = plan_job(self.spec, DS)
+        finish(self.first)
         rows = [*document_rows(2, 2), {"row_key": "new", "document": "new", "query": "new"}]
         write_table(lake / "documents", rows, NEXT_DS)
         self.second = plan_job(self.spec, NEXT_DS)
@@ -68,14 +67,8 @@ class Job:
 
     def go_on(self) -> None:
         """Run and commit the second day, and plan it once more."""
-        self._finish(self.second)
+        finish(self.second)
         plan_job(self.spec, NEXT_DS)
-
-    @staticmethod
-    def _finish(plan: StoredPlan) -> StoredPlan:
-        run_worker(plan)
-        commit_run(plan.folder.uri)
-        return plan
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from support.spark_jobs import planned_rows, rows_of_shards
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import (
+    BatchLLMError,
     EmptyPartitionError,
     FailedRowsError,
     Interrupted,
@@ -32,7 +33,7 @@ from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spark import plan_job as stage
-from batchllm_operator.spark import prompts, ranges, reading, requirements, session
+from batchllm_operator.spark import prompts, ranges, reading, session
 from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.plan_job import plan_on_spark
 from batchllm_operator.spark.staging import OPEN_FILE, Staging
@@ -167,22 +168,77 @@ def test_the_number_of_shards_is_the_specs(lake: Path, small_ranges: None) -> No
     assert plan.manifest.imbalance < 2
 
 
-@pytest.mark.parametrize("ids", [[3, 3, None, None], [None, 1, 2, None], [5, 6, 5, 6]])
-def test_keys_are_refused_in_the_words_of_a_local_plan(
-    lake: Path, small_ranges: None, ids: list[int | None]
+def rows_with(name: str, kind: pa.DataType, values: dict[int, Any]) -> pa.Table:
+    """The rows with a column of numbers, some of which have other values."""
+    column = pa.array([values.get(idx, idx) for idx in range(NUM_ROWS)], kind)
+    return pa.Table.from_pylist(document_rows(12, 10)).append_column(name, column)
+
+
+def rows_without_text(name: str, *idxs: int, value: bytes | None) -> pa.Table:
+    """The rows, some of which have a null or broken text in a column."""
+    rows = pa.Table.from_pylist(document_rows(12, 10))
+    texts = [value if n in idxs else x.encode() for n, x in enumerate(rows[name].to_pylist())]
+    column = pa.array(texts).cast(pa.string(), safe=False)
+    return rows.set_column(rows.schema.get_field_index(name), name, column)
+
+
+AT = {"carry": ["at"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "kind", "message"),
+    [
+        (
+            rows_with("id", pa.int64(), {3: 3, 40: 3, 77: None, 119: None}),
+            {"input": {"key": "id"}},
+            KeyColumnError,
+            "null in 2 rows, such as row 77, 119",
+        ),
+        (
+            rows_with("id", pa.int64(), {3: 5, 40: 6, 77: 5, 119: 6}),
+            {"input": {"key": "id"}},
+            KeyColumnError,
+            "isn't unique: 5, 6 occur more than once",
+        ),
+        (
+            rows_without_text("query", 3, 50, 110, value=None),
+            {"max_failed_fraction": 0.02},
+            FailedRowsError,
+            "3 of 120 rows failed, 2.5 % (3 null",
+        ),
+        (rows_without_text("row_key", 77, value=b"\xff"), {}, KeyColumnError, "UTF-8 in row 77"),
+        (rows_without_text("query", 77, value=b"\xff"), {}, TableError, "UTF-8 in row 77"),
+        (
+            rows_with("at", pa.timestamp("ns"), {idx: int(idx == 77) for idx in range(NUM_ROWS)}),
+            {"output": AT},
+            TableError,
+            "'at' has a value that doesn't fit the table's type timestamp[us] in row 77",
+        ),
+    ],
+    ids=["null keys", "repeated keys", "failed rows", "broken key", "broken text", "values"],
+)
+def test_rows_are_refused_in_the_words_of_a_local_plan(
+    tmp_path: Path,
+    small_ranges: None,
+    rows: pa.Table,
+    changes: dict[str, Any],
+    kind: type[BatchLLMError],
+    message: str,
 ) -> None:
-    rows = document_rows(12, 10)
-    for number, row in enumerate(rows):
-        row["id"] = number
-    for place, value in zip((3, 40, 77, 119), ids, strict=True):
-        rows[place]["id"] = value
-    write_rows(lake, rows)
-    messages = []
+    folder = tmp_path / "documents" / f"ds={DS}"
+    folder.mkdir(parents=True)
+    pq.write_table(rows, folder / "a.parquet", row_group_size=25)
+    if changes.get("output") == AT:
+        changes = {"output": {"uri": f"delta+{tmp_path}/delta", **AT}}
+    refusals = []
     for make in (plan_job, plan_on_spark):
-        with pytest.raises(KeyColumnError) as refused:
-            make(job(lake, input={"key": "id"}), DS)
-        messages.append(str(refused.value))
-    assert messages[0] == messages[1]
+        with pytest.raises(BatchLLMError) as refused:
+            make(job(tmp_path, **changes), DS)
+        refusals.append((type(refused.value), str(refused.value)))
+    assert refusals[0] == refusals[1]
+    assert refusals[0][0] is kind
+    assert message in refusals[0][1]
+    assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("staged-*/*"))
 
 
 def test_a_partition_without_rows(tmp_path: Path) -> None:
@@ -194,25 +250,6 @@ def test_a_partition_without_rows(tmp_path: Path) -> None:
     assert plan.manifest.shards == ()
     commit_run(plan.folder.uri)
     assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "data.parquet").num_rows == 0
-
-
-def test_rejected_rows_beyond_the_limit_are_refused_in_the_words_of_a_local_plan(
-    tmp_path: Path, small_ranges: None
-) -> None:
-    rows = document_rows(12, 10)
-    for idx in (3, 50, 110):
-        rows[idx] = {**rows[idx], "query": None}
-    write_rows(tmp_path, rows)
-    spec = job(tmp_path, max_failed_fraction=0.02)
-    messages = []
-    for plan in (plan_job, plan_on_spark):
-        with pytest.raises(
-            FailedRowsError, match=r"3 of 120 rows failed, 2\.5 % \(3 null"
-        ) as caught:
-            plan(spec, DS)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-    assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("staged-*/*"))
 
 
 def test_a_partition_that_isnt_there(tmp_path: Path) -> None:
@@ -280,71 +317,28 @@ def test_java_that_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SpecError, match="and PATH has none; install one"):
-        requirements.check_java()
+        session._check_java()
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
     java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
     java.chmod(0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "none"))
     with pytest.raises(SpecError, match=r"JAVA_HOME \(.*\) has none; correct it"):
-        requirements.check_java()
+        session._check_java()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(SpecError, match=r'not on .*: openjdk version "11\.0\.2"'):
-        requirements.check_java()
+        session._check_java()
 
 
 def test_executors_with_another_release_are_refused(
     lake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requirements, "__version__", "9.9")
+    monkeypatch.setattr(session, "__version__", "9.9")
     with pytest.raises(SpecError, match=r"executors lack batchllm_operator 9\.9, .*: 0\."):
         plan_on_spark(job(lake), DS)
-    monkeypatch.setattr(requirements, "_LEAST_SPARK", (99, 1))
+    monkeypatch.setattr(session, "_LEAST_SPARK", (99, 1))
     with pytest.raises(SpecError, match=r"needs Spark 99\.1 or later, and the session has 4\."):
         plan_on_spark(job(lake), DS)
-
-
-@pytest.mark.parametrize("column", ["row_key", "query"])
-def test_text_that_isnt_utf8_is_refused_in_the_words_of_a_local_plan(
-    lake: Path, small_ranges: None, column: str
-) -> None:
-    rows = pa.Table.from_pylist(document_rows(12, 10))
-    values = rows[column].to_pylist()
-    broken = pa.array([*map(str.encode, values[:77]), b"\xff", *map(str.encode, values[78:])])
-    place = rows.schema.get_field_index(column)
-    rows = rows.set_column(place, column, broken.cast(pa.string(), safe=False))
-    for file in (lake / "documents").rglob("*.parquet"):
-        file.unlink()
-    file = lake / "documents" / f"ds={DS}" / "a.parquet"
-    pq.write_table(rows, file, row_group_size=25)
-    messages = []
-    for make in (plan_job, plan_on_spark):
-        with pytest.raises(TableError) as refused:
-            make(job(lake), DS)
-        messages.append((type(refused.value), str(refused.value)))
-    assert messages[0] == messages[1]
-    assert "row 77" in messages[1][1]
-
-
-def test_values_that_the_output_cannot_hold_are_refused_in_the_words_of_a_local_plan(
-    lake: Path, small_ranges: None
-) -> None:
-    rows = pa.Table.from_pylist(document_rows(12, 10))
-    times = pa.array([0] * 77 + [1] + [0] * (rows.num_rows - 78), pa.timestamp("ns"))
-    for file in (lake / "documents").rglob("*.parquet"):
-        file.unlink()
-    file = lake / "documents" / f"ds={DS}" / "a.parquet"
-    pq.write_table(rows.append_column("at", times), file, row_group_size=25)
-    spec = job(lake, output={"uri": f"delta+{lake}/delta", "carry": ["at"]})
-    messages = []
-    for make in (plan_job, plan_on_spark):
-        with pytest.raises(TableError) as refused:
-            make(spec, DS)
-        messages.append(str(refused.value))
-    assert messages[0] == messages[1]
-    assert (
-        "'at' has a value that doesn't fit the table's type timestamp[us] in row 77" in messages[1]
-    )
 
 
 @pytest.mark.parametrize("where", ["draw_sample", "plan_ranges"])

@@ -60,7 +60,14 @@ class RowAdapters:
     def encode(
         self, rendered: RenderedPrompts, rows: pa.RecordBatch
     ) -> tuple[RenderedPrompts, TokenTable]:
-        """See the function `encode`."""
+        """Token ids of all texts, marked with the rows' adapters.
+
+        Args:
+            rendered: of `rows`.
+
+        Returns:
+            `rendered`, with row errors for unknown adapters, and the prompts of the other texts.
+        """
         numbers = self._numbers(rows)
         rendered = self._without_unknown(rendered, rows, numbers)
         tokens = self.tokenizer.encode(rendered.present())
@@ -99,22 +106,3 @@ class RowAdapters:
             errors[row] = RowError(UNKNOWN_ADAPTER, f"model.adapters has no '{name}'")
         texts = pc.if_else(pa.array(is_unknown), pa.scalar(None, pa.large_string()), rendered.texts)
         return RenderedPrompts(texts, dict(sorted(errors.items())))
-
-
-def encode(
-    rendered: RenderedPrompts,
-    rows: pa.RecordBatch,
-    tokenizer: Tokenizer,
-    adapters: RowAdapters | None,
-) -> tuple[RenderedPrompts, TokenTable]:
-    """Token ids of all texts, with the rows' adapters.
-
-    Args:
-        rendered: of `rows`.
-
-    Returns:
-        `rendered`, with row errors for unknown adapters, and the prompts of the remaining texts.
-    """
-    if adapters is not None:
-        return adapters.encode(rendered, rows)
-    return rendered, tokenizer.encode(rendered.present())

@@ -81,15 +81,11 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     filtered = {term.column for term in spec.input.filter}
     units = _units(spec.input.partition_column) if snapshot.partition.isdecimal() else []
     unit = min(units, default=0)
-    apart = {name: each for name, each in snapshot.outer.items() if _are_times(name, each)}
-    for name, each in snapshot.inner.items():
+    apart = {name: values for name, values in snapshot.outer.items() if _are_times(name, values)}
+    for name, values in snapshot.inner.items():
         if any(inner < unit for inner in _units(name)):
-            apart[name] = each
-    several = {
-        column: values
-        for column, values in apart.items()
-        if len(values) > 1 and column not in filtered
-    }
+            apart[name] = values
+    several = {c: v for c, v in apart.items() if len(v) > 1 and c not in filtered}
     if not several:
         return
     own = f"{spec.input.partition_column}={snapshot.partition}"
@@ -98,15 +94,9 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         + (f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else "")
         for column, values in several.items()
     )
-    terms = ", ".join(
-        f"{{column: {column}, value: {value}}}"
-        for column, values in several.items()
-        for value in [
-            values[-1]
-            if pa.types.is_integer(snapshot.schema.field(column).type)
-            else f'"{values[-1]}"'
-        ]
-    )
+    is_number = {c: pa.types.is_integer(snapshot.schema.field(c).type) for c in several}
+    last = {c: v[-1] if is_number[c] else f'"{v[-1]}"' for c, v in several.items()}
+    terms = ", ".join(f"{{column: {column}, value: {value}}}" for column, value in last.items())
     is_outer = not several.keys() - snapshot.outer.keys()
     folders = " let input.uri name one of the outer folders," if is_outer else ""
     raise SpecError(
@@ -147,12 +137,9 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     for place, columns in places.items():
         for column in columns:
             if column not in snapshot.schema.names:
-                owner = re.split(r"[.\[]", column)[0]
-                inside = (
-                    f" (fields inside {owner!r} can't be named)"
-                    if owner in snapshot.schema.names
-                    else ""
-                )
+                owner, inside = re.split(r"[.\[]", column)[0], ""
+                if owner in snapshot.schema.names:
+                    inside = f" (fields inside {owner!r} can't be named)"
                 raise SpecError(
                     f"{place}: table {table.uri} has no column {column!r}{inside}; it has"
                     f" {listed_columns(snapshot.schema)}"
@@ -160,20 +147,16 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
     row_condition(table.uri, spec.input.filter, snapshot.schema)
     _check_prompt_columns(spec, table, snapshot)
-    for column in filter(None, [spec.model.adapter_column]):
-        kind = snapshot.schema.field(column).type
-        if not _is_text(kind):
-            raise SpecError(
-                f"model.adapter_column: column {column!r} of table {table.uri} holds {kind}, not"
-                " text"
-            )
-    for column in spec.planner.estimate_columns:
-        kind = snapshot.schema.field(column).type
-        if not pa.types.is_integer(kind):
-            raise SpecError(
-                f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
-                f" {kind}, not integers"
-            )
+    for place, is_kind, noun in (
+        ("model.adapter_column", _is_text, "text"),
+        ("planner.estimated_output_tokens", pa.types.is_integer, "integers"),
+    ):
+        for column in places[place]:
+            kind = snapshot.schema.field(column).type
+            if not is_kind(kind):
+                raise SpecError(
+                    f"{place}: column {column!r} of table {table.uri} holds {kind}, not {noun}"
+                )
     _check_outer(spec, table, snapshot)
 
 
@@ -196,16 +179,10 @@ def _check_prompt_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return any(
-        (
-            pa.types.is_string(kind),
-            pa.types.is_large_string(kind),
-            pa.types.is_string_view(kind),
-            pa.types.is_null(kind),
-        )
-    )
+    types = pa.types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    return any(is_text(kind) for is_text in texts)
 
 
 def check_lengths(spec: JobSpec, max_model_len: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
@@ -12,21 +13,25 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.plan.rows.adapters import RowAdapters, encode
+from batchllm_operator.model import ChatRefusedError
+from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prompts import (
     PROMPT_TOO_LONG,
     RenderedPrompts,
     Tokenizer,
     renderer_of,
+    sample_chat,
     text_column,
 )
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.prompt import Cut
 
+_MOST_PROMPTS: Final = 64  # that are looked at for a doubled control token
 _PATIENT_ROUNDS: Final = 4
 """Cuts by just what is too much; later ones are larger, so that no prompt takes many."""
+_log = logging.getLogger(__name__)
 
 _Texts = dict[str, list[str | None]]
 Spans = npt.NDArray[np.int64]
@@ -90,7 +95,10 @@ class Prompter:
         rendered = self._renderer.render(rows)
         num_control = len(rendered.control_rows)
         rendered = self._without_huge(self._tokenizer.apply_chat_template(rendered), rows)
-        rendered, tokens = encode(rendered, rows, self._tokenizer, self._adapters)
+        if self._adapters is None:
+            tokens = self._tokenizer.encode(rendered.present())
+        else:
+            rendered, tokens = self._adapters.encode(rendered, rows)
         return Prompts(rendered, tokens, num_control)
 
     def _without_huge(self, rendered: RenderedPrompts, rows: pa.RecordBatch) -> RenderedPrompts:
@@ -224,3 +232,35 @@ def _with_texts(rows: pa.RecordBatch, texts: Mapping[str, Sequence[str | None]])
     columns = {name: rows.column(name) for name in rows.schema.names}
     columns |= {name: pa.array(values, pa.large_string()) for name, values in texts.items()}
     return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def sample_tokens(spec: JobSpec, tokenizer: Tokenizer) -> TokenTable:
+    """The prompt of a made-up row; none if the chat template refuses it."""
+    sample = renderer_of(spec.prompt).render(sample_chat(spec.prompt))
+    try:
+        return tokenizer.encode(tokenizer.apply_chat_template(sample).present())
+    except ChatRefusedError:
+        return TokenTable.from_lists([])
+
+
+def warn_of_doubled_start(spec: JobSpec, tokens: TokenTable, tokenizer: Tokenizer) -> None:
+    """Warn, with the cure, if one of the first prompts begins with a control token twice.
+
+    Args:
+        tokens: of prompts; with adapters, those of their classes.
+    """
+    for number in range(min(len(tokens), _MOST_PROMPTS)):
+        start = [token_id % tokenizer.vocabulary_bound for token_id in tokens.prompt(number)[:2]]
+        token = tokenizer.decode(start[:1])
+        if start == start[:1] * 2 and token in tokenizer.control_tokens.special:
+            whose = "tokenizer adds one"
+            if spec.prompt.chat_template:
+                whose = "chat template adds one (or both: then correct that)"
+            _log.warning(
+                "prompts begin with %s twice, which the model has never seen: its %s;"
+                " leave it out of prompt.%s, of prompt.system, and of the columns that come first",
+                token,
+                whose,
+                spec.prompt.field,
+            )
+            return

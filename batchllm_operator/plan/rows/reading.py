@@ -15,18 +15,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
+from batchllm_operator.errors import KeyColumnError, TableError
 from batchllm_operator.lake import StoredColumns, joined
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.rows.adapters import RowAdapters
-from batchllm_operator.plan.rows.broken_text import check_text, describe_key
-from batchllm_operator.plan.rows.doubled_start import warn_of_doubled_start
-from batchllm_operator.plan.rows.prompting import Prompter, Prompts
+from batchllm_operator.plan.rows.prompting import Prompter, Prompts, warn_of_doubled_start
 from batchllm_operator.prefixes import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD
+from batchllm_operator.stored_plan.row_keys import shown_key
 from batchllm_operator.streams import ahead, one_ahead
 
 if TYPE_CHECKING:
@@ -124,9 +124,11 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
 
 def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
     """A new file of keys, carried columns and faults of rows; `schema` is the input's."""
-    kept = [schema.field(name) for name in spec.kept_columns]
-    columns = pa.schema([*kept, ERROR_FIELD])
-    return pq.ParquetWriter(path, columns, compression="zstd")
+    return pq.ParquetWriter(path, _rows_schema(spec, schema), compression="zstd")
+
+
+def _rows_schema(spec: JobSpec, schema: pa.Schema) -> pa.Schema:
+    return pa.schema([*map(schema.field, spec.kept_columns), ERROR_FIELD])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,10 @@ def checked(
         TableError: a key or carried column isn't UTF-8, or doesn't fit the output table.
     """
     for batch in batches:
-        check_text(spec, batch, first_row, where)
+        _check_text(spec, batch, first_row, where)
         if stored is not None:
             kept = batch.select(list(spec.kept_columns))
-            stored.check(kept, first_row, partial(describe_key, spec))
+            stored.check(kept, first_row, partial(_describe_key, spec))
         yield batch
         first_row += batch.num_rows
 
@@ -211,10 +213,8 @@ def tokenize(
 
 def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) -> pa.Table:
     faults = pa.array(map(errors.get, range(batch.num_rows)), ERROR_FIELD.type)
-    kept = [batch.schema.field(name) for name in spec.kept_columns]
-    schema = pa.schema([*kept, ERROR_FIELD])
     columns = [*map(batch.column, spec.kept_columns), faults]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays(columns, schema=_rows_schema(spec, batch.schema))
 
 
 def _num_at_once(rendered: RenderedPrompts) -> int:
@@ -259,3 +259,58 @@ def _choose(
     expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
     counts = (prompts.num_control, prompts.num_truncated)
     return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors, *counts)
+
+
+def _check_text(spec: JobSpec, batch: pa.RecordBatch, start: int, where: str) -> None:
+    """Refuse broken text in a key or carried column, also inside nested values.
+
+    Args:
+        batch: rows of the input with all kept columns.
+        start: index of the first row.
+        where: the table's name in errors.
+
+    Raises:
+        KeyColumnError, TableError: names the column and its first broken row.
+    """
+    for name in spec.kept_columns:
+        column = batch.column(name)
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()  # only values that rows have
+        try:
+            column.validate(full=True)  # a gigabyte per second: cheap beside tokenizing
+        except pa.ArrowInvalid as error:
+            raise _refusal(spec, batch, name, start, where, error) from error
+
+
+def _refusal(
+    spec: JobSpec, batch: pa.RecordBatch, name: str, start: int, where: str, error: Exception
+) -> TableError:
+    column = batch.column(name)
+    idx = next((idx for idx in range(len(column)) if _is_broken(column[idx])), None)
+    if idx is None:  # other damage
+        return TableError(f"{where}: column {name!r} can't be read: {error}")
+    row = f"row {start + idx} (counted from 0)"
+    if name in spec.input.key:
+        shown = shown_key(column[idx])
+        return KeyColumnError(
+            f"{where}: key column {name!r} isn't valid UTF-8 in {row}: {shown}; fix it in the table"
+        )
+    return TableError(
+        f"{where}: column {name!r} isn't valid UTF-8 in {row}, {_describe_key(spec, batch, idx)};"
+        " fix it in the table, or remove it from output.carry"
+    )
+
+
+def _describe_key(spec: JobSpec, batch: pa.RecordBatch, idx: int) -> str:
+    """The key of a row, for errors."""
+    return ", ".join(f"{key}={shown_key(batch.column(key)[idx])}" for key in spec.input.key)
+
+
+def _is_broken(value: pa.Scalar) -> bool:
+    try:
+        value.as_py()
+    except UnicodeDecodeError:
+        return True
+    except (ValueError, OverflowError):  # nanoseconds, years after 9999
+        return False
+    return False
