@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from batchllm_operator.engine.gpus import block_size_of
@@ -15,15 +13,10 @@ from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.column_orders import column_orders, take_apart
 from batchllm_operator.plan.rows.input_checks import check_columns, describe_empty
-from batchllm_operator.plan.rows.prompting import Prompter
+from batchllm_operator.plan.rows.reading import tokenize
 from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import (
-    TokenIdsDifferError,
-    Tokenizer,
-    length_fault,
-    load_tokenizer,
-)
+from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
 from batchllm_operator.report import Advice, Alternative
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import check_partition
@@ -80,52 +73,34 @@ def _try_orders(
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
     assert spec.prompt.template is not None  # checked by `advise`
-    taken_apart = take_apart(spec.prompt.template)
-    orders = {
-        taken_apart.template(order): order for order in column_orders(len(taken_apart.columns))
-    }
+    pieces = take_apart(spec.prompt.template)
+    orders = {pieces.template(order): order for order in column_orders(len(pieces.columns))}
+
+    def saving_ratio(template: str) -> float:
+        prompt = spec.prompt.model_copy(update={"template": template})
+        made = tokenize(spec.model_copy(update={"prompt": prompt}), sample, tokenizer, adapters)
+        tables = [piece.tokens for piece in made]
+        prompts = (table.prompt(idx) for table in tables for idx in range(len(table)))
+        tokens = TokenTable.from_lists(prompts)
+        return optimal_saving_ratio(tokens, block_size_of(spec), merge=spec.sampling.is_greedy)
+
     alternatives: list[Alternative] = []
     with Progress("try column orders", len(orders), unit="orders") as progress:
         for template, order in orders.items():
-            tokens = _prompts(spec, template, sample, tokenizer, adapters)
-            saving = optimal_saving_ratio(
-                tokens, block_size_of(spec), merge=spec.sampling.is_greedy
-            )
-            columns = tuple(taken_apart.columns[idx] for idx in order)
+            columns = tuple(pieces.columns[idx] for idx in order)
             is_given = not alternatives
-            alternatives.append(Alternative(template, columns, saving, is_given))
+            alternatives.append(Alternative(template, columns, saving_ratio(template), is_given))
             progress.advance(1)
     return alternatives
 
 
 def _first_rows(
-    spec: JobSpec, table: LakeTable, snapshot: Snapshot, sample_rows: int
+    spec: JobSpec, table: LakeTable, snapshot: Snapshot, num_left: int
 ) -> list[pa.RecordBatch]:
     batches: list[pa.RecordBatch] = []
-    num_left = sample_rows
-    adapter = tuple(filter(None, [spec.model.adapter_column]))
-    columns = tuple(dict.fromkeys((*spec.prompt.columns, *adapter)))
-    for batch in table.scan(snapshot, columns, spec.input.filter):
+    for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
         batches.append(batch.slice(0, num_left))
         num_left -= batches[-1].num_rows
         if num_left == 0:
             break
     return batches
-
-
-def _prompts(
-    spec: JobSpec,
-    template: str,
-    sample: Sequence[pa.RecordBatch],
-    tokenizer: Tokenizer,
-    adapters: RowAdapters | None,
-) -> TokenTable:
-    """Token ids of the sampled rows that can be prompted."""
-    prompt = spec.prompt.model_copy(update={"template": template})
-    prompter = Prompter(spec.model_copy(update={"prompt": prompt}), tokenizer, adapters)
-    prompts: list[npt.NDArray[np.int32]] = []
-    for batch in sample:
-        tokens = prompter.prompts(batch).tokens
-        encoded = map(tokens.prompt, range(len(tokens)))
-        prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer)]
-    return TokenTable.from_lists(prompts)

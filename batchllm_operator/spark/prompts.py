@@ -41,11 +41,9 @@ _LEAST_SAMPLE: Final = 2_048
 _MOST_SAMPLE: Final = 1 << 16
 _MOST_SAMPLE_BYTES: Final = 256 << 20
 _MOST_PARTS: Final = 1024
-"""Parts that are read for the sample, unless they are too small."""
-_BEGINNING: Final = 4
-"""Of each the first so-many-th part, if that has rows enough."""
+"""Parts that are read for the sample."""
 _ENOUGH: Final = 16
-"""Rows for each that is wanted."""
+"""Rows that are read, the first ones of parts, for each that is wanted."""
 _PLACE_BYTES: Final = 8
 _DIFFERS: Final = b""
 """Said by a task whose token ids differ."""
@@ -97,15 +95,16 @@ def draw_sample(
         BatchLLMError: see `tokenize`.
     """
     wanted = min(max(numbers.num_rows // _ROWS_PER_SAMPLE, _LEAST_SAMPLE), _MOST_SAMPLE)
-    chosen, num_rows = _choose_parts(parts, numbers, wanted)
-    beginning = _BEGINNING if num_rows > _ENOUGH * wanted else 1
-    share = min(1.0, wanted * beginning / max(1, num_rows))
-    limits = -(-np.diff(numbers.firsts) // beginning)
+    by_hash = sorted(parts, key=lambda part: blake2b(str(part.number).encode()).digest())
+    chosen = sorted(by_hash[:_MOST_PARTS], key=lambda part: part.number)
+    most = -(-_ENOUGH * wanted // len(chosen))
+    num_rows = np.minimum(np.diff(numbers.firsts), most)[[part.number for part in chosen]].sum()
+    share = min(1.0, wanted / max(1, int(num_rows)))
 
     def sample(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
             part = Part.of(payload)
-            yield from _sampled(reading, part, share, int(limits[part.number]), is_exact)
+            yield from _sampled(reading, part, share, most, is_exact)
 
     found = said_by(tasks(spark, [part.to_bytes() for part in chosen]), sample)
     if _DIFFERS in found:
@@ -128,25 +127,6 @@ def make_prompts(spark: SparkSession, task: Task, parts: Sequence[Part]) -> Data
     prompts = mapped(tasks(spark, [part.to_bytes() for part in parts]), make, _SCHEMA)
     dealt = prompts.repartitionById(len(task.ranges) + 1, col("range"))
     return dealt.sortWithinPartitions("head", "key", "place").drop("head")
-
-
-def _choose_parts(
-    parts: Sequence[Part], numbers: RowNumbers, wanted: int
-) -> tuple[list[Part], int]:
-    """Parts for the sample by their hash, enough of them, and the number of their rows."""
-    rows = np.diff(numbers.firsts)
-    chosen: list[Part] = []
-    num_rows = 0
-    for each in sorted(parts, key=_hash):
-        if len(chosen) >= _MOST_PARTS and num_rows >= wanted:
-            break
-        chosen.append(each)
-        num_rows += int(rows[each.number])
-    return sorted(chosen, key=lambda each: each.number), num_rows
-
-
-def _hash(part: Part) -> bytes:
-    return blake2b(str(part.number).encode(), digest_size=8).digest()
 
 
 def _sampled(

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, finish, write_table
+from support.fake_job import DS, document_rows, fake_spec, finish, planned, write_table
 from support.staged_job import run_only
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -41,8 +41,7 @@ def site_rows(num_sites: int = 5, num_documents: int = 4, num_queries: int = 3) 
 
 
 def plan_sites(folder: Path, num_shards: int | None, **changes: Any) -> StoredPlan:
-    write_table(folder / "documents", site_rows())
-    return plan_job(fake_spec(folder, planner={"num_shards": num_shards}, **changes), DS)
+    return planned(folder, site_rows(), planner={"num_shards": num_shards}, **changes)
 
 
 def read_shards(plan: StoredPlan) -> list[list[dict[str, Any]]]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.answers_job import asking
-from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.fake_job import DS, document_rows, fake_spec, job_fields, planned, write_table
 
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, Work, find_gpu, predict, prompt_work
 from batchllm_operator.errors import SpecError
@@ -68,8 +68,7 @@ def written(plan: StoredPlan) -> dict[str, Any]:
 def test_the_estimate_is_that_of_the_cost_model(tmp_path: Path, targeted: object) -> None:
     rows = document_rows(4, 3)
     rows.append({**rows[0], "row_key": "again"})
-    write_table(tmp_path / "documents", rows)
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS)
+    plan = planned(tmp_path, rows, planner={"num_shards": 1})
     estimate, counts = plan.manifest.estimate, plan.manifest.counts
     assert estimate is not None
     assert estimate.num_saved_tokens == counts.num_logical_tokens - counts.num_planned_tokens
@@ -117,16 +116,14 @@ def test_the_estimate_is_the_same_whatever_the_order_of_rows(
     rows = document_rows()
     found = []
     for name, variant in (("a", rows), ("b", rows[::-1]), ("a", rows)):
-        write_table(tmp_path / name / "documents", variant)
-        plan = plan_job(fake_spec(tmp_path / name), DS)
+        plan = planned(tmp_path / name, variant)
         found.append((plan.manifest.estimate, plan.manifest.imbalance, plan.folder.uri))
     assert found[0][:2] == found[1][:2]
     assert found[0] == found[2]
 
 
 def test_without_a_model_there_is_no_estimate(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, document_rows())
     assert plan.manifest.estimate is None
     assert written(plan)["estimate"] is None
     assert all(shard.predicted_gpu_s is None for shard in plan.manifest.shards)
@@ -162,8 +159,7 @@ def test_a_model_that_does_not_fit_has_balanced_shards_and_no_estimate(
 ) -> None:
     small = dataclasses.replace(TARGET.gpu, memory_bytes=10e9)
     targeted(dataclasses.replace(TARGET, gpu=small))
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, document_rows())
     assert plan.manifest.estimate is None
     assert [shard.predicted_gpu_s for shard in plan.manifest.shards] == [None, None]
 
@@ -184,8 +180,7 @@ def test_the_shards_of_a_plan_add_up_to_its_estimate(
     """Duplicates belong to one shard, and settings of the engine to the estimate alone."""
     rows = [*document_rows(9, 4), *document_rows(2, 4)]
     keyed = [{**row, "row_key": f"{idx}"} for idx, row in enumerate(rows)]
-    write_table(tmp_path / "documents", keyed)
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": num_shards}), DS)
+    plan = planned(tmp_path, keyed, planner={"num_shards": num_shards})
     assert plan.manifest.estimate is not None
     assert len(plan.manifest.shards) == num_shards
     assert plan.manifest.counts.num_duplicate_rows == 8

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, planned, write_table
 from support.spilling import file_size_limit
 
 from batchllm_operator.errors import SpecError, StorageError
@@ -25,8 +25,7 @@ def test_the_plan_is_the_same_whatever_memory_it_gets(
 ) -> None:
     rows = document_rows(12, 5)
     rows += [{**row, "row_key": f"again {n}"} for n, row in enumerate(rows[:7])]
-    write_table(tmp_path / "documents", rows)
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, rows)
     monkeypatch.setattr(MemoryBudget, "row_bytes", lambda *_: 1)
     again = plan_job(fake_spec(tmp_path, planner={"memory_budget_bytes": "3GiB"}), DS)
     assert again.folder == plan.folder

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec, planned, write_table
 
 from batchllm_operator.errors import FailedRowsError, KeyColumnError, SpecError, StorageError
 from batchllm_operator.lake import ParquetTable
@@ -37,8 +37,7 @@ def requests(plan: StoredPlan) -> list[dict[str, object]]:
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    first = plan_job(fake_spec(tmp_path), DS)
+    first = planned(tmp_path, document_rows())
     before = contents(tmp_path / "out")
     assert plan_job(fake_spec(tmp_path), DS).folder == first.folder
     assert contents(tmp_path / "out") == before
@@ -46,19 +45,19 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
 
 def test_every_row_is_in_one_request_with_its_own_prompt(tmp_path: Path) -> None:
     rows = document_rows()
-    write_table(tmp_path / "documents", rows)
-    plan = plan_job(fake_spec(tmp_path), DS)
-    planned = requests(plan)
-    assert sorted(row_idx for r in planned for row_idx in r["row_idxs"]) == list(range(len(rows)))
-    for request in planned:
+    plan = planned(tmp_path, rows)
+    all_requests = requests(plan)
+    assert sorted(row_idx for r in all_requests for row_idx in r["row_idxs"]) == list(
+        range(len(rows))
+    )
+    for request in all_requests:
         for row_idx in request["row_idxs"]:
             assert bytes(request["prompt_token_ids"]).decode() == expected_prompt(rows[row_idx])
-    assert [request["request_idx"] for request in planned] == list(range(len(planned)))
+    assert [request["request_idx"] for request in all_requests] == list(range(len(all_requests)))
 
 
 def test_groups_are_whole_adjacent_and_share_their_prefix(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, document_rows())
     assert plan.manifest.counts.num_shared_groups == 6
     for shard in plan.manifest.shards:
         rows = pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
@@ -80,8 +79,7 @@ def test_the_order_of_rows_changes_neither_groups_nor_saving(tmp_path: Path) -> 
     shuffled = random.Random(0).sample(rows, len(rows))
     prompts, counts = [], []
     for name, variant in (("a", rows), ("b", shuffled)):
-        write_table(tmp_path / name / "documents", variant)
-        plan = plan_job(fake_spec(tmp_path / name), DS)
+        plan = planned(tmp_path / name, variant)
         prompts.append([request["prompt_token_ids"] for request in requests(plan)])
         counts.append(plan.manifest.counts)
     assert prompts[0] == prompts[1]
@@ -89,8 +87,7 @@ def test_the_order_of_rows_changes_neither_groups_nor_saving(tmp_path: Path) -> 
 
 
 def test_saving_never_exceeds_the_optimum(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    counts = plan_job(fake_spec(tmp_path), DS).manifest.counts
+    counts = planned(tmp_path, document_rows()).manifest.counts
     assert counts.num_optimal_tokens <= counts.num_planned_tokens < counts.num_logical_tokens
     assert 0.5 < counts.planned_saving_ratio <= counts.optimal_saving_ratio < 1
 
@@ -98,8 +95,7 @@ def test_saving_never_exceeds_the_optimum(tmp_path: Path) -> None:
 def test_duplicates_are_one_request_under_greedy_sampling_only(tmp_path: Path) -> None:
     rows = document_rows(2, 2)
     rows += [{**rows[0], "row_key": "again"}, {**rows[0], "row_key": "and again"}]
-    write_table(tmp_path / "documents", rows)
-    greedy = plan_job(fake_spec(tmp_path), DS)
+    greedy = planned(tmp_path, rows)
     assert greedy.manifest.counts.num_requests == 4
     assert greedy.manifest.counts.num_duplicate_rows == 2
     assert [0, 4, 5] in [request["row_idxs"] for request in requests(greedy)]
@@ -109,18 +105,15 @@ def test_duplicates_are_one_request_under_greedy_sampling_only(tmp_path: Path) -
 
 def test_a_changed_input_is_another_plan_and_engine_tuning_is_not(tmp_path: Path) -> None:
     rows = document_rows()
-    write_table(tmp_path / "documents", rows)
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, rows)
     tuned = plan_job(fake_spec(tmp_path, engine={"max_num_seqs": 7}), DS)
     assert tuned.folder == plan.folder
     assert tuned.manifest.spec.engine.max_num_seqs == 7
-    write_table(tmp_path / "documents", [{**rows[0], "query": "changed!"}, *rows[1:]])
-    assert plan_job(fake_spec(tmp_path), DS).folder != plan.folder
+    assert planned(tmp_path, [{**rows[0], "query": "changed!"}, *rows[1:]]).folder != plan.folder
 
 
 def test_the_number_of_shards_is_bounded_by_the_requests(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(3, 2))
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 10}), DS)
+    plan = planned(tmp_path, document_rows(3, 2), planner={"num_shards": 10})
     assert [shard.num_requests for shard in plan.manifest.shards] == [1] * 6
 
 
@@ -186,8 +179,7 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_carried_too_is_there_once(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(2, 2))
-    plan = plan_job(fake_spec(tmp_path, output={"carry": ["row_key", "query"]}), DS)
+    plan = planned(tmp_path, document_rows(2, 2), output={"carry": ["row_key", "query"]})
     kept = pq.read_schema(plan.folder.full_path("rows.parquet")).names
     assert kept == ["row_key", "query", "error"]
 
@@ -220,8 +212,7 @@ def test_deep_sharing_is_cut_at_the_better_level(tmp_path: Path) -> None:
     rows = [
         {"row_key": n, "document": "".join(turns[: n + 1]), "query": "?"} for n in range(len(turns))
     ]
-    write_table(tmp_path / "documents", rows)
-    counts = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS).manifest.counts
+    counts = planned(tmp_path, rows, planner={"num_shards": 1}).manifest.counts
     assert counts.num_algorithm_1_saved_tokens < counts.num_exact_saved_tokens
     saved = counts.num_logical_tokens - counts.num_planned_tokens
     assert saved > counts.num_exact_saved_tokens, "of one level"
@@ -230,8 +221,7 @@ def test_deep_sharing_is_cut_at_the_better_level(tmp_path: Path) -> None:
 def test_token_ids_that_prove_wrong_are_all_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    expected = plan_job(fake_spec(tmp_path), DS).manifest
+    expected = planned(tmp_path, document_rows()).manifest
     tokenizer = load_tokenizer(fake_spec(tmp_path), DS)
     encode = tokenizer.encode
     num_calls = 0

@@ -75,6 +75,14 @@ def fake_spec(lake: Path | str, **changes: Any) -> JobSpec:
     return parse_spec(job_fields(str(lake), **changes), source="test spec")
 
 
+def planned(folder: Path, rows: Sequence[Mapping[str, Any]], **changes: Any) -> StoredPlan:
+    """The plan of a job over these rows; `changes` are the spec's."""
+    from batchllm_operator.plan.plan_job import plan_job
+
+    write_table(folder / "documents", rows)
+    return plan_job(fake_spec(folder, **changes), DS)
+
+
 def finish(plan: StoredPlan) -> RunReport:
     """Run a plan by one worker, and commit it."""
     from batchllm_operator.commit.commit_run import commit_run
