@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _advise(args: argparse.Namespace) -> Mapping[str, Any]:
-    from batchllm_operator.plan.advise import advise
-    from batchllm_operator.report import format_advice
+    from batchllm_operator.plan.advise import advise, format_advice
 
     advice = advise(load_job(args), args.ds)
     print(format_advice(advice))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import pyarrow as pa
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
@@ -17,11 +20,33 @@ from batchllm_operator.plan.rows.reading import tokenize
 from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
-from batchllm_operator.report import Advice, Alternative
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import check_partition
 
 SAMPLE_ROWS: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """An order of the template's columns, and its saving on the sample."""
+
+    template: str
+    columns: tuple[str, ...]
+    saving_ratio: float
+    """That of one engine with unbounded memory."""
+    is_given: bool
+    """Whether this is the template of the spec."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The orders that were compared."""
+
+    num_sampled_rows: int
+    num_rows: int
+    """Rows of the partition before the filter."""
+    alternatives: tuple[Alternative, ...]
+    """By saving, descending; the given order comes first among equals."""
 
 
 def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
@@ -104,3 +129,20 @@ def _first_rows(
         if num_left == 0:
             break
     return batches
+
+
+def format_advice(advice: Advice) -> str:
+    """Lines for a terminal, without a trailing line break. Templates can be pasted into YAML."""
+    lines = [
+        f"saving ratios of column orders on the first {advice.num_sampled_rows:,} of"
+        f" {counted(advice.num_rows, 'row')}; nothing was changed",
+        " saving  template",
+    ]
+    for each in advice.alternatives:
+        template = json.dumps(each.template, ensure_ascii=False)
+        lines.append(
+            f"{each.saving_ratio:7.1%}  {template}{'  (as given)' if each.is_given else ''}"
+        )
+    if len(advice.alternatives) == 1:
+        lines.append("the template has no two columns that could change places")
+    return "\n".join(lines)

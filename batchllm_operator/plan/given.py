@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.answers import Answers, PlannedAnswers, plan_answers
-from batchllm_operator.engine import check_arguments
-from batchllm_operator.errors import PlanError
-from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, open_table
+from batchllm_operator.engine import check_arguments, check_format
+from batchllm_operator.errors import PlanError, SpecError, TableError
+from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, check_names, open_table
 from batchllm_operator.model import check_weights, with_models_sampling
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.input_checks import check_input, check_lengths, describe_rows
-from batchllm_operator.plan.rows.output_checks import (
-    check_apart,
-    check_columns_fit,
-    check_folders,
-    check_response_format,
-)
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
-from batchllm_operator.spec import JobSpec
+from batchllm_operator.shards.outputs import STATUS_COLUMN, output_schema
+from batchllm_operator.spec import JobSpec, TableAddress
+from batchllm_operator.storage import Folder, check_conditional_writes
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import (
     StoredPlan,
     check_partition,
     check_publisher,
     earlier_publications,
+    job_folder,
     plan_folder,
 )
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner
 
 _log = logging.getLogger(__name__)
+_NEVER_NULL: Final = frozenset({STATUS_COLUMN, "model", "run_id"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Given:
 
 def find_given(spec: JobSpec, ds: str) -> Given:
     """Check the spec, the tables and the model; see `plan_job`, which reads rows then."""
-    check_apart(spec)
+    _check_apart(spec)
     check_partition(ds)
     check_arguments(spec)
     table = open_table(spec.input.uri, spec.input.partition_column)
@@ -84,12 +85,12 @@ def find_given(spec: JobSpec, ds: str) -> Given:
         check_weights(tokenizer.files, str(spec.engine.extra_args.get("load_format") or "auto"))
     spec = with_models_sampling(spec, tokenizer.files)
     # Faults that would stop the commit should show before the GPU runs.
-    check_folders(spec, ds)
+    _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
-    check_response_format(spec, output)
+    _check_response_format(spec, output)
     answers = plan_answers(spec, tokenizer)
-    stored = check_columns_fit(spec, ds, snapshot, output, answers)
+    stored = _check_columns_fit(spec, ds, snapshot, output, answers)
     check_lengths(spec, tokenizer.max_model_len)
     _warn_of_earlier_answers(spec, ds, output)
     target = find_target(spec)
@@ -127,3 +128,75 @@ def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | N
     from batchllm_operator.plan.replicas import ReplicaPlanner
 
     return ReplicaPlanner.of(spec, target)
+
+
+def _check_response_format(spec: JobSpec, output: LakeTable) -> None:
+    """Check that a schema's properties can be columns of the output, and that the engine takes it.
+
+    Raises:
+        SpecError: names the property, or gives vLLM's reason.
+    """
+    if spec.response_format is None:
+        return
+    try:
+        check_names(f"table {output.uri}", Answers.of(spec).fields, output.forbidden_in_names)
+    except TableError as error:
+        raise SpecError(f"response_format: {error}") from error
+    check_format(spec)
+
+
+def _check_columns_fit(
+    spec: JobSpec,
+    ds: str,
+    snapshot: Snapshot,
+    output: LakeTable,
+    planned: PlannedAnswers,
+) -> StoredColumns:
+    """Check that the output table takes the job's columns; returns them as it stores them.
+
+    Raises:
+        TableError: see `LakeTable.check_outputs`; or rows that fail would have nulls where the
+            table allows none.
+    """
+    columns = output_schema(spec, snapshot.schema, planned)
+    stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
+    for name in set(spec.output_columns) & set(stored.schema.names) - _NEVER_NULL:
+        if stored.schema.field(name).nullable:
+            continue
+        if name == ERROR_COLUMN or spec.max_failed_fraction:
+            rows = "rows that don't fail" if name == ERROR_COLUMN else "rows that fail"
+            raise TableError(
+                f"{stored.where}: column {name!r} may not be null, but {rows} have no value there;"
+                " let it be null in the table"
+                + ("" if name == ERROR_COLUMN else ", or set max_failed_fraction to 0")
+            )
+    return stored
+
+
+def _check_apart(spec: JobSpec) -> None:
+    """Raise SpecError if input and output overlap."""
+    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
+        raise SpecError(
+            f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
+            " one would be read or overwritten as a part of the other"
+        )
+
+
+def _check_folders(spec: JobSpec, ds: str) -> None:
+    """Check the folders of outputs and plans.
+
+    Raises:
+        SpecError: a local file is in the place of one.
+        StorageError: the S3 store of plans can't keep claims apart.
+    """
+    table = TableAddress.parse(spec.output.uri).folder
+    folders = [("output.uri", Folder.open(table))] if table is not None else []
+    staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"
+    for field, folder in [*folders, (staging, job_folder(spec, ds))]:
+        if not folder.is_local:
+            continue
+        path = Path(folder.path)
+        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if not there.is_dir():
+            raise SpecError(f"{field}: {there} isn't a folder; choose another place")
+    check_conditional_writes(job_folder(spec, ds), "IfNoneMatch")

@@ -1,8 +1,5 @@
 """Texts, tables and pages about plans and runs."""
 
-from batchllm_operator.report.advice import Advice as Advice
-from batchllm_operator.report.advice import Alternative as Alternative
-from batchllm_operator.report.advice import format_advice as format_advice
 from batchllm_operator.report.plan_summary import format_plan as format_plan
 from batchllm_operator.report.status_table import format_status as format_status
 from batchllm_operator.report.status_table import format_totals as format_totals

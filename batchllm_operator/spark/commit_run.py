@@ -33,10 +33,17 @@ from batchllm_operator.shards.buckets import (
 )
 from batchllm_operator.shards.parts import PartEntry, part_schema
 from batchllm_operator.shards.reuse_index import ReusedOutputs
-from batchllm_operator.spark.live import counted
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
-from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
+from batchllm_operator.spark.tasks import (
+    Batches,
+    counted,
+    mapped,
+    payloads_in,
+    said,
+    said_by,
+    tasks,
+)
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan

@@ -1,7 +1,7 @@
 """The plan stage on Spark: the same plan as `plan.plan_job` makes, in ranges.
 
     driver  snapshot -> parts                                        (`reading`)
-    tasks   keys of rows -> numbers of rows; keys are unique         (`keys`)
+    tasks   keys of rows -> numbers of rows; keys are unique         (`reading`)
     tasks   a sample of prompts                                      (`prompts`)
     driver  sample -> boundaries of ranges                           (`ranges`)
     tasks   rows -> prompts -> shuffled by range, sorted             (`prompts`)
@@ -32,14 +32,13 @@ from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.shards.row_errors import WrittenRows
 from batchllm_operator.spark.commit_run import MOST_ROWS_OF_ONE_FILE
-from batchllm_operator.spark.keys import number_rows
-from batchllm_operator.spark.live import counted
 from batchllm_operator.spark.prompts import Task, draw_sample, make_prompts
 from batchllm_operator.spark.range_task import RangeResult, plan_ranges
 from batchllm_operator.spark.ranges import choose_ranges, common_tokens, num_ranges
-from batchllm_operator.spark.reading import Reading, parts_of
+from batchllm_operator.spark.reading import Reading, number_rows, parts_of
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import Staging
+from batchllm_operator.spark.tasks import counted
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import rows_file

@@ -15,9 +15,8 @@ from batchllm_operator.plan.output_lengths import Learned
 from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.reading import Tokenized, checked, open_rows_file, tokenize
 from batchllm_operator.prompts import TokenIdsDifferError
-from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.ranges import Place, Ranges, key_array, keys_of
-from batchllm_operator.spark.reading import Part, Reading
+from batchllm_operator.spark.reading import Part, Reading, RowNumbers
 from batchllm_operator.spark.staging import StagedFile, Staging, scratch_folder
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
 from batchllm_operator.stored_plan.counts import Frozen

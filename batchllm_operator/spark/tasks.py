@@ -1,23 +1,26 @@
-"""Runs our functions in Spark's tasks, and brings back what they say, or their error."""
+"""Runs our functions in Spark's tasks, counts tasks, and brings back values and errors."""
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
 from batchllm_operator.errors import BatchLLMError
+from batchllm_operator.progress import Progress
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SAID: Final = pa.schema([("said", pa.binary())])
 _MOST_REASON: Final = 500
+_POLL_S: Final = 1.0
 
 Batches = Iterable[pa.RecordBatch]
 Task = Callable[[Batches], Iterator[pa.RecordBatch]]
@@ -135,3 +138,44 @@ def reason_of(error: Exception) -> str:
     said = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)]
     found = said[-1:] or [line for line in lines if line][:1] or [type(error).__name__]
     return found[0][:_MOST_REASON]
+
+
+@contextmanager
+def counted(spark: SparkSession, progress: Progress, num_tasks: int, note: str) -> Iterator[None]:
+    """Advances `progress` by the context's tasks as they end, in the end by all of them.
+
+    Spark Connect doesn't tell, and of a session that others use, too, all tasks count.
+
+    Args:
+        num_tasks: those that the context will run; Spark adds a few of its own.
+        note: what they do.
+    """
+    try:
+        tracker: Any = spark.sparkContext.statusTracker()
+    except Exception:  # noqa: BLE001 - an error of Spark Connect's own, as it has no context
+        tracker = None
+    stop = threading.Event()
+    num_shown, ended = 0, dict[int, int]()  # by stage
+
+    def show(num_ended: int) -> None:
+        nonlocal num_shown
+        progress.advance(num_ended - num_shown, note)
+        num_shown = num_ended
+
+    def watch() -> None:
+        with suppress(Exception):  # the context meets it, too
+            while tracker is not None and not stop.wait(_POLL_S):
+                for stage in {*ended, *tracker.getActiveStageIds()}:
+                    if (info := tracker.getStageInfo(stage)) is not None:  # of its last attempt
+                        ended[stage] = max(info.numCompletedTasks, ended.get(stage, 0))
+                show(min(sum(ended.values()), num_tasks))
+
+    show(0)
+    watcher = threading.Thread(target=watch, name="batchllm-spark-tasks", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+    show(num_tasks)

@@ -11,11 +11,10 @@ from support.fake_job import DS, document_rows, fake_spec, job_fields, write_tab
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.plan import advise as advise_module
-from batchllm_operator.plan.advise import advise
+from batchllm_operator.plan.advise import advise, format_advice
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
-from batchllm_operator.report import format_advice
 
 QUERY_FIRST = {"template": "Query: {query}\nDocument: {document}\nAnswer:"}
 

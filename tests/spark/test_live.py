@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchllm_operator.progress import Progress
-from batchllm_operator.spark import live
+from batchllm_operator.spark import tasks
 
 
 class Stages:
@@ -36,11 +36,11 @@ class Stages:
 
 
 def test_tasks_count_as_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_POLL_S", 0.001)
+    monkeypatch.setattr(tasks, "_POLL_S", 0.001)
     stream = io.StringIO()
     stages = Stages()
     with Progress("plan", 8, unit="tasks", stream=stream, line_interval_s=0) as progress:
-        with live.counted(stages.session(), progress, 4, "write shards"):
+        with tasks.counted(stages.session(), progress, 4, "write shards"):
             stages.seen_all.wait(60)
         assert progress.line().startswith("plan: 4/8 tasks (50 %)")
     counts = [int(line.split("/")[0].split()[-1]) for line in stream.getvalue().splitlines()[1:]]
@@ -54,7 +54,7 @@ def test_without_a_context_only_the_end_counts() -> None:
     without: Any = SimpleNamespace()
     with (
         Progress("plan", 4, unit="tasks", stream=stream, line_interval_s=0) as progress,
-        live.counted(without, progress, 4, "choose ranges"),
+        tasks.counted(without, progress, 4, "choose ranges"),
     ):
         pass
     assert stream.getvalue().splitlines()[1].startswith("plan: 0/4 tasks (0 %), choose ranges")
@@ -67,7 +67,7 @@ def test_an_error_leaves_the_count_as_it_is() -> None:
     with (
         pytest.raises(ValueError, match="of the job"),
         Progress("plan", 4, unit="tasks", stream=stream) as progress,
-        live.counted(without, progress, 4, "choose ranges"),
+        tasks.counted(without, progress, 4, "choose ranges"),
     ):
         raise ValueError("of the job")
     assert stream.getvalue().splitlines()[-1].startswith("plan: 0/4 tasks")

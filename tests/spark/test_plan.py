@@ -34,7 +34,6 @@ from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spark import plan_job as stage
 from batchllm_operator.spark import prompts, ranges, reading, session
-from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.plan_job import plan_on_spark
 from batchllm_operator.spark.staging import OPEN_FILE, Staging
 from batchllm_operator.spark.tasks import (
@@ -382,7 +381,7 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
     (part,) = reading.parts_of(given.table, given.snapshot)
     (batch,) = prompts._sampled(of_task, part, 1.0, NUM_ROWS, is_exact=False)
     assert batch.column(0).to_pylist() == [prompts._DIFFERS]
-    numbers = RowNumbers(np.asarray([0, 120]))
+    numbers = reading.RowNumbers(np.asarray([0, 120]))
     one_range = ranges.Ranges((), (None,))
     staging = Staging.beside(spec, DS)
     Folder.open(staging.uri).write_bytes(OPEN_FILE, b"")
