@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,57 +22,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-from pyiceberg.catalog.sql import SqlCatalog
 
-from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.spec import JobSpec
-from benchmarks.faults.tables import iceberg_settings, set_environment
-from benchmarks.plan_stage import DS, git_sha
+from batchllm_operator.spec.loading import parse_spec_json
+from benchmarks.faults.tables import DS, FORMATS, Tables, set_environment
+from benchmarks.lake import Job
+from benchmarks.lake_stage import make_input
+from benchmarks.plan_stage import git_sha
 from benchmarks.spark_cluster import CONF, Cluster, spark_cluster
 
-ADDRESSES: Final = {"delta": "delta+{lake}/out", "iceberg": "iceberg://faults/ns.out"}
-_BATCH: Final = 1 << 16
-
-
-def make_table(lake: Path, num_rows: int) -> None:
-    """Seven questions for each of many documents, in the order of the questions."""
-    folder = lake / "documents" / f"ds={DS}"
-    folder.mkdir(parents=True)
-    num_documents = max(1, -(-num_rows // 7))
-    schema = pa.schema({"row_key": pa.string(), "document": pa.string(), "query": pa.string()})
-    with pq.ParquetWriter(folder / "a.parquet", schema) as writer:
-        for begin in range(0, num_rows, _BATCH):
-            rows = [
-                divmod(row, num_documents) for row in range(begin, min(num_rows, begin + _BATCH))
-            ]
-            columns = [
-                pa.array([f"d{document}-q{query}" for query, document in rows]),
-                pa.array([f"Text of document {document}. " * 2 for _, document in rows]),
-                pa.array([f"question {query}" for query, _ in rows]),
-            ]
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-
-
-def make_spec(lake: Path, address: str) -> JobSpec:
-    return JobSpec.model_validate(
-        {
-            "spec_version": 1,
-            "name": "commit",
-            "input": {"uri": str(lake / "documents"), "key": "row_key"},
-            "prompt": {"system": "Answer. ", "template": "{document}|{query}"},
-            "model": {"path": "no-model"},
-            "sampling": {"max_tokens": 8},
-            "output": {
-                "uri": address.format(lake=lake),
-                "staging_uri": str(lake / "staging"),
-                "carry": ["query"],
-            },
-            "engine": {"backend": "fake", "extra_args": {"byte_tokens": True}},
-        }
-    )
+KINDS: Final = ("delta", "iceberg")
+CHARACTERS: Final = 40
 
 
 def committed(plan_uri: str, *arguments: str) -> dict[str, Any]:
@@ -95,25 +55,19 @@ def committed(plan_uri: str, *arguments: str) -> dict[str, Any]:
     }
 
 
-def rows_of(spec: JobSpec) -> pa.Table:
-    """The partition in the order of its rows, without what says by whom they were made."""
-    table = open_table(spec.output.uri, spec.input.partition_column)
-    snapshot = table.snapshot(DS)
-    names = [name for name in snapshot.schema.names if name != "run_id"]
-    return pa.Table.from_batches(table.scan(snapshot, names))
+def rows_of(tables: Tables) -> pa.Table:
+    """The partition by its keys, without what says by whom its rows were made."""
+    return tables.output().drop_columns(["run_id"]).sort_by("row_key").combine_chunks()
 
 
 def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
     """Commit to a table of one format, on Spark and then locally."""
-    lake, before = root / "lake", root / "before"
+    job = Job(root, kind, argparse.Namespace(characters=CHARACTERS))
     set_environment(root, None)
-    if kind == "iceberg":
-        SqlCatalog("faults", **iceberg_settings(root, None)).create_namespace("ns")
-    make_table(lake, num_rows)
-    spec = make_spec(lake, ADDRESSES[kind])
-    plan = plan_job(spec, DS)
+    make_input(FORMATS[kind](root, None), num_rows, seed=0)
+    plan = plan_job(parse_spec_json(job.spec(), source="benchmark"), DS)
     run_worker(plan)
-    shutil.copytree(lake / "staging", before)
+    job.remember()
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     with spark_cluster(root / "spark") as cluster:
         conf = {**CONF, "spark.master": cluster.master, "spark.driver.memory": "512m"}
@@ -126,14 +80,10 @@ def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
             on_spark = committed(plan.folder.uri, "--on", "spark")
         usage = cluster.usage
         on_spark["executor_us"] = round((usage.jvm_s + usage.python_s) / num_rows * 1e6, 1)
-    by_spark = rows_of(spec)
-    shutil.rmtree(lake / "staging")
-    shutil.move(before, lake / "staging")
-    if kind == "iceberg":
-        SqlCatalog("faults", **iceberg_settings(root, None)).drop_table("ns.out")
-    shutil.rmtree(lake / "out", ignore_errors=True)
+    by_spark = rows_of(FORMATS[kind](root, None))
+    job.restore()
     local = committed(plan.folder.uri, "--on", "local")
-    if by_spark.num_rows != num_rows or not by_spark.equals(rows_of(spec)):
+    if by_spark.num_rows != num_rows or not by_spark.equals(rows_of(FORMATS[kind](root, None))):
         sys.exit(f"{kind}: Spark's rows aren't those of the local commit; no figures")
     found = {"table": kind, "rows": num_rows, "spark": on_spark, "local": local}
     print(json.dumps(found), flush=True)
@@ -147,11 +97,8 @@ def main() -> None:
     args = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        for kind in ADDRESSES:
-            root = Path(folder, kind)
-            for name in ("tmp", "lake"):
-                (root / name).mkdir(parents=True)
-            found.append(measure(root, kind, args.rows))
+        for kind in KINDS:
+            found.append(measure(Path(folder, kind), kind, args.rows))
     peaks = {part: max(each[part]["peak_bytes"] for each in found) for part in ("spark", "local")}
     line = json.dumps(
         {

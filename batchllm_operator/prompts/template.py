@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Final
 
@@ -43,6 +43,15 @@ class RenderedPrompts:
     def present(self) -> list[str]:
         """All texts that aren't null, in order."""
         return list(self.texts.drop_null().to_numpy(zero_copy_only=False))
+
+    def with_errors(self, errors: Mapping[int, RowError]) -> RenderedPrompts:
+        """The same, with errors in place of the texts of some rows."""
+        if not errors:
+            return self
+        is_wrong = np.zeros(len(self.texts), dtype=np.bool_)
+        is_wrong[list(errors)] = True
+        texts = pc.if_else(pa.array(is_wrong), pa.scalar(None, pa.large_string()), self.texts)
+        return replace(self, texts=texts, errors=dict(sorted({**self.errors, **errors}.items())))
 
 
 def rendered_prompts(

@@ -69,7 +69,7 @@ class RowAdapters:
             `rendered`, with row errors for unknown adapters, and the prompts of the other texts.
         """
         numbers = self._numbers(rows)
-        rendered = self._without_unknown(rendered, rows, numbers)
+        rendered = rendered.with_errors(self._unknown(rows, numbers))
         tokens = self.tokenizer.encode(rendered.present())
         return rendered, self.classes.mark(tokens, numbers[rendered.idxs])
 
@@ -92,17 +92,14 @@ class RowAdapters:
         numbers: npt.NDArray[np.int64] = found.fill_null(-1).cast(pa.int64()).to_numpy()
         return numbers
 
-    def _without_unknown(
-        self, rendered: RenderedPrompts, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]
-    ) -> RenderedPrompts:
-        """The texts, with row errors for adapters that aren't there."""
-        is_unknown = numbers < 0
-        if not is_unknown.any():
-            return rendered
+    def _unknown(self, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> dict[int, RowError]:
+        """Row errors for adapters that aren't there."""
+        unknown = np.flatnonzero(numbers < 0).tolist()
+        if not unknown:
+            return {}
         names = rows.column(str(self.model.adapter_column)).cast(pa.large_binary())
-        errors = dict(rendered.errors)
-        for row in np.flatnonzero(is_unknown).tolist():
-            name = shown(names[row].as_py().decode(errors="replace"))
-            errors[row] = RowError(UNKNOWN_ADAPTER, f"model.adapters has no '{name}'")
-        texts = pc.if_else(pa.array(is_unknown), pa.scalar(None, pa.large_string()), rendered.texts)
-        return RenderedPrompts(texts, dict(sorted(errors.items())))
+        given = {row: shown(names[row].as_py().decode(errors="replace")) for row in unknown}
+        return {
+            row: RowError(UNKNOWN_ADAPTER, f"model.adapters has no '{name}'")
+            for row, name in given.items()
+        }

@@ -94,32 +94,30 @@ class Prompter:
     def _made(self, rows: pa.RecordBatch) -> Prompts:
         rendered = self._renderer.render(rows)
         num_control = len(rendered.control_rows)
-        rendered = self._without_huge(self._tokenizer.apply_chat_template(rendered), rows)
+        rendered = self._tokenizer.apply_chat_template(rendered)
+        rendered = rendered.with_errors(self._huge(rendered, rows))
         if self._adapters is None:
             tokens = self._tokenizer.encode(rendered.present())
         else:
             rendered, tokens = self._adapters.encode(rendered, rows)
         return Prompts(rendered, tokens, num_control)
 
-    def _without_huge(self, rendered: RenderedPrompts, rows: pa.RecordBatch) -> RenderedPrompts:
-        """With errors for texts that are too long whatever their tokens are."""
+    def _huge(self, rendered: RenderedPrompts, rows: pa.RecordBatch) -> dict[int, RowError]:
+        """Errors for texts that are too long whatever their tokens are."""
         most, num_bytes = self._tokenizer.max_prompt_bytes, pc.binary_length(rendered.texts)
         allowed: pa.Array | pa.Scalar = pa.scalar(most, pa.int64())
         for name in self._cuts:
             cut = pc.binary_length(text_column(rows.column(name)).texts)
             allowed = pc.add(allowed, pc.fill_null(cut, 0))
-        is_huge = pc.greater(num_bytes, allowed).fill_null(False)
-        if not pc.any(is_huge).as_py():
-            return rendered
-        errors = dict(rendered.errors)
-        for row in np.flatnonzero(is_huge.to_numpy(zero_copy_only=False)).tolist():
-            errors[row] = RowError(
+        is_huge = pc.greater(num_bytes, allowed).fill_null(False).to_numpy(zero_copy_only=False)
+        return {
+            row: RowError(
                 PROMPT_TOO_LONG,
                 f"{num_bytes[row]} bytes of text; more than {most} aren't tokenized where the model"
                 f" allows {self._tokenizer.max_prompt_len} tokens",
             )
-        texts = pc.if_else(is_huge, pa.scalar(None, pa.large_string()), rendered.texts)
-        return RenderedPrompts(texts, dict(sorted(errors.items())))
+            for row in np.flatnonzero(is_huge).tolist()
+        }
 
     def _without_excess(self, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_]]:
         """Without the text of cut values that can't fit, which isn't worth tokenizing."""
