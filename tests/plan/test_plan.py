@@ -56,24 +56,6 @@ def test_every_row_is_in_one_request_with_its_own_prompt(tmp_path: Path) -> None
     assert [request["request_idx"] for request in all_requests] == list(range(len(all_requests)))
 
 
-def test_groups_are_whole_adjacent_and_share_their_prefix(tmp_path: Path) -> None:
-    plan = planned(tmp_path, document_rows())
-    assert plan.manifest.counts.num_shared_groups == 6
-    for shard in plan.manifest.shards:
-        rows = pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
-        seen: list[int] = []
-        for row in rows:
-            if not seen or seen[-1] != row["group_id"]:
-                seen.append(row["group_id"])
-        assert len(set(seen)) == len(seen), "a group is in one piece"
-        for group_id in seen:
-            members = [row for row in rows if row["group_id"] == group_id]
-            prefixes = {
-                tuple(row["prompt_token_ids"][: row["num_prefix_tokens"]]) for row in members
-            }
-            assert len(prefixes) == 1 and len(members) == 5
-
-
 def test_the_order_of_rows_changes_neither_groups_nor_saving(tmp_path: Path) -> None:
     rows = document_rows()
     shuffled = random.Random(0).sample(rows, len(rows))
@@ -84,12 +66,6 @@ def test_the_order_of_rows_changes_neither_groups_nor_saving(tmp_path: Path) -> 
         counts.append(plan.manifest.counts)
     assert prompts[0] == prompts[1]
     assert counts[0] == counts[1]
-
-
-def test_saving_never_exceeds_the_optimum(tmp_path: Path) -> None:
-    counts = planned(tmp_path, document_rows()).manifest.counts
-    assert counts.num_optimal_tokens <= counts.num_planned_tokens < counts.num_logical_tokens
-    assert 0.5 < counts.planned_saving_ratio <= counts.optimal_saving_ratio < 1
 
 
 def test_duplicates_are_one_request_under_greedy_sampling_only(tmp_path: Path) -> None:

@@ -427,19 +427,6 @@ def test_fingerprints_never_change() -> None:
 
 
 @given(
-    st.sets(st.binary(min_size=16, max_size=16), max_size=20),
-    st.lists(st.binary(min_size=16, max_size=16), max_size=20),
-)
-def test_places_are_those_of_equal_fingerprints(known: set[bytes], asked: list[bytes]) -> None:
-    index = ReuseIndex("x", Path("x"), np.array(sorted(known), dtype="S16"))
-    asked = [*asked, *known, b"\0" * 16, b"\0" * 15 + b"\1"]
-    places = index.places(np.array(asked, dtype="S16"))
-    for fingerprint, place in zip(asked, places.tolist(), strict=True):
-        assert (place >= 0) == (fingerprint in known)
-        assert place < 0 or sorted(known)[place] == fingerprint
-
-
-@given(
     known=st.lists(st.integers(0, 12), max_size=12),
     asked=st.lists(st.integers(0, 12), max_size=25),
     pieces=st.integers(1, 9),
