@@ -138,11 +138,10 @@ def format_advice(advice: Advice) -> str:
         f" {counted(advice.num_rows, 'row')}; nothing was changed",
         " saving  template",
     ]
-    for each in advice.alternatives:
-        template = json.dumps(each.template, ensure_ascii=False)
-        lines.append(
-            f"{each.saving_ratio:7.1%}  {template}{'  (as given)' if each.is_given else ''}"
-        )
+    for alternative in advice.alternatives:
+        template = json.dumps(alternative.template, ensure_ascii=False)
+        note = "  (as given)" if alternative.is_given else ""
+        lines.append(f"{alternative.saving_ratio:7.1%}  {template}{note}")
     if len(advice.alternatives) == 1:
         lines.append("the template has no two columns that could change places")
     return "\n".join(lines)

@@ -196,7 +196,7 @@ def _check_folders(spec: JobSpec, ds: str) -> None:
         if not folder.is_local:
             continue
         path = Path(folder.path)
-        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        there = next(above for above in (path, *path.parents) if os.path.lexists(above))
         if not there.is_dir():
             raise SpecError(f"{field}: {there} isn't a folder; choose another place")
     check_conditional_writes(job_folder(spec, ds), "IfNoneMatch")

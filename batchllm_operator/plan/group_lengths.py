@@ -71,8 +71,8 @@ class GroupLengths:
             wanted = prefix_hashes[:, column]
             places = np.minimum(np.searchsorted(self.hashes, wanted), len(self.hashes) - 1)
             is_known = (self.hashes[places] == wanted) & (wanted != _NONE)
-            found = places[is_known]
-            means[is_known] = -(-self.num_output_tokens[found] // self.num_rows[found])
+            known = places[is_known]
+            means[is_known] = -(-self.num_output_tokens[known] // self.num_rows[known])
         return means
 
 
@@ -91,8 +91,8 @@ def hash_prefixes(requests: Requests, groups: PrefixGroups) -> npt.NDArray[np.in
     for part in chunks(num_tokens):
         prompt_idxs = requests.prompt_idxs[firsts[part]]
         prefixes = requests.prompts.prefixes(prompt_idxs, num_tokens[part])
-        found = hasher.last_hashes(prefixes)
-        hashes[chosen[part], 0], hashes[chosen[part], 1] = found[:, 0], found[:, 1]
+        last = hasher.last_hashes(prefixes)
+        hashes[chosen[part], 0], hashes[chosen[part], 1] = last[:, 0], last[:, 1]
     return hashes
 
 
@@ -211,8 +211,8 @@ class PlanGroups:
         is_known = (self.hashes != _NONE) & (of_groups[0] > 0)[:, None]
         hashes, idxs = np.unique(self.hashes[is_known], return_inverse=True)
         groups = np.nonzero(is_known)[0]
-        num_rows, sums = (_sums(idxs, each[groups], len(hashes))[1] for each in of_groups)
-        return GroupLengths(hashes, num_rows, sums)
+        num_rows, num_tokens = (_sums(idxs, sums[groups], len(hashes))[1] for sums in of_groups)
+        return GroupLengths(hashes, num_rows, num_tokens)
 
 
 def _digests(keys: pa.RecordBatch) -> Fingerprints:

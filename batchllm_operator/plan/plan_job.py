@@ -157,18 +157,18 @@ def describe_plan(
     """
     spec, tokenizer, versions = given.spec, given.tokenizer, given.adapter_versions
     names = PlanCounts.model_fields
-    sums = {name: sum(each.counts.get(name, 0) for each in ranges) for name in names}
+    sums = {name: sum(planned.counts.get(name, 0) for planned in ranges) for name in names}
     sums["num_optimal_tokens"] -= num_twice
     counts = PlanCounts(**{**sums, **row_counts})
-    shards = [shard for each in ranges for shard in each.shards]
-    works = [work for each in ranges for work in each.works]
-    unshared = sum((each.unshared for each in ranges), Work())
+    shards = [shard for planned in ranges for shard in planned.shards]
+    works = [work for planned in ranges for work in planned.works]
+    unshared = sum((planned.unshared for planned in ranges), Work())
     predicted = None
     if given.target is not None:
         predicted = estimate_work(given.target, works, unshared, spec.engine.replicas)
     estimate = None if predicted is None else predicted[0]
     gpu_s = repeat(None) if predicted is None else predicted[1]
-    worst = imbalance(np.array([cost for each in ranges for cost in each.costs]))
+    worst = imbalance(np.array([cost for planned in ranges for cost in planned.costs]))
     if worst > _WORTH_A_WARNING:
         _log.warning("the largest shard has %.2f times the average work", worst)
     by_length = None if learned is None else learned.by_length
@@ -188,7 +188,7 @@ def describe_plan(
         counts=counts,
         learned=by_length,
         estimate=estimate,
-        sharing=merged([each.sharing for each in ranges]),
+        sharing=merged([planned.sharing for planned in ranges]),
         imbalance=worst,
         files=files,
         row_parts=row_parts,

@@ -40,8 +40,8 @@ from batchllm_operator.spark.tasks import (
     counted,
     mapped,
     payloads_in,
-    said,
-    said_by,
+    reported,
+    reports_of,
     tasks,
 )
 from batchllm_operator.storage import Folder
@@ -66,7 +66,7 @@ def commit_on_spark(plan_uri: str) -> RunReport:
 
     Raises:
         TableError: as `commit_run`; or such a partition is too large for that.
-        BatchLLMError: as `commit_run`; or see `spark_session` and `said_by`.
+        BatchLLMError: as `commit_run`; or see `spark_session` and `reports_of`.
     """
     return commit_run(plan_uri, _write)
 
@@ -101,16 +101,17 @@ def _write(
         Progress("commit on Spark", num_tasks, unit="tasks") as progress,
         counted(spark, progress, num_tasks, "join outputs with rows"),
     ):
-        found = _joined(spark, plan, payloads, joining, staging, rows_each, num_ranges)
-    return staging.rows([file for _, files in sorted(found) for file in files])
+        written = _joined(spark, plan, payloads, joining, staging, rows_each, num_ranges)
+    return staging.rows([file for _, files in sorted(written) for file in files])
 
 
 def _rows_each(plan: StoredPlan, sources: Sequence[FinishedShard | ReusedOutputs]) -> int:
     """Rows of a range: about a data file of the target size, whole buckets."""
-    entries = [e for each in sources if isinstance(each, FinishedShard) for e in each.entries]
+    shards = [source for source in sources if isinstance(source, FinishedShard)]
+    num_tokens = sum(entry.num_output_tokens for shard in shards for entry in shard.entries)
     num_rows = max(1, plan.manifest.counts.num_rows)
     stored = sum(plan.manifest.files[rows.file].size_bytes for rows in plan.manifest.row_files)
-    num_bytes = stored + sum(entry.num_output_tokens for entry in entries) * _BYTES_PER_TOKEN
+    num_bytes = stored + num_tokens * _BYTES_PER_TOKEN
     wanted = plan.manifest.spec.output.target_file_bytes * num_rows // max(1, num_bytes)
     return max(1, min(wanted, num_rows) // BUCKET_ROWS) * BUCKET_ROWS
 
@@ -177,11 +178,11 @@ def _joined(
         with scratch_folder() as scratch:
             write_files(gather(tables, most), scratch / "data", joining.schema, most)
             files = staging.put(scratch / "data", number)
-        yield said([json.dumps([number, files]).encode()])
+        yield reported([json.dumps([number, files]).encode()])
 
     frame = mapped(tasks(spark, payloads), outputs, sent)
     dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
-    return [(number, files) for number, files in map(json.loads, said_by(dealt, write))]
+    return [(number, files) for number, files in map(json.loads, reports_of(dealt, write))]
 
 
 def _buckets(

@@ -6,7 +6,7 @@
     driver  sample -> boundaries of ranges                           (`ranges`)
     tasks   rows -> prompts -> shuffled by range, sorted             (`prompts`)
     tasks   each range: prefix tree -> groups -> shards              (`range_task`)
-    driver  what tasks say -> manifest, written last
+    driver  tasks' reports -> manifest, written last
 
 Prompts go through Spark's shuffle, files from tasks to the lake; the driver holds counts of ranges
 and files.
@@ -60,7 +60,7 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises:
         BatchLLMError: as `plan_job`; or a setting isn't for Spark; or see `spark_session` and
-            `said_by`.
+            `reports_of`.
     """
     _check(spec)
     given = find_given(spec, ds)
@@ -123,7 +123,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         with counted(spark, progress, len(parts) + len(ranges), PHASES[2]):
             rows, planned = plan_ranges(make_prompts(spark, task, parts), task)
         given.table.check_unchanged(given.snapshot)
-        num_prompts = sum(each.planned.num_prompts for each in planned)
+        num_prompts = sum(result.planned.num_prompts for result in planned)
         row_counts = {"num_rows": numbers.num_rows}
         row_counts["num_rejected_rows"] = numbers.num_rows - num_prompts
         for name in rows[0].counts:
@@ -132,12 +132,12 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
             Folder.open(staging.uri), [part.file.name for part in rows], spec.input.key
         )
         check_rows(given, row_counts, written)
-        shard_files = [file for each in planned for file in each.files]
+        shard_files = [file for result in planned for file in result.files]
         files = {rows_file(idx): part.file for idx, part in enumerate(rows)}
         files |= {shard_file(idx): file for idx, file in enumerate(shard_files)}
         manifest = describe_plan(
             given,
-            [each.planned for each in planned],
+            [result.planned for result in planned],
             row_counts,
             {name: file.described for name, file in files.items()},
             learned,

@@ -18,7 +18,7 @@ from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.ranges import Place, Ranges, key_array, keys_of
 from batchllm_operator.spark.reading import Part, Reading, RowNumbers
 from batchllm_operator.spark.staging import StagedFile, Staging, scratch_folder
-from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
+from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, reported, reports_of, tasks
 from batchllm_operator.stored_plan.counts import Frozen
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _SCHEMA: Final = pa.schema(
     ]
 )
 """Columns of prompts on their way to their ranges. `output_tokens` is -1 without estimates. In the
-range after the last one, a task says as JSON, in place of a key, what it has done."""
+range after the last one, a task reports as JSON, in place of a key, what it has done."""
 _ROWS_PER_SAMPLE: Final = 32
 _LEAST_SAMPLE: Final = 2_048
 _MOST_SAMPLE: Final = 1 << 16
@@ -65,7 +65,7 @@ class Task:
 
 
 class PartResult(Frozen):
-    """What the task of a part says."""
+    """What the task of a part reports."""
 
     number: int
     file: StagedFile
@@ -105,11 +105,11 @@ def draw_sample(
             part = Part.of(payload)
             yield from _sampled(reading, part, share, most, is_exact)
 
-    found = said_by(tasks(spark, [part.to_bytes() for part in chosen]), sample)
-    if _DIFFERS in found:
+    reports = reports_of(tasks(spark, [part.to_bytes() for part in chosen]), sample)
+    if _DIFFERS in reports:
         raise TokenIdsDifferError("a sample's token ids differ")
     places = sorted(
-        (each[_PLACE_BYTES:], int.from_bytes(each[:_PLACE_BYTES], "big")) for each in found
+        (report[_PLACE_BYTES:], int.from_bytes(report[:_PLACE_BYTES], "big")) for report in reports
     )
     num_bytes = sum(len(key) for key, _ in places)
     return places[:: max(1, -(-num_bytes // _MOST_SAMPLE_BYTES))]
@@ -136,12 +136,12 @@ def _sampled(
     drawn: list[int] = []
     batches = _drawn(reading, part, share, num_rows, drawn)
     try:
-        for found in tokenize(reading.spec, batches, tokenizer, adapters):
-            places = [drawn[row].to_bytes(_PLACE_BYTES, "big") for row in found.row_idxs]
-            keys = keys_of(found.tokens)
-            yield said([place + key for place, key in zip(places, keys, strict=True)])
+        for piece in tokenize(reading.spec, batches, tokenizer, adapters):
+            places = [drawn[row].to_bytes(_PLACE_BYTES, "big") for row in piece.row_idxs]
+            keys = keys_of(piece.tokens)
+            yield reported([place + key for place, key in zip(places, keys, strict=True)])
     except TokenIdsDifferError:
-        yield said([_DIFFERS])
+        yield reported([_DIFFERS])
 
 
 def _drawn(
@@ -163,7 +163,7 @@ def _drawn(
 
 
 def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
-    """Prompts with their ranges; then what the task says, its file of rows included."""
+    """Prompts with their ranges; then the task's report, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
     tokenizer, adapters = reading.tokenizer(task.is_exact)
     num_rows, counts, differs = 0, {"num_control_rows": 0, "num_truncated_rows": 0}, False
@@ -174,14 +174,14 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
             scanned = reading.scan(part, spec.input_columns)
             first_row = int(task.numbers.firsts[part.number])
             batches = checked(spec, scanned, task.where, first_row, reading.stored)
-            for found in tokenize(spec, batches, tokenizer, adapters):
-                num_rows += found.num_rows
-                counts["num_control_rows"] += found.num_control
-                counts["num_truncated_rows"] += found.num_truncated
-                if found.kept is not None:
-                    writer.write_table(found.kept)
-                if len(found.tokens):
-                    yield _sent(task.ranges, part.first_place, found)
+            for piece in tokenize(spec, batches, tokenizer, adapters):
+                num_rows += piece.num_rows
+                counts["num_control_rows"] += piece.num_control
+                counts["num_truncated_rows"] += piece.num_truncated
+                if piece.kept is not None:
+                    writer.write_table(piece.kept)
+                if len(piece.tokens):
+                    yield _sent(task.ranges, part.first_place, piece)
         except TokenIdsDifferError:
             differs = True
         writer.close()
@@ -192,10 +192,10 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
 
-def _sent(ranges: Ranges, first: int, found: Tokenized) -> pa.RecordBatch:
-    places = first + found.row_idxs
-    keys = key_array(found.tokens)
-    estimates = found.estimates
+def _sent(ranges: Ranges, first: int, piece: Tokenized) -> pa.RecordBatch:
+    places = first + piece.row_idxs
+    keys = key_array(piece.tokens)
+    estimates = piece.estimates
     if estimates is None:
         estimates = np.full(len(keys), -1, dtype=np.int64)
     numbers = ranges.numbers(keys, places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.prompts import PartResult, Task
 from batchllm_operator.spark.ranges import keys_of, tokens_of
 from batchllm_operator.spark.staging import StagedFile, scratch_folder
-from batchllm_operator.spark.tasks import Batches, said, said_by
+from batchllm_operator.spark.tasks import Batches, reported, reports_of
 from batchllm_operator.stored_plan.counts import Frozen
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _ID_BITS: Final = 32
 
 
 class RangeResult(Frozen):
-    """What the task of a range says."""
+    """What the task of a range reports."""
 
     number: int
     planned: PlannedRange
@@ -41,7 +42,7 @@ class RangeResult(Frozen):
 
 
 def plan_ranges(prompts: DataFrame, task: Task) -> tuple[list[PartResult], list[RangeResult]]:
-    """Plan each range; returns what tasks say of parts and of ranges, both in order.
+    """Plan each range; returns the reports of parts and of ranges, both in order.
 
     Raises:
         TokenIdsDifferError: ids of the fast library differ.
@@ -57,19 +58,17 @@ def plan_ranges(prompts: DataFrame, task: Task) -> tuple[list[PartResult], list[
         number = first.column("range")[0].as_py()
         if number == len(task.ranges):
             for batch in batches:
-                yield said([b"P" + data for data in batch.column("key").to_pylist()])
+                yield reported([b"P" + data for data in batch.column("key").to_pylist()])
         else:
-            yield said([b"R" + _planned(task, number, batches).model_dump_json().encode()])
+            yield reported([b"R" + _planned(task, number, batches).model_dump_json().encode()])
 
-    results = said_by(prompts, plan)
-    parts = [PartResult.model_validate_json(each[1:]) for each in results if each[:1] == b"P"]
-    ranges = [RangeResult.model_validate_json(each[1:]) for each in results if each[:1] == b"R"]
-    if any(part.differs for part in parts):
+    reports = reports_of(prompts, plan)
+    parts, ranges = ([r[1:] for r in reports if r[:1] == kind] for kind in (b"P", b"R"))
+    by_number = attrgetter("number")
+    part_results = sorted(map(PartResult.model_validate_json, parts), key=by_number)
+    if any(part.differs for part in part_results):
         raise TokenIdsDifferError("a sample's token ids differ")
-    return (
-        sorted(parts, key=lambda part: part.number),
-        sorted(ranges, key=lambda planned: planned.number),
-    )
+    return part_results, sorted(map(RangeResult.model_validate_json, ranges), key=by_number)
 
 
 def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> RangeResult:

@@ -62,7 +62,7 @@ def tokens_of(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> To
 def common_tokens(a: bytes, b: bytes) -> int:
     """Length of the longest common prefix of two keys, in tokens."""
     most = min(len(a), len(b)) // _TOKEN_BYTES
-    first, second = (np.frombuffer(each, ">u4", count=most) for each in (a, b))
+    first, second = (np.frombuffer(key, ">u4", count=most) for key in (a, b))
     differs = first != second
     return int(np.argmax(differs)) if differs.any() else most
 
@@ -140,9 +140,9 @@ def choose_ranges(sample: Sequence[Place], num: int, num_shards: int | None) -> 
     for end in ends[:-1]:
         target = end * len(sample) // total
         candidates = range(max(1, target - reach), min(len(sample), target + reach + 1))
-        found = _boundary(sample, candidates, target)
-        if found is not None and (not boundaries or found > boundaries[-1]):
-            boundaries.append(found)
+        boundary = _boundary(sample, candidates, target)
+        if boundary is not None and (not boundaries or boundary > boundaries[-1]):
+            boundaries.append(boundary)
             shards.append(end - given)
             given = end
     shards.append(total - given)
@@ -155,7 +155,7 @@ def _boundary(sample: Sequence[Place], candidates: Sequence[int], target: int) -
     if not candidates:
         return None
     shared = {at: common_tokens(sample[at - 1][0], sample[at][0]) for at in candidates}
-    at = min(candidates, key=lambda each: (shared[each], abs(each - target), each))
+    at = min(candidates, key=lambda place: (shared[place], abs(place - target), place))
     before, (key, place) = sample[at - 1][0], sample[at]
     if before == key:
         return key, place

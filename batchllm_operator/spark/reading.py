@@ -26,7 +26,7 @@ from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.keys import MAX_NAMED, NullKeys, named_keys, repeated_keys
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.shards.reuse_index import fingerprint_array, fingerprints_of
-from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
+from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, reported, reports_of, tasks
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.loading import parse_spec_json
 from batchllm_operator.stored_plan.row_keys import encode_keys
@@ -164,9 +164,9 @@ def _tokenizer(spec_json: str, ds: str) -> tuple[Tokenizer, RowAdapters | None]:
         os.environ.setdefault(name, "1")
     spec = _spec(spec_json)
     tokenizer = load_tokenizer(spec, ds)
-    found = tokenizer, RowAdapters.of(spec, tokenizer)
+    loaded = tokenizer, RowAdapters.of(spec, tokenizer)
     gc.freeze()  # of libraries nothing is garbage: to look at them took a tenth of a task's time
-    return found
+    return loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,8 +185,8 @@ class RowNumbers:
         return int(self.firsts[-1])
 
     def of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        found: npt.NDArray[np.int64] = self.firsts[places >> PLACE_BITS]
-        return found + (places & ((1 << PLACE_BITS) - 1))
+        firsts: npt.NDArray[np.int64] = self.firsts[places >> PLACE_BITS]
+        return firsts + (places & ((1 << PLACE_BITS) - 1))
 
 
 def number_rows(
@@ -215,18 +215,18 @@ def number_rows(
     payloads = [part.to_bytes() for part in parts]
     digests = mapped(tasks(spark, payloads), digest, _KEY_SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
-    found = said_by(shuffled.sortWithinPartitions("digest", "place"), repeats)
-    results = list(map(json.loads, found))
-    counted = sorted((each for each in results if "part" in each), key=itemgetter("part"))
+    reports = reports_of(shuffled.sortWithinPartitions("digest", "place"), repeats)
+    results = list(map(json.loads, reports))
+    counted = sorted((report for report in results if "part" in report), key=itemgetter("part"))
     firsts = np.cumsum([0, *(part["num_rows"] for part in counted)], dtype=np.int64)
     nulls = NullKeys(spec.input.key)
     for first, part in zip(firsts.tolist(), counted, strict=False):
         for name, num in part["nulls"].items():
             nulls.note(name, num, [first + row for row in part["first"][name]])
     nulls.check(where)
-    repeats_found = [each for each in results if "part" not in each]
-    if num_repeated := sum(each["num"] for each in repeats_found):
-        places = sorted(place for each in repeats_found for place in each["places"])[:MAX_NAMED]
+    repeats_found = [report for report in results if "part" not in report]
+    if num_repeated := sum(report["num"] for report in repeats_found):
+        places = sorted(place for report in repeats_found for place in report["places"])[:MAX_NAMED]
         names = list(_names(reading, parts, places))
         raise repeated_keys(names, num_repeated, spec.input.key, where)
     return RowNumbers(firsts)
@@ -267,19 +267,19 @@ def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
         return
     batches = chain([first], batches)
     if first.column("bucket")[0].as_py() == num_buckets:
-        yield from (said(batch.column("digest").to_pylist()) for batch in batches)
+        yield from (reported(batch.column("digest").to_pylist()) for batch in batches)
         return
     places: list[int] = []
     num = 0
     columns = (batch.select(["digest", "place"]).to_pydict() for batch in batches)
-    rows = (row for each in columns for row in zip(each["digest"], each["place"], strict=True))
+    rows = (row for batch in columns for row in zip(batch["digest"], batch["place"], strict=True))
     for _, equal in groupby(rows, itemgetter(0)):
         two = list(islice(equal, 2))
         if len(two) > 1:
             num += 1
             places = sorted([*places, two[0][1]])[:MAX_NAMED]
     if num:
-        yield said([json.dumps({"num": num, "places": places}).encode()])
+        yield reported([json.dumps({"num": num, "places": places}).encode()])
 
 
 def _names(reading: Reading, parts: Sequence[Part], places: Sequence[int]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
 
 @contextmanager
 def _without_logs_of_py4j() -> Iterator[None]:
-    """What it logs, as itself or in the name of the root, it raises, too."""
+    """Leaves out py4j's log records, also the root logger's: it raises the same."""
     named, root = logging.getLogger("py4j"), logging.getLogger()
     level = named.level
     named.setLevel(logging.CRITICAL)
@@ -121,7 +121,7 @@ def _stops_held_back() -> Iterator[None]:
         else:
             _log.warning("stopping as soon as Spark has started; a second signal stops at once")
 
-    before = {each: signal.signal(each, hold) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except KeyboardInterrupt:
@@ -230,10 +230,10 @@ def _check_java() -> None:
         install = "PATH has none; install one, such as Debian's openjdk-17-jre-headless"
         mend = f"JAVA_HOME ({home}) has none; correct it, or unset it" if home else install
         raise SpecError(f"planner.engine: {needs}, and {mend}")
-    said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
-    found = re.search(r'version "(?:1\.)?([0-9]+)', said)
-    if found is None or int(found[1]) < _LEAST_JAVA:
-        lines = said.strip().splitlines()
+    printed = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
+    version = re.search(r'version "(?:1\.)?([0-9]+)', printed)
+    if version is None or int(version[1]) < _LEAST_JAVA:
+        lines = printed.strip().splitlines()
         raise SpecError(f"planner.engine: {needs}, not on {java}: {next(iter(lines), 'it fails')}")
 
 
@@ -264,11 +264,11 @@ def _check_executors(spark: SparkSession) -> None:
     with named_failures("Spark's first task failed"):
         try:
             (row,) = tasks(spark, [b""]).select(ask(col("payload"))).collect()
-            found = str(row[0])
+            release = str(row[0])
         except PythonException as error:  # such as another release of Python
-            found = reason_of(error)
-    if found != __version__:
+            release = reason_of(error)
+    if release != __version__:
         raise SpecError(
             f"planner.engine: Spark's executors lack batchllm_operator {__version__}, the driver's"
-            f" release: {found}; use one image for both, or a packed environment (spark.archives)"
+            f" release: {release}; use one image for both, or a packed environment (spark.archives)"
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.spark.tasks import Batches, payloads_in, said, said_by, tasks
+from batchllm_operator.spark.tasks import Batches, payloads_in, reported, reports_of, tasks
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder, remove_files
 from batchllm_operator.stored_plan.counts import Frozen
@@ -90,11 +90,11 @@ class Staging:
             for _ in batches:
                 try:
                     Folder.open(uri).write_bytes(OPEN_FILE, b"written by a task")
-                    yield said([b""])
+                    yield reported([b""])
                 except StorageError as error:
-                    yield said([str(error).encode()])
+                    yield reported([str(error).encode()])
 
-        (fault,) = said_by(tasks(spark, [b""]), write)
+        (fault,) = reports_of(tasks(spark, [b""]), write)
         if fault:
             raise StorageError(f"Spark's executors can't write the plan: {fault.decode()}")
         if not Folder.open(uri).exists(OPEN_FILE):
@@ -118,11 +118,11 @@ class Staging:
             for payload in payloads_in(batches):
                 for name, new_name in json.loads(payload):
                     source.copy_to(name, goal, new_name)
-                yield said([b""])
+                yield reported([b""])
 
         dealt = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
-        payloads = [json.dumps(each).encode() for each in dealt]
-        said_by(tasks(spark, payloads), copy)
+        payloads = [json.dumps(pairs).encode() for pairs in dealt]
+        reports_of(tasks(spark, payloads), copy)
 
     def close(self) -> None:
         """Keep tasks of a job that has failed or was stopped from writing here; takes seconds."""

@@ -18,7 +18,7 @@ from batchllm_operator.progress import Progress
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_SAID: Final = pa.schema([("said", pa.binary())])
+_REPORTS: Final = pa.schema([("report", pa.binary())])
 _MOST_REASON: Final = 500
 _POLL_S: Final = 1.0
 
@@ -41,10 +41,10 @@ class TaskError(Exception):
     @classmethod
     def in_text(cls, text: str) -> BatchLLMError | None:
         """The error that a task's traceback ends with, if it is one of ours."""
-        found = re.search(rf"^.*\b{cls.__name__}: (\[.*\])$", text, re.MULTILINE)
-        if found is None:
+        match = re.search(rf"^.*\b{cls.__name__}: (\[.*\])$", text, re.MULTILINE)
+        if match is None:
             return None
-        kind, message = json.loads(found[1])
+        kind, message = json.loads(match[1])
         error: BatchLLMError = resolve_name(kind)(message)
         return error
 
@@ -79,15 +79,15 @@ def mapped(frame: DataFrame, work: Task, schema: pa.Schema) -> DataFrame:
     return frame.mapInArrow(run, from_arrow_schema(schema))
 
 
-def said_by(frame: DataFrame, work: Task) -> list[bytes]:
-    """All values that `work`, given each partition of `frame`, yields by `said`.
+def reports_of(frame: DataFrame, work: Task) -> list[bytes]:
+    """All values that `work`, given each partition of `frame`, yields by `reported`.
 
     Raises:
         BatchLLMError: the one that a task raised.
-        SparkJobError: the job failed for another reason: the last line of what a task said.
+        SparkJobError: the job failed for another reason: the last line of a task's traceback.
     """
     with named_failures("Spark's job failed"):
-        return [bytes(row[0]) for row in mapped(frame, work, _SAID).collect()]
+        return [bytes(row[0]) for row in mapped(frame, work, _REPORTS).collect()]
 
 
 @contextmanager
@@ -114,9 +114,9 @@ def named_failures(what: str) -> Iterator[None]:
         raise failure from error
 
 
-def said(values: Sequence[bytes]) -> pa.RecordBatch:
-    """In a task: values for `said_by`."""
-    return pa.record_batch([pa.array(values, pa.binary())], schema=_SAID)
+def reported(values: Sequence[bytes]) -> pa.RecordBatch:
+    """In a task: values for `reports_of`."""
+    return pa.record_batch([pa.array(values, pa.binary())], schema=_REPORTS)
 
 
 def payloads_in(batches: Batches) -> Iterator[bytes]:
@@ -135,9 +135,9 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, (ConnectionError, Py4JNetworkError)):
         return f"the driver's Java process has ended ({error})"
     lines = [line.strip().removeprefix(": ") for line in str(error).splitlines()]
-    said = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)]
-    found = said[-1:] or [line for line in lines if line][:1] or [type(error).__name__]
-    return found[0][:_MOST_REASON]
+    errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)]
+    reasons = errors[-1:] or [line for line in lines if line][:1] or [type(error).__name__]
+    return reasons[0][:_MOST_REASON]
 
 
 @contextmanager

@@ -41,8 +41,8 @@ from batchllm_operator.spark.tasks import (
     SparkJobError,
     named_failures,
     payloads_in,
-    said,
-    said_by,
+    reported,
+    reports_of,
     tasks,
 )
 from batchllm_operator.spec import JobSpec
@@ -298,7 +298,7 @@ def test_tasks_see_the_drivers_variables_for_the_lake(
 
         for _ in payloads_in(batches):
             names = ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER")
-            yield said([str(os.environ.get(name)).encode() for name in names])
+            yield reported([str(os.environ.get(name)).encode() for name in names])
 
     environment = spark.sparkContext.environment
     monkeypatch.setitem(environment, "AWS_DEFAULT_REGION", "of-the-session")
@@ -306,7 +306,7 @@ def test_tasks_see_the_drivers_variables_for_the_lake(
     for name in ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER"):
         monkeypatch.setenv(name, f"driver's {name}")
     with session.spark_session(fake_spec(lake)) as active:
-        found = said_by(tasks(active, [b""]), seen)
+        found = reports_of(tasks(active, [b""]), seen)
     wanted = ("driver's AWS_ENDPOINT_URL", "of-the-session", "driver's PYICEBERG_CATALOG__A__URI")
     assert found == [each.encode() for each in (*wanted, "None")]
     assert environment == before
@@ -405,10 +405,10 @@ def test_errors_of_tasks(spark: SparkSession) -> None:
         yield from (1 // len([]) for _ in batches)
 
     with pytest.raises(KeyColumnError) as refused:
-        said_by(tasks(spark, [b""]), refuse)
+        reports_of(tasks(spark, [b""]), refuse)
     assert str(refused.value) == "key 'ä' is:\n[\"odd\"]"
     with pytest.raises(SparkJobError, match=r"ZeroDivisionError: integer division or modulo"):
-        said_by(tasks(spark, [b""]), fail)
+        reports_of(tasks(spark, [b""]), fail)
 
 
 def test_a_stop_is_no_failure_of_spark() -> None:

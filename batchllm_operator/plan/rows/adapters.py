@@ -75,12 +75,12 @@ class RowAdapters:
 
     def take_out(self, tokens: TokenTable) -> tuple[TokenTable, pa.Array]:
         """The reverse of `mark`; with the name of each prompt's adapter, null for none."""
-        found, classes = self.classes.unmark(tokens)
-        return found, pa.array([None, *self.model.adapters], pa.string()).take(pa.array(classes))
+        unmarked, classes = self.classes.unmark(tokens)
+        return unmarked, pa.array([None, *self.model.adapters], pa.string()).take(pa.array(classes))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the beginning of a prompt."""
-        return self.tokenizer.decode([each % self.classes.bound for each in token_ids])
+        return self.tokenizer.decode([token_id % self.classes.bound for token_id in token_ids])
 
     def _numbers(self, rows: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """The class of each row's prompt, -1 for an unknown adapter: int64 [num_rows]."""
@@ -88,8 +88,8 @@ class RowAdapters:
         if self.model.adapter is not None:
             return np.full(rows.num_rows, names.index(self.model.adapter), dtype=np.int64)
         given = rows.column(str(self.model.adapter_column)).cast(pa.large_string()).fill_null("")
-        found = pc.index_in(given, value_set=pa.array(names, pa.large_string()))
-        numbers: npt.NDArray[np.int64] = found.fill_null(-1).cast(pa.int64()).to_numpy()
+        places = pc.index_in(given, value_set=pa.array(names, pa.large_string()))
+        numbers: npt.NDArray[np.int64] = places.fill_null(-1).cast(pa.int64()).to_numpy()
         return numbers
 
     def _unknown(self, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> dict[int, RowError]:

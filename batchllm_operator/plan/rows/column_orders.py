@@ -121,8 +121,8 @@ def _split_between(text: str) -> tuple[str, str, str]:
 
 def _closing(text: str) -> str:
     """The closing tag of the column before, if the text begins with one."""
-    found = _CLOSING_TAG.match(text)
-    return found[0] if found else ""
+    tag = _CLOSING_TAG.match(text)
+    return tag[0] if tag else ""
 
 
 def _has_tag(text: str) -> bool:

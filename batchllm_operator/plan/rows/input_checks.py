@@ -248,7 +248,7 @@ def _describe_key(spec: JobSpec, snapshot: Snapshot, names: Sequence[str]) -> st
 
 def _form(name: str) -> str:
     """The name with its numbers, but not digits of dates, cut to 0: equal for names of one form."""
-    return re.sub(r"[0-9]+", lambda found: "0" * (len(found[0]) if len(found[0]) > 3 else 1), name)
+    return re.sub(r"[0-9]+", lambda run: "0" * (len(run[0]) if len(run[0]) > 3 else 1), name)
 
 
 def _has_form(name: str, form: str) -> bool:

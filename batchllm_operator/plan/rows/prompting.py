@@ -80,16 +80,16 @@ class Prompter:
         if not self._cuts:
             return self._made(rows)
         rows, is_cut = self._without_excess(rows)
-        found = self._made(rows)
-        is_long = found.tokens.lengths > self._most
+        prompts = self._made(rows)
+        is_long = prompts.tokens.lengths > self._most
         if is_long.any() and self._id_cut is not None:
-            found = replace(found, tokens=self._with_cut_ids(found.tokens, self._id_cut))
+            prompts = replace(prompts, tokens=self._with_cut_ids(prompts.tokens, self._id_cut))
         elif is_long.any():
-            found = self._shortened(rows, found, np.flatnonzero(is_long))
-        idxs = found.rendered.idxs
+            prompts = self._shortened(rows, prompts, np.flatnonzero(is_long))
+        idxs = prompts.rendered.idxs
         is_cut[idxs[is_long]] = True
-        fits = found.tokens.lengths <= self._tokenizer.max_prompt_len
-        return replace(found, num_truncated=int(np.count_nonzero(is_cut[idxs] & fits)))
+        fits = prompts.tokens.lengths <= self._tokenizer.max_prompt_len
+        return replace(prompts, num_truncated=int(np.count_nonzero(is_cut[idxs] & fits)))
 
     def _made(self, rows: pa.RecordBatch) -> Prompts:
         rendered = self._renderer.render(rows)
@@ -155,17 +155,17 @@ class Prompter:
         return TokenTable.from_lists(shortened(tokens.prompt(idx)) for idx in range(len(tokens)))
 
     def _shortened(
-        self, rows: pa.RecordBatch, found: Prompts, long: npt.NDArray[np.int64]
+        self, rows: pa.RecordBatch, prompts: Prompts, long: npt.NDArray[np.int64]
     ) -> Prompts:
         """With shorter prompts for those at `long`, as far as they can be cut."""
-        row_idxs, rows = found.rendered.idxs[long], rows.select(self._columns)
+        row_idxs, rows = prompts.rendered.idxs[long], rows.select(self._columns)
         sources: _Texts = {
             name: text_column(rows.column(name)).texts.take(pa.array(row_idxs)).to_pylist()
             for name in self._cuts
         }
         spans = {name: self._tokenizer.spans(texts) for name, texts in sources.items()}
-        sizes = np.array([[len(each) for each in spans[name]] for name in self._cuts])
-        over = found.tokens.lengths[long] - self._most
+        sizes = np.array([[len(span) for span in spans[name]] for name in self._cuts])
+        over = prompts.tokens.lengths[long] - self._most
         new_ids: dict[int, npt.NDArray[np.int32]] = {}
         left = np.flatnonzero(sizes.sum(axis=0))
         number = 0
@@ -190,9 +190,9 @@ class Prompter:
                     new_ids[int(long[made[place]])] = ids
             left = made[~is_last]
             number += 1
-        tokens = found.tokens
-        prompts = (new_ids.get(idx, tokens.prompt(idx)) for idx in range(len(tokens)))
-        return replace(found, tokens=TokenTable.from_lists(prompts))
+        tokens = prompts.tokens
+        shorter = (new_ids.get(idx, tokens.prompt(idx)) for idx in range(len(tokens)))
+        return replace(prompts, tokens=TokenTable.from_lists(shorter))
 
 
 def _id_cut(spec: JobSpec) -> Cut | None:

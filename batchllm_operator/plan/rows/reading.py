@@ -202,13 +202,13 @@ def tokenize(
             piece = batch.slice(start, num_at_once)
             prompts = prompter.prompts(piece)
             num_at_once = _num_at_once(prompts.rendered)
-            found = _choose(spec, piece, prompts, tokenizer, num_rows, reuse)
-            errors |= {start + row: error for row, error in found.errors.items()}
+            made = _choose(spec, piece, prompts, tokenizer, num_rows, reuse)
+            errors |= {start + row: error for row, error in made.errors.items()}
             num_rows += piece.num_rows
             start += piece.num_rows
             if start == batch.num_rows:
-                found = replace(found, kept=_kept(spec, batch, errors))
-            yield found
+                made = replace(made, kept=_kept(spec, batch, errors))
+            yield made
 
 
 def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) -> pa.Table:
