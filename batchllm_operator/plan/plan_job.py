@@ -156,8 +156,8 @@ def describe_plan(
         num_twice: tokens that shards of two ranges compute, and one engine would compute once.
     """
     spec, tokenizer, versions = given.spec, given.tokenizer, given.adapter_versions
-    names = PlanCounts.model_fields
-    sums = {name: sum(planned.counts.get(name, 0) for planned in ranges) for name in names}
+    names = PlanCounts.model_fields.keys() - row_counts.keys()
+    sums = {name: sum(planned.counts[name] for planned in ranges) for name in names}
     sums["num_optimal_tokens"] -= num_twice
     counts = PlanCounts(**{**sums, **row_counts})
     shards = [shard for planned in ranges for shard in planned.shards]

@@ -124,7 +124,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
             rows, planned = plan_ranges(make_prompts(spark, task, parts), task)
         given.table.check_unchanged(given.snapshot)
         num_prompts = sum(result.planned.num_prompts for result in planned)
-        row_counts = {"num_rows": numbers.num_rows}
+        row_counts = {"num_rows": numbers.num_rows, "num_reused_rows": 0}
         row_counts["num_rejected_rows"] = numbers.num_rows - num_prompts
         for name in rows[0].counts:
             row_counts[name] = sum(part.counts[name] for part in rows)
