@@ -122,8 +122,8 @@ class Layer:
 
     def attend_as_at_first(self) -> None:
         """Checked and bound by Triton."""
-        assert self.plan.schedule is not None
-        self.plan.schedule.launches.clear()
+        assert self.plan.launches is not None
+        self.plan.launches.clear()
         self.attend()
 
 

@@ -14,14 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
@@ -34,10 +37,10 @@ from batchllm_kernels.prefix_attention.config import (
     config_file,
     detect_arch,
     load_config,
+    to_json,
 )
 from batchllm_kernels.tuning.bench import DeviceBench, GraphTimer
 from batchllm_kernels.tuning.candidates import Candidate, Compiler, grid_for
-from batchllm_kernels.tuning.settings import describe_device, to_json
 from batchllm_kernels.tuning.tuner import Tuner, gate_workloads
 from batchllm_kernels.tuning.workloads import launch_workloads, shape_for, split_workloads
 
@@ -205,6 +208,26 @@ def chip_of(device: torch.device) -> Chip:
         properties.regs_per_multiprocessor,
         properties.max_threads_per_multi_processor,
     )
+
+
+def describe_device(device: torch.device, what: str) -> str:
+    """For `tuned_on`: device, driver, library versions and date, and the tuned settings."""
+    name = torch.cuda.get_device_properties(device).name
+    return (
+        f"{name}, driver {_driver_version()}, torch {torch.__version__}, "
+        f"Triton {triton.__version__}, {date.today().isoformat()}: {what}"
+    )
+
+
+def _driver_version() -> str:
+    if torch.version.hip:
+        return f"of ROCm {torch.version.hip}"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return said.stdout.split()[0] if said.stdout.split() else "unknown"
 
 
 def _package_file(arch: str, start_from: str) -> Path:

@@ -22,11 +22,11 @@ from batchllm_kernels.prefix_attention.config import (
     Tiling,
     config_file,
     parse_config,
+    to_json,
 )
 from batchllm_kernels.tuning.bench import DeviceBench
 from batchllm_kernels.tuning.candidates import grid_for, launch_label, steps_ahead
 from batchllm_kernels.tuning.selection import choose, faster_half, gate_table, relative_time
-from batchllm_kernels.tuning.settings import to_json
 from batchllm_kernels.tuning.tuner import Progress, Tuner, TuningError, gate_workloads
 from batchllm_kernels.tuning.workloads import (
     BLOCK_SIZE,

@@ -30,6 +30,7 @@ from batchllm_kernels.prefix_attention.grouping import Gate, find_shared_prefixe
 from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
 
 if TYPE_CHECKING:
+    from batchllm_kernels.prefix_attention.launch import Launches
     from batchllm_kernels.prefix_attention.schedule import Schedule, Scheduler
 
 Impl = Literal["reference", "triton"]
@@ -48,6 +49,8 @@ class StepPlan:
     """The groups, for the reference; the kernel's are on the device."""
     schedule: Schedule | None
     """The kernel's tiles, on the device; None for the reference."""
+    launches: Launches | None = None
+    """Launches the kernel; None for the reference."""
 
 
 class StepPlanner:
@@ -80,10 +83,12 @@ class StepPlanner:
         self.config = config or load_config(detect_arch(device))
         self._scheduler: Scheduler | None = None
         if impl == "triton":
+            from batchllm_kernels.prefix_attention.launch import Launches
             from batchllm_kernels.prefix_attention.schedule import Scheduler
 
             shape.check_for_kernel()
             self._scheduler = Scheduler(shape, limits, self.config, device)
+            self._launches = Launches()
 
     @property
     def gate(self) -> Gate:
@@ -104,7 +109,7 @@ class StepPlanner:
                 f"{self.limits.max_num_requests}"
             )
         if self._scheduler is not None:
-            return StepPlan(batch, self.shape, None, self._scheduler.build(batch))
+            return StepPlan(batch, self.shape, None, self._scheduler.build(batch), self._launches)
         prefixes = find_shared_prefixes(batch, self.shape.block_size, self.gate)
         return StepPlan(batch, self.shape, prefixes, None)
 
@@ -181,8 +186,8 @@ def prefix_attention(
     check_settings(scale, window, soft_cap)
     soft_cap = soft_cap or None
     out = torch.zeros_like(q) if out is None else out
-    if plan.schedule is not None:
-        plan.schedule.launches.attend(
+    if plan.schedule is not None and plan.launches is not None:
+        plan.launches.attend(
             q, k_cache, v_cache, plan.schedule, out, scale, window, soft_cap, k_scale, v_scale
         )
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any, Final
@@ -160,6 +160,35 @@ def parse_config(given: Mapping[str, Any]) -> ArchConfig:
     if config.split.min_tokens < 1 or config.split.pieces_per_program < 1:
         raise ValueError(f"settings of {config.arch}: {config.split}")
     return config
+
+
+def to_json(config: ArchConfig) -> str:
+    """The text of a settings file, the inverse of `parse_config`.
+
+    Raises:
+        ValueError: `parse_config` refuses the settings.
+    """
+    given: Mapping[str, Any] = {
+        "arch": config.arch,
+        "tuned_on": config.tuned_on,
+        "gate": {
+            "min_prefix_tokens": {
+                str(degree): tokens
+                for degree, tokens in sorted(config.gate.min_prefix_tokens.items())
+            },
+            "max_member_tokens": config.gate.max_member_tokens,
+        },
+        "split": asdict(config.split),
+        "merge_in_launch": config.merge_in_launch,
+        "launch": [
+            {"head_dim": head_dim, "kv_bits": kv_bits}
+            | asdict(launch)
+            | {"options": dict(launch.options)}
+            for (head_dim, kv_bits), launch in config.launch.items()
+        ],
+    }
+    parse_config(given)
+    return json.dumps(given, indent=2) + "\n"
 
 
 def _check_launch(arch: str, head_dim: int, kv_bits: int, entry: LaunchConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -18,9 +18,7 @@ from batchllm_kernels.prefix_attention.config import LaunchConfig
 from batchllm_kernels.prefix_attention.device import online_softmax as formats
 from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
 from batchllm_kernels.prefix_attention.device.merging import merge_kernel
-
-if TYPE_CHECKING:
-    from batchllm_kernels.prefix_attention.schedule import Schedule
+from batchllm_kernels.prefix_attention.schedule import Schedule
 
 _LOG2_E = math.log2(math.e)
 _TRITON_DTYPES = {
@@ -118,7 +116,7 @@ def merge_constants(constants: dict[str, object]) -> dict[str, object]:
 
 
 class Launches:
-    """The launches of a scheduler's layers, each prepared once.
+    """The launches of a planner's layers, each prepared once.
 
     Checks and Triton's binding of arguments take longer than some kernels run. For tensors like
     those of an earlier launch, the kernel that it compiled is launched directly.

@@ -18,7 +18,6 @@ from batchllm_kernels.prefix_attention.device.grouping import (
 )
 from batchllm_kernels.prefix_attention.device.layout import lay_out
 from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
-from batchllm_kernels.prefix_attention.launch import Launches
 from batchllm_kernels.prefix_attention.tiles import HEADER_FIELDS, MEMBER_FIELDS, TILE_FIELDS
 
 PIECE_ALIGN = 128
@@ -56,7 +55,6 @@ class Schedule:
     """[max_slots, num_q_heads] float32, to the base 2."""
     max_programs: int
     """Most persistent programs with work."""
-    launches: Launches
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,6 @@ class Scheduler:
         self._members = ints(requests, MEMBER_FIELDS)
         self._counters = ints(self.capacity.counters, shape.num_kv_heads)
         self._partials = partials_for(self.capacity.slots, shape, device)
-        self._launches = Launches()
 
     def build(self, batch: PagedBatch) -> Schedule:
         """Lay out a step by four small launches, without waiting for them.
@@ -221,7 +218,6 @@ class Scheduler:
             self._partials.out,
             self._partials.lse,
             self.max_programs,
-            self._launches,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
@@ -36,15 +35,6 @@ class Bench(Protocol):
         """Median milliseconds of attention in one layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's tensors."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-
-
 class DeviceBench:
     """Runs the kernel on a device, on given workloads.
 
@@ -74,7 +64,7 @@ class DeviceBench:
         self._rng = torch.Generator().manual_seed(0)
         self._table_blocks = table_blocks_for([*workloads, self._check])
         self._num_blocks = max((each.num_blocks for each in workloads), default=0)
-        self._layer: _Layer | None = None
+        self._caches: tuple[Tensor, Tensor] | None = None
         self._batches: dict[Workload, PagedBatch] = {}
 
     def error(self, config: ArchConfig) -> float:
@@ -84,64 +74,53 @@ class DeviceBench:
         """
         num_blocks = self._check.num_blocks + 5
         batch = lay_out(self._check, num_blocks, self._table_blocks, self._rng)
-        layer = self._random_layer(num_blocks, self._check.num_query_tokens)
+        q, caches = self._queries(self._check), self._random_caches(num_blocks)
         empty = unwritten(batch, num_blocks).to(self._device)
-        for cache in (layer.k_cache, layer.v_cache):
+        for cache in caches:
             values = cache.float().masked_fill(empty[..., None, None], float("nan"))
             cache.copy_(values.to(cache.dtype))
         batch = self._on_device(batch)
-        out = torch.full_like(layer.q, float("nan"))
+        out = torch.full_like(q, float("nan"))
         scale = self._shape.head_dim**-0.5
         plan = self._planner(config, self._check).plan(batch)
-        prefix_attention(layer.q, layer.k_cache, layer.v_cache, plan, scale=scale, out=out)
-        want = prefix_shared_attention(
-            layer.q, layer.k_cache, layer.v_cache, batch, [], scale=scale
-        )
+        prefix_attention(q, *caches, plan, scale=scale, out=out)
+        want = prefix_shared_attention(q, *caches, batch, [], scale=scale)
         return float((out.float() - want).norm() / want.norm())
 
     def time(self, config: ArchConfig, workload: Workload, repetitions: int) -> float:
         """Median milliseconds of one layer's attention, by the timer."""
-        if self._layer is None:
-            self._layer = self._random_layer(self._num_blocks, 1)
+        caches = self._caches = self._caches or self._random_caches(self._num_blocks)
         if workload not in self._batches:
             batch = lay_out(workload, self._num_blocks, self._table_blocks, self._rng)
             self._batches[workload] = self._on_device(batch)
-        layer, shape = self._layer, self._shape
-        q = torch.randn(
-            workload.num_query_tokens,
-            shape.num_q_heads,
-            shape.head_dim,
-            dtype=torch.bfloat16,
-            device=self._device,
-        )
+        q = self._queries(workload)
         out = torch.empty_like(q)
         plan = self._planner(config, workload).plan(self._batches[workload])
-        scale = shape.head_dim**-0.5
+        scale = self._shape.head_dim**-0.5
         return self._timer(
-            lambda: prefix_attention(q, layer.k_cache, layer.v_cache, plan, scale=scale, out=out),
-            repetitions,
+            lambda: prefix_attention(q, *caches, plan, scale=scale, out=out), repetitions
         )
 
     def _planner(self, config: ArchConfig, workload: Workload) -> StepPlanner:
         limits = BatchLimits(workload.num_requests, workload.num_query_tokens)
         return StepPlanner(self._shape, limits, impl="triton", device=self._device, config=config)
 
-    def _random_layer(self, num_blocks: int, num_tokens: int) -> _Layer:
-        shape = self._shape
-        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        rng = torch.Generator(self._device).manual_seed(self._new_seed())
-
-        def values(*size: int) -> Tensor:
-            return torch.randn(size, generator=rng, device=self._device, dtype=torch.bfloat16)
-
-        return _Layer(
-            values(num_tokens, shape.num_q_heads, shape.head_dim),
-            values(*size).to(self._kv_dtype),
-            values(*size).to(self._kv_dtype),
+    def _queries(self, workload: Workload) -> Tensor:
+        return self._random(
+            workload.num_query_tokens, self._shape.num_q_heads, self._shape.head_dim
         )
 
-    def _new_seed(self) -> int:
-        return int(torch.randint(2**31, (1,), generator=self._rng))
+    def _random_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        shape = self._shape
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        keys, values = (self._random(*size).to(self._kv_dtype) for _ in range(2))
+        return keys, values
+
+    def _random(self, *size: int) -> Tensor:
+        seed = int(torch.randint(2**31, (1,), generator=self._rng))
+        rng = torch.Generator(self._device).manual_seed(seed)
+        return torch.randn(size, generator=rng, device=self._device, dtype=torch.bfloat16)
 
     def _on_device(self, batch: PagedBatch) -> PagedBatch:
         return PagedBatch(
