@@ -17,8 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 _FAST_ENOUGH: Final = 0.97  # of the best rate
-_MIN_BLOCKS_FREE: Final = 2
-
 
 _Tokens = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -34,8 +32,6 @@ class DeviceProfile(BaseModel):
     """Device, model, versions and relevant engine arguments."""
     steps: tuple[tuple[_Tokens, _Seconds], ...] = Field(min_length=1)
     """(tokens, seconds) of each step size, ascending."""
-    num_kv_blocks: int = Field(ge=1)
-    """Blocks of the KV cache, after the weights and a step's needs."""
 
     @field_validator("steps")
     @classmethod
@@ -56,13 +52,6 @@ class DeviceProfile(BaseModel):
         rates = {tokens: tokens / seconds for tokens, seconds in self.steps}
         best = max(rates.values())
         return min(tokens for tokens, rate in rates.items() if rate >= _FAST_ENOUGH * best)
-
-    @property
-    def memory_threshold(self) -> float:
-        """Share of the KV blocks that may be planned to be in use: all but one in a thousand, and
-        at least two, which a step may take before the plan is corrected."""
-        spare = max(_MIN_BLOCKS_FREE, self.num_kv_blocks // 1000)
-        return max(0.5, 1 - spare / self.num_kv_blocks)
 
     @property
     def step_cost(self) -> StepCost:

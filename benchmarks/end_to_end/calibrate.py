@@ -157,9 +157,7 @@ def simulate_run(row: Mapping[str, Any], model: ModelShape, gpu: GPU) -> Sequenc
     settings = SchedulerSettings(num_requests=len(workload), chunk_size=row["chunk_size"])
     if row["profile"] is not None:
         profile = DeviceProfile.model_validate(row["profile"])
-        settings = replace(
-            settings, memory_threshold=profile.memory_threshold, step_cost=profile.step_cost
-        )
+        settings = replace(settings, step_cost=profile.step_cost)
     run = simulate(
         workload,
         SIMULATED[str(POLICIES[row["policy"]].simulated_as)],

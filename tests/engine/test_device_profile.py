@@ -10,8 +10,8 @@ from batchllm_operator.engine.device_profile import DeviceProfile, profile_key, 
 SUBJECT = {"device": "a GPU", "vllm": "1.0"}
 
 
-def profile(*steps: tuple[int, float], num_kv_blocks: int = 10_000) -> DeviceProfile:
-    return DeviceProfile(subject=SUBJECT, steps=steps, num_kv_blocks=num_kv_blocks)
+def profile(*steps: tuple[int, float]) -> DeviceProfile:
+    return DeviceProfile(subject=SUBJECT, steps=steps)
 
 
 def test_the_chunk_is_the_smallest_step_that_is_about_as_fast_as_any() -> None:
@@ -31,12 +31,6 @@ def test_noise_does_not_make_a_cost_negative() -> None:
     cost = profile((64, 0.05), (4096, 0.04), (8192, 0.03)).step_cost
     assert min(cost.token_s, cost.weights_s, cost.overhead_s) >= 0.0
     assert profile((64, 0.05)).step_cost.seconds(1000) == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize(("blocks", "spare"), [(27_000, 27), (500, 2)])
-def test_one_block_in_a_thousand_is_left_out_of_plans(blocks: int, spare: int) -> None:
-    threshold = profile((64, 0.01), num_kv_blocks=blocks).memory_threshold
-    assert blocks * threshold == pytest.approx(blocks - spare)
 
 
 def test_sizes_end_with_the_largest_step() -> None:

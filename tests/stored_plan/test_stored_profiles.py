@@ -10,7 +10,7 @@ from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.profiles import StoredProfiles
 
-PROFILE = DeviceProfile(subject={"device": "a GPU"}, steps=((64, 0.01),), num_kv_blocks=100)
+PROFILE = DeviceProfile(subject={"device": "a GPU"}, steps=((64, 0.01),))
 
 
 def test_a_profile_is_found_by_its_subject(lake_uri: str) -> None:

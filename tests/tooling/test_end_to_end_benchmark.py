@@ -621,7 +621,7 @@ def test_a_baseline_that_is_not_the_best_is_doubted(changes: Any, doubt: str | N
 
 def test_a_profile_is_of_its_subject() -> None:
     profiles = engine_run.Profiles()
-    profile = DeviceProfile(subject={"device": "a"}, steps=((64, 0.1),), num_kv_blocks=10)
+    profile = DeviceProfile(subject={"device": "a"}, steps=((64, 0.1),))
     assert profiles.find({"device": "a"}) is None
     profiles.keep(profile)
     assert profiles.find({"device": "a"}) == profile

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -62,9 +62,9 @@ def configure_logs() -> None:
     os.environ[LEVEL] = os.environ[_OURS] = "WARNING"
     logging.getLogger("vllm.v1.structured_output").addFilter(_without_traceback)
     for name, starts in _EVERY_RUN.items():
-        logging.getLogger(f"vllm.{name}").addFilter(_Without(starts))
+        logging.getLogger(f"vllm.{name}").addFilter(_without(starts))
     for name, starts in _ON_CPU.items():
-        logging.getLogger(f"vllm.{name}").addFilter(_WithoutOnCPU(starts))
+        logging.getLogger(f"vllm.{name}").addFilter(_without(starts, on_cpu_only=True))
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
@@ -75,21 +75,20 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-class _Without(logging.Filter):
-    def __init__(self, starts: tuple[str, ...]) -> None:
-        super().__init__()
-        self._starts = starts
+def _without(
+    starts: tuple[str, ...], *, on_cpu_only: bool = False
+) -> Callable[[logging.LogRecord], bool]:
+    """A filter of warnings that begin like this."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        is_known = record.levelno <= logging.WARNING and isinstance(record.msg, str)
-        return not (is_known and record.msg.startswith(self._starts))
-
-
-class _WithoutOnCPU(_Without):
-    def filter(self, record: logging.LogRecord) -> bool:
+    def passes(record: logging.LogRecord) -> bool:
+        text = record.msg if record.levelno <= logging.WARNING else None
+        if not (isinstance(text, str) and text.startswith(starts)):
+            return True
         from vllm.platforms import current_platform  # known only once vLLM is imported
 
-        return super().filter(record) or not current_platform.is_cpu()
+        return on_cpu_only and not current_platform.is_cpu()
+
+    return passes
 
 
 def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:

@@ -62,12 +62,7 @@ def find_profile(
             raise EngineError(f"vLLM fails on this device: {one_line(error)}") from error
         if job.profiles is not None:
             job.profiles.keep(profile)
-    _log.info(
-        "chunk size %d tokens, %.1f%% of the KV blocks to plan with (profile %s)",
-        profile.chunk_size,
-        profile.memory_threshold * 100,
-        profile.key[:8],
-    )
+    _log.info("chunk size %d tokens (profile %s)", profile.chunk_size, profile.key[:8])
     return profile
 
 
@@ -77,15 +72,9 @@ def scheduler_settings(
     """The scheduler's settings for a job and a device; those that the user `wanted` win."""
     settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
     if profile is not None:
-        settings = replace(
-            settings,
-            chunk_size=profile.chunk_size,
-            memory_threshold=profile.memory_threshold,
-            step_cost=profile.step_cost,
-        )
+        settings = replace(settings, chunk_size=profile.chunk_size, step_cost=profile.step_cost)
     default = SchedulerSettings()
-    names = [field.name for field in fields(SchedulerSettings)]
-    chosen = {name: getattr(wanted, name) for name in names}
+    chosen = {field.name: getattr(wanted, field.name) for field in fields(SchedulerSettings)}
     return replace(
         settings,
         **{name: value for name, value in chosen.items() if value != getattr(default, name)},
@@ -156,5 +145,4 @@ def measure_device(
             steps.append((size, statistics.median(times[1:])))
             progress.advance(1)
     engine.reset_prefix_cache()
-    num_blocks = scheduler.num_plannable_tokens // scheduler.block_size
-    return DeviceProfile(subject=dict(subject), steps=tuple(steps), num_kv_blocks=num_blocks)
+    return DeviceProfile(subject=dict(subject), steps=tuple(steps))
