@@ -22,10 +22,7 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +30,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,27 +47,13 @@ from batchllm_operator.prefixes import (
 )
 from benchmarks.block_cache import cached_tokens
 from benchmarks.memory import peak_rss_bytes
+from benchmarks.planner_on_disk import measure
+from benchmarks.provenance import provenance
 from benchmarks.python_tree import OUTPUT_TOKENS, Result, plan_in_python
 from benchmarks.synthetic_prompts import VOCABULARY, Shape, add_flags
 
 BLOCK_SIZE = 16  # tokens
 CACHE_BLOCKS = (1_000, 8_000)  # of the caches that orders are compared by
-SHAPE_FLAGS = ("share_degree", "prefix_tokens", "distinct_tokens", "instruction_tokens", "seed")
-FIGURES = (  # of `planner_on_disk`
-    "prompts_per_s",
-    "total_s",
-    "spread_s",
-    "hash_s",
-    "search_s",
-    "choose_s",
-    "order_s",
-    "saving_ratio",
-    "optimal_saving_ratio",
-    "num_groups",
-    "peak_rss_bytes",
-    "bytes_per_prompt",
-    "within_budget",
-)
 
 
 def plan_in_arrays(tokens: TokenTable, by_paper: bool = False) -> Callable[[], Result]:
@@ -220,12 +202,6 @@ def timed(repetitions: int, run: Callable[[], object]) -> list[float]:
     return times
 
 
-def git_sha() -> str | None:
-    command = ["git", "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() if found.returncode == 0 else None
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-prompts", type=int, default=20_000)
@@ -269,16 +245,11 @@ def time_in_memory(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def run_on_disk(args: argparse.Namespace, num_prompts: int, repetitions: int) -> dict[str, Any]:
-    """What `planner_on_disk` reports of so many prompts of the same shape."""
-    command = [sys.executable, "-m", "benchmarks.planner_on_disk"]
-    flags = {**vars(args), "num_prompts": num_prompts, "repetitions": repetitions}
-    for name in (*SHAPE_FLAGS, "num_prompts", "repetitions", "block_size", "memory_budget_bytes"):
-        command += [f"--{name.replace('_', '-')}", str(flags[name])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit("planning on disk failed")
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+    """Figures of prompts on disk, from a new process, whose peak is its own."""
+    shape = Shape.from_args(args, num_prompts)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        settings = (args.memory_budget_bytes, args.block_size, repetitions)
+        return pool.apply(measure, (shape, *settings))
 
 
 def measure_growth(args: argparse.Namespace, on_disk: dict[str, Any]) -> dict[str, Any] | None:
@@ -328,7 +299,7 @@ def main() -> None:
         "num_prompts": shape.num_prompts,
         "num_tokens": shape.num_tokens,
         "speedup_vs_python_tree": round(speedup, 2),
-        **{name: on_disk[name] for name in FIGURES},
+        **on_disk,
         **python_tree,
         "growth": measure_growth(args, on_disk),
         "in_memory": time_in_memory(args, shape) if fits else None,
@@ -336,13 +307,7 @@ def main() -> None:
         "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
         **vars(args),
         "warm_up": "planned 100 prompts",
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "numba": numba.__version__,
-        },
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "git_sha": git_sha(),
+        **provenance(),
     }
     print(json.dumps(report))
 

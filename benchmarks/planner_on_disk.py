@@ -1,22 +1,19 @@
-"""The planner over prompts on disk, within a memory budget; `benchmarks.planner` runs it.
+"""The planner over prompts on disk, within a memory budget, for `benchmarks.planner`.
 
 Prompts are made batch by batch and written to the prompt store, which isn't timed: in a job that
 is part of tokenizing. Timed are hashing them as they come, and then all of the prefix search (with
 its comparing of what prompts share, token by token), Algorithm 1 and the exact choice, and the
 order, over KV blocks or tokens. Prefixes of a sample of groups are compared in the end.
-
-    python -m benchmarks.planner_on_disk --num-prompts 3000000
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,7 @@ from batchllm_operator.prefixes import (
     saving_ratio,
 )
 from benchmarks.memory import peak_rss_bytes
-from benchmarks.synthetic_prompts import Shape, add_flags
+from benchmarks.synthetic_prompts import Shape
 
 OUTPUT_TOKENS = 64  # per prompt
 CHECKED_GROUPS = 2000
@@ -109,41 +106,22 @@ def _check(prompts: PromptStore, groups: PrefixGroups) -> None:
             sys.exit(f"group {group_idx} doesn't share its prefix")
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-prompts", type=int, default=20_000)
-    add_flags(parser)
-    parser.add_argument("--block-size", type=int, default=16, help="tokens; 1 for exact prefixes")
-    parser.add_argument("--memory-budget-bytes", type=int, default=2 << 30)
-    parser.add_argument("--repetitions", type=int, default=1)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
-    shape = Shape.from_args(args, args.num_prompts)
-    plan(Shape.from_args(args, 200), MemoryBudget.from_now(1 << 40), args.block_size)  # compiles
+def measure(shape: Shape, budget_bytes: int, block_size: int, repetitions: int) -> dict[str, Any]:
+    """Median figures of some plans, and the peak of this process."""
+    few = replace(shape, num_prompts=200)
+    plan(few, MemoryBudget.from_now(1 << 40), block_size)  # compiles
     base_peak = peak_rss_bytes()
-    budget = MemoryBudget.from_now(args.memory_budget_bytes)
+    budget = MemoryBudget.from_now(budget_bytes)
     budget.check(shape.num_prompts)
-    plans = [plan(shape, budget, args.block_size) for _ in range(args.repetitions)]
+    plans = [plan(shape, budget, block_size) for _ in range(repetitions)]
     peak = peak_rss_bytes()
     total_s = [each["total_s"] for each in plans]
     middle = sorted(plans, key=lambda each: each["total_s"])[len(plans) // 2]
-    report = {
-        "benchmark": "planner_on_disk",
-        "num_prompts": shape.num_prompts,
-        "num_tokens": shape.num_tokens,
+    return {
         "prompts_per_s": round(shape.num_prompts / statistics.median(total_s)),
         **middle,
         "spread_s": max(total_s) - min(total_s),
         "peak_rss_bytes": peak,
         "bytes_per_prompt": round((peak - base_peak) / shape.num_prompts, 1),
-        "within_budget": peak <= args.memory_budget_bytes,
-        **vars(args),
+        "within_budget": peak <= budget_bytes,
     }
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
