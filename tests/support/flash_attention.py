@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils, flash_attn
 
 from batchllm_kernels.prefix_attention import PagedBatch, prefix_shared_attention
@@ -64,3 +67,19 @@ def install(patch: Callable[..., None]) -> VarlenReference:
     patch(flash_attn, "flash_attn_varlen_func", kernel)
     patch(prefill, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     return kernel
+
+
+def common_of(batch: PagedBatch, num_tokens: int, **changes: Any) -> CommonAttentionMetadata:
+    """What vLLM tells the builders of a step."""
+    step = CommonAttentionMetadata(
+        query_start_loc=batch.query_start_loc,
+        query_start_loc_cpu=batch.query_start_loc.clone(),
+        seq_lens=batch.seq_lens,
+        num_reqs=batch.num_requests,
+        num_actual_tokens=num_tokens,
+        max_query_len=int(batch.query_start_loc.diff().max()),
+        max_seq_len=int(batch.seq_lens.max()),
+        block_table_tensor=batch.block_table,
+        slot_mapping=torch.arange(num_tokens),
+    )
+    return replace(step, **changes)

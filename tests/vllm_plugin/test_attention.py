@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.flash_attention import common_of
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from batchllm_kernels.prefix_attention import UnsupportedError
+from batchllm_kernels.prefix_attention import PagedBatch, UnsupportedError
 from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin import compat
 from batchllm_operator.vllm_plugin.attention import backend as attention
@@ -95,18 +95,8 @@ def make_step(**changes: Any) -> CommonAttentionMetadata:
     for blocks, length, query in zip(TABLE, LENGTHS, QUERIES, strict=True):
         for at in range(length - query, length):
             slots.append(blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
-    step = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=ints(LENGTHS),
-        num_reqs=len(LENGTHS),
-        num_actual_tokens=sum(QUERIES),
-        max_query_len=max(QUERIES),
-        max_seq_len=max(LENGTHS),
-        block_table_tensor=ints(TABLE),
-        slot_mapping=torch.tensor(slots),
-    )
-    return replace(step, **changes)
+    batch = PagedBatch(starts, ints(LENGTHS), ints(TABLE))
+    return common_of(batch, sum(QUERIES), **{"slot_mapping": torch.tensor(slots), **changes})
 
 
 def fill(impl: PrefixAttentionImpl, cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,15 +201,6 @@ def test_the_gpus_kernel_gives_the_same_in_tritons_interpreter(layout: str) -> N
     keys, values = fill(impl, cache)
     found = attend(impl, cache, "triton")
     torch.testing.assert_close(found, expected(queries(), keys, values), atol=1e-3, rtol=1e-3)
-
-
-def test_who_shares_is_read_from_block_tables() -> None:
-    plan = make_builder().build(0, make_step()).plan
-    assert plan is not None
-    assert plan.prefixes is not None
-    assert [(each.requests, each.num_tokens) for each in plan.prefixes] == [
-        ((0, 1), 2 * BLOCK_SIZE)
-    ]
 
 
 def test_while_memory_is_measured_nothing_is_attended_to() -> None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from support.attention_cases import NAN, AttentionCase, Group, make_case
 from support.attention_checks import CPU, SHAPE
-from support.flash_attention import install
+from support.flash_attention import common_of, install
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from batchllm_kernels.prefix_attention import prefix_shared_attention
+from batchllm_kernels.prefix_attention import PagedBatch, prefix_shared_attention
 from batchllm_operator.vllm_plugin.attention.backend import PrefixAttentionImpl
 from batchllm_operator.vllm_plugin.attention.builder import (
     PrefixAttentionBuilder,
@@ -64,17 +64,8 @@ class Runner:
         self.q, self.output = torch.zeros(ROWS, 8, 64), torch.zeros(ROWS, 8, 64)
 
     def common(self) -> CommonAttentionMetadata:
-        return CommonAttentionMetadata(
-            query_start_loc=self.starts,
-            query_start_loc_cpu=self.starts.clone(),
-            seq_lens=self.lens,
-            num_reqs=ROWS,
-            num_actual_tokens=ROWS,
-            max_query_len=1,
-            max_seq_len=BLOCKS * 16,
-            block_table_tensor=self.table,
-            slot_mapping=torch.arange(ROWS),
-        )
+        batch = PagedBatch(self.starts, self.lens, self.table)
+        return common_of(batch, ROWS, max_query_len=1, max_seq_len=BLOCKS * 16)
 
     def capture(self) -> PrefixAttentionMetadata:
         """A dummy step of as many rows as the graph is for."""

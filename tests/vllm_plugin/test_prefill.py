@@ -11,9 +11,8 @@ import pytest
 import torch
 from support.attention_cases import NAN, AttentionCase, Group, make_case
 from support.attention_checks import CPU, MIXED, SHAPE
-from support.flash_attention import VarlenReference, install
+from support.flash_attention import VarlenReference, common_of, install
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils, flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -100,21 +99,6 @@ def make(
     return layer, PrefixAttentionBuilder(make_spec(window=window), ["layer"], config, CPU)
 
 
-def common_of(case: AttentionCase) -> CommonAttentionMetadata:
-    batch = case.batch
-    return CommonAttentionMetadata(
-        query_start_loc=batch.query_start_loc,
-        query_start_loc_cpu=batch.query_start_loc.clone(),
-        seq_lens=batch.seq_lens,
-        num_reqs=batch.num_requests,
-        num_actual_tokens=case.num_tokens,
-        max_query_len=int(batch.query_start_loc.diff().max()),
-        max_seq_len=int(batch.seq_lens.max()),
-        block_table_tensor=batch.block_table,
-        slot_mapping=torch.arange(case.num_tokens),
-    )
-
-
 def cache_of(case: AttentionCase) -> Tensor:
     """The layer's cache, in the shape that the FlashAttention of this vLLM takes."""
     halves = [case.k_cache, case.v_cache]
@@ -159,7 +143,7 @@ def test_each_row_is_computed_once(name: str, num_padding: int, flash: VarlenRef
     case = in_order_of_lengths(case)
     lens = case.batch.query_start_loc.diff().tolist()
     impl, builder = make()
-    metadata = builder.build(0, common_of(case))
+    metadata = builder.build(0, common_of(case.batch, case.num_tokens))
     torch.testing.assert_close(attend(impl, case, metadata), expected(case))
     long = [length for length in lens if length > THRESHOLD]
     assert flash.query_lens == ([[*long, *[0] * num_padding]] if long else [])
@@ -169,21 +153,11 @@ def test_each_row_is_computed_once(name: str, num_padding: int, flash: VarlenRef
     )
 
 
-def test_it_is_what_our_kernel_gives_alone(flash: VarlenReference) -> None:
-    case = in_order_of_lengths(make_case(SHAPE, [*DECODES, *PREFILLS], seed=4))
-    outputs = []
-    for chosen in (None, "batchllm"):
-        impl, builder = make(prefill=chosen)
-        outputs.append(attend(impl, case, builder.build(0, common_of(case))))
-    torch.testing.assert_close(*outputs)
-    assert flash.query_lens == [[7, 40, 90]]
-
-
 def test_the_gpus_kernel_beside_it(flash: VarlenReference) -> None:
     pytest.importorskip("triton", reason="no Triton beside this vLLM")
     case = in_order_of_lengths(make_case(SHAPE, MIXED, seed=5))
     impl, builder = make(impl="triton")
-    found = attend(impl, case, builder.build(0, common_of(case)))
+    found = attend(impl, case, builder.build(0, common_of(case.batch, case.num_tokens)))
     torch.testing.assert_close(found, expected(case), atol=1e-3, rtol=1e-3)
     assert flash.query_lens == [[40]]
 
@@ -194,7 +168,7 @@ def test_layers_keep_their_window_and_cap(
 ) -> None:
     case = in_order_of_lengths(make_case(SHAPE, [*DECODES, *PREFILLS], seed=6))
     impl, builder = make(window=window, soft_cap=soft_cap)
-    found = attend(impl, case, builder.build(0, common_of(case)))
+    found = attend(impl, case, builder.build(0, common_of(case.batch, case.num_tokens)))
     torch.testing.assert_close(found, expected(case, window=window, soft_cap=soft_cap))
     assert len(flash.query_lens) == 1
     assert builder._flash is not None
@@ -208,14 +182,14 @@ def test_short_rows_behind_a_long_one_go_with_it(flash: VarlenReference) -> None
     assert 1 in lens[:first]
     assert 1 in lens[first:]
     impl, builder = make()
-    metadata = builder.build(0, common_of(case))
+    metadata = builder.build(0, common_of(case.batch, case.num_tokens))
     torch.testing.assert_close(attend(impl, case, metadata), expected(case))
     assert flash.query_lens == [lens[first:]]
 
 
 def test_only_rows_that_ours_computes_are_grouped(flash: VarlenReference) -> None:
     case = in_order_of_lengths(make_case(SHAPE, ON_BOTH_SIDES, seed=9))
-    plan = make()[1].build(0, common_of(case)).plan
+    plan = make()[1].build(0, common_of(case.batch, case.num_tokens)).plan
     assert plan is not None
     assert plan.prefixes is not None
     assert [(each.requests, each.num_tokens) for each in plan.prefixes] == [((0, 1), 64)]
@@ -226,7 +200,7 @@ def test_nothing_waits_for_the_device(
 ) -> None:
     """Tensors of the device have no data here: reading any of it is an error."""
     case = in_order_of_lengths(make_case(SHAPE, [*DECODES, *PREFILLS], seed=3))
-    common = common_of(case)
+    common = common_of(case.batch, case.num_tokens)
     on_device = {
         name: getattr(common, name).to("meta")
         for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
@@ -286,7 +260,7 @@ def test_elsewhere_ours_computes_all_rows(
     assert builder.reorder_batch_threshold is None
     assert {impl.prefill for impl in impls} == {f"prefill in the same kernel ({named})"}
     case = in_order_of_lengths(make_case(SHAPE, MIXED, seed=3))
-    metadata = builder.build(0, common_of(case))
+    metadata = builder.build(0, common_of(case.batch, case.num_tokens))
     assert metadata.prefill is None
     assert metadata.plan is not None
     assert metadata.plan.batch.num_requests == case.batch.num_requests

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from support.engine_steps import BLOCK_SIZE, EngineSteps
 from support.levels import examples
 
-from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 NO_PACE = SchedulerSettings(pace=False)
@@ -350,13 +349,6 @@ def test_without_hints_a_request_is_a_group_of_its_own() -> None:
         engine.add(f"plain-{idx}", [idx] * 50, 20)
     engine.run()
     assert len(engine.finished) == 10 and engine.preempted == []
-
-
-def test_hints_that_make_no_sense_are_refused() -> None:
-    engine = EngineSteps()
-    with pytest.raises(SpecError, match=r"batchllm\.grup_id"):
-        engine.add_raw("x", [1, 2, 3], {"batchllm": {"grup_id": 1}})
-    engine.check_idle()
 
 
 def test_the_prefix_cache_can_be_reset_while_a_prefix_is_held() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from support.adapters import write_adapter
 from support.demo_job import Demo, demo_prompts
+
+from batchllm_operator.model.weights import weight_shapes
 
 NEAR_TIE = 1e-4
 """In log-probability. On two threads a token's margin over the next differs by up to 1.5e-5 between
@@ -18,37 +18,17 @@ not at all (AVX2). Prompts are made of what is installed, so each environment ha
 smallest of three were 2e-3, 2e-4 and 6e-5."""
 
 
-def write_lora(model: Path, folder: Path, seed: int, rank: int = 8) -> None:
-    """An adapter with random weights, large enough to change what is generated."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    size = heads * config.get("head_dim", hidden // heads)
-    generator = np.random.default_rng(seed)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        for half, shape in (("lora_A", (rank, hidden)), ("lora_B", (size, rank))):
-            weights[f"{name}.{half}.weight"] = generator.normal(0, 1, shape).astype(np.float32)
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "adapter_model.safetensors")
-    adapter = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj"],
-        "base_model_name_or_path": str(model),
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(adapter))
-
-
 @pytest.fixture(scope="module")
 def generated(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each scheduler gave, by its name and the feature."""
     folder = tmp_path_factory.mktemp("schedulers")
-    for seed, name in enumerate("ab"):
-        write_lora(demo.model, folder / "lora" / name, seed)
+    modules = {
+        name.removesuffix(".weight"): (shape[1], shape[0])
+        for name, shape in weight_shapes(demo.model / "model.safetensors").items()
+        if "q_proj.weight" in name
+    }
+    for seed, name in enumerate("ab"):  # large enough to change what is generated
+        write_adapter(folder / "lora" / name, modules, seed=seed, rank=8, scale=8.0)
     (folder / "prompts.json").write_text(json.dumps(demo_prompts(demo)))
     found = {}
     for scheduler in ("stock", "ours"):
