@@ -15,7 +15,7 @@ from unittest.mock import patch
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.live_progress import ProgressWriter
+from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import Holder, Lap
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
@@ -56,7 +56,7 @@ class Simulation:
 
     def run(self) -> None:
         """Let all happen; progress is written by events, not by threads in real time."""
-        with patch.object(ProgressWriter, "start", lambda writer: None):
+        with patch.object(LiveProgress, "_run", lambda progress: None):
             while self._events:
                 self.clock_s, _, act = heapq.heappop(self._events)
                 pause_s = act()

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
             num_gpus=args.num_gpus,
             owner=args.owner,
             drain=drain,
-            observe=_Metrics(args.metrics, stack),
+            observe=_Metrics(args, stack),
             replica=args.replica,
             meeting_folder=args.meeting,
         )
@@ -112,16 +112,17 @@ def format_worker(result: Mapping[str, Any]) -> str:
 class _Metrics:
     """Serves the metrics of all shards that this process runs, from the first one to its end."""
 
-    def __init__(self, address: MetricsAddress | None, until: ExitStack) -> None:
-        self._address, self._until = address, until
+    def __init__(self, args: argparse.Namespace, until: ExitStack) -> None:
+        self._args, self._until = args, until
         self._collector: ShardCollector | None = None
 
     def __call__(self, tally: ShardTally) -> AbstractContextManager[None]:
         from batchllm_operator.metrics import ShardCollector, serving_metrics
 
         if self._collector is None:
-            self._collector = ShardCollector(job=tally.job, ds=tally.ds)
-            self._until.enter_context(serving_metrics(self._address, self._collector))
+            worker = self._args.worker
+            self._collector = ShardCollector(job=tally.job, ds=tally.ds, worker=worker)
+            self._until.enter_context(serving_metrics(self._args.metrics, self._collector))
         return self._collector.watching(tally.snapshot)
 
 

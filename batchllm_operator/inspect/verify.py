@@ -9,8 +9,7 @@ from urllib.parse import quote
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import DamagedFileError, IncompleteRunError, PlanError
-from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_source import WorkerReport
+from batchllm_operator.run.shard_queue import ShardQueue, WorkerReport
 from batchllm_operator.shards.committed import find_committed
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
@@ -57,13 +56,12 @@ def verify_worker(
         time.sleep(pause_s)
         free = queue.next_shard()
     if free is not None:
+        num_finished = num_shards - queue.num_left
         raise IncompleteRunError(
-            f"plan {plan_uri}: {queue.num_finished:,} of {counted(num_shards, 'shard')} finished,"
-            f" and no worker runs shard {free}; `batchllm run --plan {plan_uri}` does the rest"
+            f"plan {plan_uri}: {num_finished:,} of {counted(num_shards, 'shard')} finished, and no"
+            f" worker runs shard {free}; `batchllm run --plan {plan_uri}` does the rest"
         )
-    others = queue.others()
-    reports = queue.reports()
-    return WorkerReport(worker, num_workers, num_shards, queue.num_finished, others, reports)
+    return queue.report(queue.reports())
 
 
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:

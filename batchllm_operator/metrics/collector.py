@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, get_args
+from typing import Final, TypeVar, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -22,6 +22,7 @@ _KEPT_S: Final = 300.0
 """Prometheus looks back as far for a sample, by default."""
 _log = logging.getLogger(__name__)
 _Value = Callable[[ShardProgress], float | None]
+_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily)
 
 # Name without `_total`, help text, value.
 _COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
@@ -94,29 +95,32 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
 class ShardCollector(Collector):
     """Creates the metric families of a process's attempts at shards, at each scrape.
 
-    A worker has one attempt after another, and sometimes two at once. The last
-    state of an ended one is shown for five minutes more, so that it is scraped.
+    A worker has one attempt after another, and sometimes two at once. The last state of an ended
+    one is shown for five minutes more, so that it is scraped.
 
     An attempt that fails may lose rows that it couldn't store, but a falling counter would look
     like a restart, so counters never fall here.
 
-    Every sample has the labels `job_name` and `ds` (`job` is Prometheus's own), a shard's also
-    `shard`, and all of a worker's `worker`.
+    Every sample has the labels `job_name` (`job` is Prometheus's own), `ds` and `worker`, a shard's
+    also `shard`.
 
     Args:
         job: the spec's name.
         ds: the partition.
+        worker: the worker's number.
         clock: monotonic seconds.
     """
 
-    def __init__(self, *, job: str, ds: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._labels, self._clock = {"job_name": job, "ds": ds}, clock
+    def __init__(
+        self, *, job: str, ds: str, worker: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._labels = {"job_name": job, "ds": ds, "worker": str(worker)}
+        self._clock = clock
         self._lock = threading.Lock()
         self._open: list[Snapshot] = []
         self._ended: list[tuple[float, ShardProgress]] = []
         """Last states of ended attempts, and when they ended."""
         self._num_finished = 0
-        self._worker: int | None = None
         self._highest: dict[tuple[int, str], float] = {}
 
     @contextmanager
@@ -145,75 +149,51 @@ class ShardCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         shards = self._progress()
         for name, text, value_of in _COUNTERS:
-            counter = CounterMetricFamily(f"batchllm_{name}", text, labels=self._names("shard"))
+            counter = self._family(CounterMetricFamily, name, text, "shard")
             for progress in shards:
                 key = progress.shard_idx, name
                 value = max(value_of(progress) or 0, self._highest.get(key, 0))
                 self._highest[key] = value
-                counter.add_metric(self._values(str(progress.shard_idx)), value)
+                counter.add_metric(self._values(progress.shard_idx), value)
             yield counter
         for name, text, value_of in _GAUGES:
-            gauge = GaugeMetricFamily(f"batchllm_{name}", text, labels=self._names("shard"))
+            gauge = self._family(GaugeMetricFamily, name, text, "shard")
             for progress in shards:
-                now = value_of(progress)
-                if now is not None:
-                    gauge.add_metric(self._values(str(progress.shard_idx)), now)
+                if (now := value_of(progress)) is not None:
+                    gauge.add_metric(self._values(progress.shard_idx), now)
             yield gauge
-        yield self._states(shards)
-        info = InfoMetricFamily(
-            "batchllm_shard", "Plan and attempt; always 1.", labels=self._names("shard")
-        )
-        for progress in shards:
-            of_attempt = {"plan_id": progress.plan_id, "attempt": str(progress.attempt)}
-            info.add_metric(self._values(str(progress.shard_idx)), of_attempt)
-        yield info
-        if self._worker is not None:
-            yield from self._of_worker()
-
-    def _progress(self) -> Sequence[ShardProgress]:
-        """The state of each shard, by its latest attempt here; notes the worker's number."""
-        with self._lock:
-            oldest = self._clock() - _KEPT_S
-            self._ended = [each for each in self._ended if each[0] >= oldest]
-            ended, live = [progress for _, progress in self._ended], list(self._open)
-        found = {each.shard_idx: each for each in (*ended, *(snapshot() for snapshot in live))}
-        for progress in found.values():
-            self._worker = progress.worker
-        return list(found.values())
-
-    def _states(self, shards: Sequence[ShardProgress]) -> Metric:
-        """A sample per state of each shard: 1 for the attempt's, 0 for the others."""
-        family = GaugeMetricFamily(
-            "batchllm_shard_state",
-            "1 for the state that the attempt is in, else 0.",
-            labels=self._names("shard", "state"),
-        )
+        text = "1 for the state that the attempt is in, else 0."
+        states = self._family(GaugeMetricFamily, "shard_state", text, "shard", "state")
+        info = self._family(InfoMetricFamily, "shard", "Plan and attempt; always 1.", "shard")
         for progress in shards:
             for state in get_args(State):
-                values = self._values(str(progress.shard_idx), state)
-                family.add_metric(values, float(progress.state == state))
-        return family
-
-    def _of_worker(self) -> Iterator[Metric]:
-        finished = CounterMetricFamily(
-            "batchllm_worker_shards_finished",
-            "Shards that the worker has finished.",
-            labels=self._names(),
-        )
+                values = self._values(progress.shard_idx, state)
+                states.add_metric(values, float(progress.state == state))
+            of_attempt = {"plan_id": progress.plan_id, "attempt": str(progress.attempt)}
+            info.add_metric(self._values(progress.shard_idx), of_attempt)
+        yield states
+        yield info
+        text = "Shards that the worker has finished."
+        finished = self._family(CounterMetricFamily, "worker_shards_finished", text)
         finished.add_metric(self._values(), self._num_finished)
         yield finished
-        running = GaugeMetricFamily(
-            "batchllm_worker_shards_running",
-            "Shards that the worker runs: two while it feeds one before the last has ended.",
-            labels=self._names(),
-        )
+        text = "Shards that the worker runs: two while it feeds one before the last has ended."
+        running = self._family(GaugeMetricFamily, "worker_shards_running", text)
         running.add_metric(self._values(), len(self._open))
         yield running
 
-    def _names(self, *more: str) -> list[str]:
-        """Names of a sample's labels; `_values` has the values in the same order."""
-        return [*self._labels, *([] if self._worker is None else ["worker"]), *more]
+    def _progress(self) -> Sequence[ShardProgress]:
+        """The state of each shard, by its latest attempt here."""
+        with self._lock:
+            oldest = self._clock() - _KEPT_S
+            self._ended = [ended for ended in self._ended if ended[0] >= oldest]
+            ended, live = [progress for _, progress in self._ended], list(self._open)
+        latest = [*ended, *(snapshot() for snapshot in live)]
+        return list({progress.shard_idx: progress for progress in latest}.values())
 
-    def _values(self, *more: str) -> list[str]:
-        worker = [] if self._worker is None else [str(self._worker)]
-        return [*self._labels.values(), *worker, *more]
+    def _family(self, kind: type[_Family], name: str, text: str, *more: str) -> _Family:
+        """A family whose samples have the labels `more`; `_values` has theirs in this order."""
+        return kind(f"batchllm_{name}", text, labels=[*self._labels, *more])
+
+    def _values(self, *more: object) -> list[str]:
+        return [*self._labels.values(), *map(str, more)]

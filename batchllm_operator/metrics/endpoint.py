@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from socketserver import TCPServer
-from typing import Any, Final
-from wsgiref.simple_server import WSGIRequestHandler
+from typing import Final
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client import CollectorRegistry, start_http_server
 
 from batchllm_operator.metrics.collector import ShardCollector
 
@@ -22,7 +17,6 @@ ADDRESS_VARIABLE: Final = "BATCHLLM_METRICS_PORT"
 """Environment variable with the address, for `batchllm run` without `--metrics-port`."""
 _LOCAL: Final = "127.0.0.1"
 _ADDRESS: Final = re.compile(r"(?:(?P<host>[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):)?(?P<port>[0-9]{1,5})")
-_PATH: Final = "/metrics"
 _log = logging.getLogger(__name__)
 
 
@@ -63,26 +57,6 @@ class MetricsAddress:
         return f"{host}:{self.port}"
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = 10.0
-    """Seconds that a client, which occupies a thread, may take over a request."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Don't log scrapes."""
-
-
-class _Server(ThreadingWSGIServer):
-    def __init__(self, address: MetricsAddress) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        super().__init__((address.host, address.port), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without a look-up of the host's name, which takes minutes if DNS is down."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-        self.setup_environ()
-
-
 @contextmanager
 def serving_metrics(
     address: MetricsAddress | None, collector: ShardCollector
@@ -92,48 +66,23 @@ def serving_metrics(
     The collector is called at each scrape, in a thread. Metrics never stop a run: if the address
     (port 0 for any free one) can't be used, a warning is logged and nothing is served.
     """
-    server = _listen(address, collector) if address is not None else None
-    if address is None or server is None:
+    if address is None:
         yield None
         return
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    registry = CollectorRegistry(auto_describe=False)  # no collection before the first scrape
+    registry.register(collector)
     try:
-        thread.start()
-    except RuntimeError as error:  # too many threads
-        _log.warning("no metrics: %s", error)
-        server.server_close()
+        server, thread = start_http_server(address.port, address.host, registry)
+    # UnicodeError: an invalid host name; RuntimeError: too many threads.
+    except (OSError, UnicodeError, RuntimeError) as error:
+        _log.warning("no metrics: can't listen on %s: %s", address, error)
         yield None
         return
     served = MetricsAddress(address.host, server.server_port)
-    _log.info("metrics: http://%s%s", served, _PATH)
+    _log.info("metrics: http://%s/metrics", served)
     try:
         yield served
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _listen(address: MetricsAddress, collector: ShardCollector) -> _Server | None:
-    try:
-        server = _Server(address)
-    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
-        _log.warning("no metrics: can't listen on %s: %s", address, error)
-        return None
-    registry = CollectorRegistry(auto_describe=False)  # no collection before the first scrape
-    registry.register(collector)
-    server.set_app(_only_metrics(make_wsgi_app(registry)))
-    return server
-
-
-def _only_metrics(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """Restrict `app`, which answers at any path, to /metrics."""
-
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != _PATH:
-            start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-            return [f"404 Not Found: GET {_PATH}\n".encode()]
-        # Without the query: `name[]` selects only names that were registered, and none is.
-        return app({**environ, "QUERY_STRING": ""}, start_response)
-
-    return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -15,16 +15,15 @@ _log = logging.getLogger(__name__)
 
 
 class Drain:
-    """Whether a shard's run has been asked to finish its open parts and stop."""
+    """Whether a run has been asked to finish its open parts and stop."""
 
     def __init__(self) -> None:
         self.has_begun = False
-        self.num_open_parts = 0
-        """Parts that the engine works on; updated by the run."""
+        self.num_open_parts: Callable[[], int] = lambda: 0
+        """Parts that the engine works on; set by the worker."""
 
     def end(self) -> None:
         """Clear the time limit, because no part is open any more and the rest is quick."""
-        self.num_open_parts = 0
         if self.has_begun:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -44,17 +43,17 @@ class Drain:
 
         def stop(number: int, frame: FrameType | None) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            for each in (signal.SIGINT, signal.SIGTERM):  # one more ends the process
-                signal.signal(each, signal.SIG_DFL)
+            for last in (signal.SIGINT, signal.SIGTERM):  # one more ends the process
+                signal.signal(last, signal.SIG_DFL)
             raise Interrupted(signal.SIGTERM)
 
         def begin(number: int, frame: FrameType | None) -> None:
-            if self.has_begun or not self.num_open_parts:
+            if self.has_begun or not self.num_open_parts():
                 stop(number, frame)
             self.has_begun = True
             _log.info(
                 "asked to stop: finishing %s, for at most %.0f s",
-                counted(self.num_open_parts, "open part"),
+                counted(self.num_open_parts(), "open part"),
                 limit_s,
             )
             signal.setitimer(signal.ITIMER_REAL, limit_s)

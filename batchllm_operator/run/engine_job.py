@@ -1,16 +1,25 @@
-"""What the plan tells the engine."""
+"""What the plan tells the engine, and what the engine leaves: traces of its steps."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from batchllm_operator.cost import matrix_seconds
 from batchllm_operator.engine import EngineJob
+from batchllm_operator.errors import StorageError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import PlanManifest
+from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.manifest import PlanManifest, describe_file
 from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+
+_log = logging.getLogger(__name__)
 
 
 def pin_revision(manifest: PlanManifest) -> JobSpec:
@@ -50,3 +59,26 @@ def _step_cost(manifest: PlanManifest) -> StepCost | None:
     num_gpus = manifest.spec.engine.tensor_parallel_size
     token_s, weights_s = matrix_seconds(estimate.model, estimate.gpu, num_gpus)
     return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
+
+
+@contextmanager
+def traced(folder: Folder) -> Iterator[Path]:
+    """A local folder for traces, which are published at the end, even after an error.
+
+    Each becomes `trace-<UTC time>-<engine>-<digest>.parquet` in `folder`, one per engine and
+    attempt, prefixed with the name of its subfolder if it has one. A trace that can't be published
+    leads to a warning only.
+    """
+    began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    with tempfile.TemporaryDirectory(prefix="batchllm-trace-") as local:
+        try:
+            yield Path(local)
+        finally:
+            for path in sorted(Path(local).rglob("*.parquet")):
+                digest = describe_file(path).sha256[:8]
+                number = path.stem.rpartition("-")[2]
+                whose = "".join(f"{name}-" for name in path.relative_to(local).parts[:-1])
+                try:
+                    folder.publish_file(path, f"{whose}trace-{began}-{number}-{digest}.parquet")
+                except StorageError as error:
+                    _log.warning("a trace of the engine's steps is lost: %s", error)

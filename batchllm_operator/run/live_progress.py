@@ -6,8 +6,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
 from batchllm_operator.errors import BatchLLMError
@@ -35,10 +35,8 @@ _log = logging.getLogger(__name__)
 def interval_s() -> float:
     """Seconds between two writes, from the environment."""
     text = os.environ.get(INTERVAL_VARIABLE, "").strip()
-    if not text:
-        return DEFAULT_INTERVAL_S
     try:
-        seconds = float(text)
+        seconds = float(text or DEFAULT_INTERVAL_S)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
@@ -47,50 +45,27 @@ def interval_s() -> float:
     return min(max(seconds, _LEAST_INTERVAL_S), MOST_INTERVAL_S)
 
 
-@contextmanager
-def live_progress(
-    folder: Folder,
-    tally: ShardTally,
-    every_s: float,
-    observe: Observe | None = None,
-    also: Callable[[], object] = lambda: None,
-) -> Iterator[ProgressWriter]:
-    """Write the tally to an attempt's folder while the context is open, and at its end.
+class LiveProgress:
+    """Writes all snapshots of a tally to the attempt's folder, in order, from a thread.
 
-    The thread calls `also` after each write but the last.
+    A failing storage leads to a warning; a hanging one delays the end by at most five seconds.
 
-    The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
-    (such as `Interrupted`), `failed` by any other. A failing storage leads to a warning; a hanging
-    one delays the end by at most five seconds.
+    Args:
+        folder: the attempt's.
+        every_s: seconds between two writes.
+        also: called by the thread after each write but the last.
     """
-    writer = ProgressWriter(folder, tally, every_s, also)
-    with nullcontext() if observe is None else observe(tally):
-        writer.start()
-        try:
-            yield writer
-        except KeyboardInterrupt:
-            tally.end("stopped")
-            raise
-        except BaseException as error:
-            tally.end("failed", shown_error(error))
-            raise
-        else:
-            tally.end("finished")
-        finally:
-            writer.end(_END_WAIT_S)
-
-
-class ProgressWriter:
-    """A thread that writes all of a tally's snapshots, and so in order."""
 
     def __init__(
         self,
         folder: Folder,
         tally: ShardTally,
         every_s: float,
+        observe: Observe | None,
         also: Callable[[], object],
     ) -> None:
         self._folder, self._tally, self._every_s, self._also = folder, tally, every_s, also
+        self._observe, self._observing = observe, ExitStack()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._has_warned = False
@@ -98,27 +73,37 @@ class ProgressWriter:
         """State and rows at their last change, and the attempt's seconds then."""
 
     def start(self) -> None:
-        """Start the thread, which writes at once."""
+        """Start the observer and the thread, which writes at once."""
+        if self._observe is not None:
+            self._observing.enter_context(self._observe(self._tally))
         # A daemon, so that a hanging write doesn't keep the process alive.
         thread = threading.Thread(target=self._run, name="batchllm-progress", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # too many threads
             self._warn(error)
-            return
-        self._thread = thread
+        else:
+            self._thread = thread
 
     def write_soon(self) -> None:
         self._wake.set()  # doesn't wait for the write
 
-    def end(self, wait_s: float) -> None:
-        """Write once more, and wait for it at most `wait_s` seconds."""
+    def end(self, error: BaseException | None) -> None:
+        """Write the last state: `finished` without an error, `stopped` by a `KeyboardInterrupt`
+        (such as `Interrupted`), else `failed`."""
+        if error is None:
+            self._tally.end("finished")
+        elif isinstance(error, KeyboardInterrupt):
+            self._tally.end("stopped")
+        else:
+            self._tally.end("failed", shown_error(error))
         self._ended.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join(wait_s)
-            if self._thread.is_alive():
-                _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
+        with self._observing:
+            if self._thread is not None:
+                self._thread.join(_END_WAIT_S)
+                if self._thread.is_alive():
+                    _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
 
     def _run(self) -> None:
         while True:

@@ -23,9 +23,8 @@ from batchllm_operator.model import find_adapters
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Observe, interval_s
-from batchllm_operator.run.shard_queue import ShardQueue
+from batchllm_operator.run.shard_queue import ShardQueue, WorkerReport
 from batchllm_operator.run.shard_run import Holder, Lap
-from batchllm_operator.run.shard_source import WorkerReport
 from batchllm_operator.run.worker import Start, Worker
 from batchllm_operator.shards.committed import find_committed
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -105,8 +104,7 @@ def run_worker(
     for pause_s in running.steps():
         if pause_s:
             time.sleep(pause_s)
-    done = (queue.num_finished, queue.others(), running.reports)
-    return WorkerReport(worker, num_workers, num_shards, *done)
+    return queue.report(running.reports)
 
 
 def _meeting_replicas(

@@ -6,9 +6,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 from batchllm_operator.amounts import token_speed
 from batchllm_operator.engine import EngineOutput
@@ -28,14 +28,17 @@ class ShardTally:
     """Counts an attempt's outputs; one thread counts, any may take a `snapshot`.
 
     Args:
-        plan: the plan, with the shard `shard_idx`.
-        attempt: the attempt that begins now.
+        attempt: the attempt that begins now, at the shard `shard_idx` of the plan.
         entries: ledger entries of the parts that earlier attempts have finished.
         spilled: counts of outputs that they have finished of other parts.
         num_gpus: GPUs that the attempt holds.
         interval_s: seconds between two snapshots in the lake.
         worker: number of the worker that runs the attempt, of `num_workers`.
         clock: monotonic seconds.
+
+    Attributes:
+        num_rows_before: rows that earlier attempts have finished.
+        kept: see `keep`.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class ShardTally:
         plan: StoredPlan,
         shard_idx: int,
         attempt: Attempt,
-        entries: Iterable[PartEntry],
+        entries: Collection[PartEntry],
         spilled: Iterable[Counts] = (),
         *,
         num_gpus: int,
@@ -54,17 +57,25 @@ class ShardTally:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.job, self.ds = plan.manifest.spec.name, plan.manifest.ds
-        self._plan_id, self._shard_idx = plan.manifest.plan_id, shard_idx
         self._shard = plan.shard(shard_idx)
-        self._attempt, self._num_gpus, self._interval_s = attempt.number, num_gpus, interval_s
-        self._worker, self._num_workers = worker, num_workers
+        self._constant: dict[str, Any] = {
+            "plan_id": plan.manifest.plan_id,
+            "shard_idx": shard_idx,
+            "attempt": attempt.number,
+            "host": socket.gethostname(),
+            "started_at": now(),
+            "interval_s": interval_s,
+            "worker": worker,
+            "num_workers": num_workers,
+            "num_gpus": num_gpus,
+            "num_rows": self._shard.num_rows,
+            "num_parts": self._shard.num_parts,
+        }
         self._clock, self._now = clock, now
-        self._host = socket.gethostname()
-        entries = list(entries)
-        self._done = self._kept = Counts.total([*entries, *spilled])
-        self._num_parts, self._num_rows_before = len(entries), self._kept.num_rows
+        self._done = self.kept = Counts.total([*entries, *spilled])
+        self._num_parts, self.num_rows_before = len(entries), self.kept.num_rows
         self._window = _Window()
-        self._began_at, self._started_at = clock(), now()
+        self._began_at = clock()
         self._running_at: float | None = None
         self._held_at: float | None = None
         self._ended_at: float | None = None
@@ -96,17 +107,7 @@ class ShardTally:
 
     def keep(self, stored: Counts) -> None:
         """Note what is stored, by this attempt and by those before it: the rest may be lost."""
-        self._kept = stored
-
-    @property
-    def num_rows_before(self) -> int:
-        """Rows that earlier attempts have finished."""
-        return self._num_rows_before
-
-    @property
-    def kept(self) -> Counts:
-        """See `keep`."""
-        return self._kept
+        self.kept = stored
 
     @property
     def num_failed_rows(self) -> int:
@@ -116,7 +117,7 @@ class ShardTally:
     def end(self, state: State, error: str | None = None) -> None:
         """Set the last state; unless it is `finished`, outputs that aren't stored are lost."""
         if state != "finished":
-            self._done = self._kept
+            self._done = self.kept
         self._error = error
         self._ended_at = self._clock()
         self._state = state
@@ -128,22 +129,12 @@ class ShardTally:
         running_s = 0.0 if running_at is None else clock - running_at
         computed_per_s, output_per_s, rows_per_s = self._window.rates(clock, running_s)
         return ShardProgress(
-            plan_id=self._plan_id,
-            shard_idx=self._shard_idx,
-            attempt=self._attempt,
-            host=self._host,
+            **self._constant,
             state=state,
-            started_at=self._started_at,
             updated_at=self._now(),
-            interval_s=self._interval_s,
             elapsed_s=elapsed_s,
             engine_start_s=elapsed_s if running_at is None else running_at - self._began_at,
-            worker=self._worker,
-            num_workers=self._num_workers,
-            num_gpus=self._num_gpus,
             gpu_held_s=self._gpu_held_s(clock),
-            num_rows=self._shard.num_rows,
-            num_parts=self._shard.num_parts,
             num_parts_done=self._num_parts,
             done=done,
             computed_tokens_per_s=computed_per_s,
@@ -177,7 +168,7 @@ class ShardTally:
         """
         if state == "finished":
             return 0.0
-        num_rows = done.num_rows - self._num_rows_before
+        num_rows = done.num_rows - self.num_rows_before
         if state != "running" or num_rows <= 0 or running_s <= 0:
             return None
         rows_per_s = (num_rows / running_s + recent_rows_per_s) / 2

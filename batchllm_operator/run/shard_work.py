@@ -64,9 +64,8 @@ class ShardWork:
     def parts(self) -> Iterator[tuple[int, pa.Table]]:
         """Yield each part's index and its requests without an output, with a column `group_size`.
 
-        Parts without such requests are left out.
-
-        `num_output_tokens` is missing if it is no estimate.
+        Parts without such requests are left out. `num_output_tokens` is missing if it is no
+        estimate.
         """
         for part_idx, table in read_parts(self._file, self._part_idxs):
             table = self._missing(table)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.amounts import counted
@@ -13,13 +14,15 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.errors import FencedError
 from batchllm_operator.progress import Progress
-from batchllm_operator.run.doomed import check_failures
-from batchllm_operator.run.engine_job import engine_job, pin_revision
+from batchllm_operator.row_error import RowError
+from batchllm_operator.run.engine_job import engine_job, pin_revision, traced
 from batchllm_operator.run.retries import Retries
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import Holder, ShardRun
-from batchllm_operator.run.traces import traced
+from batchllm_operator.shards.parts import part_schema, read_ledger
 from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
+from batchllm_operator.shards.spills import read_spills, stored_errors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -75,10 +78,9 @@ class Worker:
         self._watches = Answers.of(plan.manifest.spec).watches()
         self._progress: Progress | None = None
         self._expected: set[int] = set()
-        """Shards whose rows are in the progress line's total from the beginning."""
-        self._counted: set[int] = set()
-        """Shards that have begun, whose rows are in it but for those of finished parts."""
+        """Shards that haven't begun, whose rows are in the progress line's total."""
         self.reports: dict[int, ShardReport] = {}
+        holder.drain.num_open_parts = lambda: sum(run.num_open_parts for run in self._runs)
 
     def steps(self) -> Iterator[float]:
         """Run shards until none is left; the caller may do other things between the steps.
@@ -97,7 +99,7 @@ class Worker:
             except BaseException as error:
                 self._holder.drain.end()
                 for run in reversed(self._runs):
-                    run.__exit__(type(error), error, error.__traceback__)
+                    run.end(error)
                 if (kept := self._kept(error)) is not None:
                     error.add_note(kept)
                 raise
@@ -128,7 +130,7 @@ class Worker:
             elif self._clock() - waiting_since >= MOST_WAIT_S:
                 break
             yield _POLL_S
-        drain.check(num_left=self._shards.num_left())
+        drain.check(num_left=self._shards.num_left)
         if self._progress is not None:
             self._progress.complete()
 
@@ -137,8 +139,8 @@ class Worker:
         while not self._holder.drain.has_begun and (claimed := self._shards.take()) is not None:
             self._plan.check_stays()
             run = ShardRun(self._plan, claimed, self._holder)
-            run.__enter__()
             self._runs.append(run)
+            run.begin()
             self._runs[0].tally.hold_gpus()
             try:
                 run.write_spilled_parts()
@@ -146,17 +148,18 @@ class Worker:
                 self._give_up(run, error)
                 continue
             if run.num_left:
-                check_failures(self._plan, self._runs, self._shards)
+                self._check_failures()
                 return run
-            self._end(run)
+            self._finish(run)
         return None
 
     def _kept(self, error: BaseException) -> str | None:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
         num_kept = sum(run.tally.kept.num_rows for run in self._runs)
-        num_kept += sum(each.num_rows for each in self._shards.elsewhere().values())
-        rows, verb = counted(self._shards.num_rows, "row"), "is" if num_kept == 1 else "are"
-        kept = f"{num_kept:,} of the plan's {rows} {verb} finished and kept"
+        num_kept += sum(done.num_rows for done in self._shards.elsewhere().values())
+        num_rows = sum(shard.num_rows for shard in self._plan.manifest.shards)
+        verb = "is" if num_kept == 1 else "are"
+        kept = f"{num_kept:,} of the plan's {counted(num_rows, 'row')} {verb} finished and kept"
         if isinstance(error, KeyboardInterrupt):
             return f"{kept}: give the same command again to go on"
         return kept if num_kept else None
@@ -167,16 +170,19 @@ class Worker:
             self._meet(run)
         engine = self._running_engine(run)
         if self._progress is None:
-            self._progress = lines.enter_context(self._progress_of(run))
+            self._expected = {run.shard_idx, *self._later(run)}
+            total = sum(self._plan.shard(idx).num_rows for idx in self._expected)
+            line = Progress(f"worker {self._shards.worker}", total)
+            self._progress = lines.enter_context(line)
         self._holder.lap.begin()
         for output in self._retries.stream(engine, self._requests(run)):
             self._keep(output)
             yield 0.0
         self._given_up.clear()
         self._holder.drain.end()
-        for each in list(self._runs):
-            assert not each.num_open_parts, "the engine left requests without an output"
-            self._holder.drain.check(num_left=each.num_left)
+        for open_run in self._runs:
+            assert not open_run.num_open_parts, "the engine left requests without an output"
+            self._holder.drain.check(num_left=open_run.num_left)
 
     def _meet(self, run: ShardRun | None) -> None:
         """Compute prefixes together with the other replicas before a shard."""
@@ -191,14 +197,20 @@ class Worker:
 
     def _requests(self, run: ShardRun | None) -> Iterator[EngineRequest]:
         while run is not None:
-            run.begin_running()
             self._expect(run)
             requests = run.requests()
             yield from requests if self._replicas is None else self._replicas.noted(requests)
             run = self._claim() if self._replicas is None else None
 
+    def _expect(self, run: ShardRun) -> None:
+        """Count the rows that a shard has left in the progress line."""
+        assert self._progress is not None
+        num_rows = 0 if run.shard_idx in self._expected else run.shard.num_rows
+        self._expected.discard(run.shard_idx)
+        self._progress.extend(num_rows - run.tally.num_rows_before)
+
     def _keep(self, output: EngineOutput) -> None:
-        run = next(each for each in (*self._runs, *self._given_up) if each.takes(output))
+        run = next(run for run in (*self._runs, *self._given_up) if run.takes(output))
         num_failed = run.num_failed_rows
         if self._replicas is not None:
             output = self._replicas.charged(output)
@@ -213,11 +225,11 @@ class Worker:
         notes = (watch.note for watch in self._watches)
         self._progress.advance(num_rows, "".join([run.tally.note(), *notes]))
         if run.num_failed_rows != num_failed:
-            check_failures(self._plan, self._runs, self._shards)
+            self._check_failures()
         if not run.num_left and not run.is_given_up:
-            self._end(run)
+            self._finish(run)
 
-    def _end(self, run: ShardRun) -> None:
+    def _finish(self, run: ShardRun) -> None:
         """Write a finished shard's report, and end its attempt."""
         try:
             report = run.report()
@@ -226,7 +238,7 @@ class Worker:
             return
         self._remove(run, None)
         self.reports[run.shard_idx] = report
-        self._shards.ended(run.shard_idx, report.counts.num_failed_rows)
+        self._shards.ended(run.shard_idx, report.counts)
 
     def _give_up(self, run: ShardRun, error: FencedError) -> None:
         self._shards.give_up(run.shard_idx, error)
@@ -236,9 +248,41 @@ class Worker:
 
     def _remove(self, run: ShardRun, error: FencedError | None) -> None:
         self._runs.remove(run)
-        run.__exit__(type(error) if error else None, error, None)
+        run.end(error)
         if self._runs:
             self._runs[0].tally.hold_gpus()
+
+    def _check_failures(self) -> None:
+        """Check that commit can still publish: by the rows that planning has rejected, those of
+        this worker's runs, and those of other shards as they were last seen.
+
+        Raises:
+            FailedRowsError: more rows have failed than the spec allows.
+        """
+        plan, counts = self._plan, self._plan.manifest.counts
+        others = {idx: done.num_failed_rows for idx, done in self._shards.elsewhere().items()}
+        num_own, num_others = sum(run.num_failed_rows for run in self._runs), sum(others.values())
+        num_failed = counts.num_rejected_rows + num_own + num_others
+        if not are_too_many(plan.manifest.spec, num_failed, counts.num_rows):
+            return
+        failed = [run.errors() for run in self._runs]
+        if not num_own:  # another shard tells the kinds
+            shard_idx = max(others, key=lambda idx: others[idx])
+            failed, num_others = [_errors_of(plan, shard_idx)], num_others - others[shard_idx]
+        errors = RowErrors()
+        errors.add_all(chain.from_iterable(failed))
+        if counts.num_rejected_rows:
+            errors.add_rejected(plan)
+        raise too_many_failed(
+            plan.manifest.spec,
+            counts.num_rows,
+            plan,
+            errors,
+            verdict="commit would publish nothing, so the run stops",
+            cure="To go on all the same, raise max_failed_fraction in the spec, plan again and run:"
+            " finished rows are kept",
+            num_others=num_others,
+        )
 
     def _running_engine(self, run: ShardRun | None) -> Engine:
         if self._engine is None:
@@ -263,17 +307,10 @@ class Worker:
         """Shards that are expected after this one."""
         return [i for i in self._shards.own() if i != run.shard_idx]
 
-    def _progress_of(self, run: ShardRun) -> Progress:
-        later = self._later(run)
-        self._expected, self._counted = {run.shard_idx, *later}, {run.shard_idx}
-        total = sum(self._plan.shard(idx).num_rows for idx in self._expected)
-        return Progress(f"worker {self._shards.worker}", total - run.tally.num_rows_before)
 
-    def _expect(self, run: ShardRun) -> None:
-        """Count a shard's rows in the progress line, if it isn't yet."""
-        assert self._progress is not None
-        if run.shard_idx not in self._counted:
-            self._counted.add(run.shard_idx)
-            is_expected = run.shard_idx in self._expected
-            num_rows = 0 if is_expected else run.shard.num_rows
-            self._progress.extend(num_rows - run.tally.num_rows_before)
+def _errors_of(plan: StoredPlan, shard_idx: int) -> Iterator[tuple[RowError, list[int]]]:
+    """The error and the rows of each request of a shard that is stored as failed."""
+    folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
+    entries, schema = read_ledger(folder, plan_id), part_schema(plan.manifest.spec)
+    spilled = read_spills(folder, plan_id, shard_idx, entries, schema)
+    return stored_errors(folder, entries.values(), spilled.values())

@@ -13,6 +13,7 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import pyarrow as pa
@@ -65,14 +66,13 @@ def part_schema(spec: JobSpec) -> pa.Schema:
 
 
 class StoredOutputs(Counts):
-    """A file of outputs in an attempt's folder, as the entry beside it describes it."""
+    """The entry of a file of outputs, which lies beside it in an attempt's folder."""
 
     plan_id: str
     attempt: Count
     """The attempt whose folder it is in."""
-    file: str
-    """File name in the attempt's folder."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Of the file."""
 
     @property
     @abstractmethod
@@ -80,15 +80,18 @@ class StoredOutputs(Counts):
         """The beginning of the file's name, and the entry's name."""
 
     @property
+    def file(self) -> str:
+        """The file's name, which its content decides."""
+        return f"{self.stem}-{self.sha256[:12]}.parquet"
+
+    @property
     def path(self) -> str:
-        return self._in_folder(self.file)
+        """The file's path in the shard's folder."""
+        return f"{attempt_name(self.attempt)}/{self.file}"
 
     @property
     def entry_path(self) -> str:
-        return self._in_folder(f"{self.stem}.json")
-
-    def _in_folder(self, name: str) -> str:
-        return f"{attempt_name(self.attempt)}/{name}"
+        return f"{attempt_name(self.attempt)}/{self.stem}.json"
 
 
 class PartEntry(StoredOutputs):
@@ -113,31 +116,59 @@ def write_part(
 ) -> PartEntry:
     """Write a part's file, then its ledger entry, each in one step.
 
-    `outputs` has one output for each request of the part, in any order, at least one; `row_idxs`
-    has the rows of each request_idx. For `engine_s` see `Counts`; `schema` is the job's
-    `part_schema`.
+    `outputs` has one output for each request of the part, in any order, at least one; for the
+    other arguments see `write_outputs`.
 
     Raises:
         FencedError: a later attempt has begun; no entry is written, but the file may be.
     """
-    outputs = sorted(outputs, key=lambda output: output.request_idx)
+    in_order = sorted(outputs, key=lambda output: output.request_idx)
+    fields = {"plan_id": plan_id, "part_idx": part_idx}
+    return write_outputs(PartEntry, fields, attempt, in_order, row_idxs, engine_s, schema)
+
+
+def write_outputs(
+    kind: type[Entry],
+    fields: Mapping[str, Any],
+    attempt: Attempt,
+    outputs: Sequence[EngineOutput],
+    row_idxs: Mapping[int, Sequence[int]],
+    engine_s: float,
+    schema: pa.Schema,
+    columns: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+) -> Entry:
+    """Write a file of outputs, then the entry by which it counts; neither replaces one.
+
+    Args:
+        kind, fields: of the entry.
+        row_idxs: the rows of each request_idx.
+        engine_s: see `Counts`.
+        schema: of the file; the job's `part_schema`, and `columns`.
+        columns: further columns.
+
+    Raises:
+        FencedError: a later attempt has begun, or another process has written the entry.
+    """
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
     counts = Counts.of(zip(outputs, map(len, rows), strict=True), engine_s)
-    table = table_of(outputs, {"row_idxs": rows}, schema)
-    file, sha256 = write_outputs(attempt, f"part-{part_idx:05d}", table)
-    entry = PartEntry(
-        plan_id=plan_id,
-        part_idx=part_idx,
-        attempt=attempt.number,
-        file=file,
-        sha256=sha256,
-        **dict(counts),
-    )
-    write_entry(attempt, entry)
+    table = _table_of(outputs, {"row_idxs": rows, **columns}, schema)
+    with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
+        path = Path(spool) / "part.parquet"
+        pq.write_table(table, path, **_PARQUET_OPTIONS)
+        sha256 = describe_file(path).sha256
+        entry = kind(attempt=attempt.number, sha256=sha256, **fields, **dict(counts))
+        attempt.folder.publish_file(path, entry.file)
+    attempt.check_current()
+    name, data = f"{entry.stem}.json", entry.model_dump_json(indent=1).encode()
+    if not attempt.folder.create(name, data):
+        raise FencedError(
+            f"{attempt.folder.uri}/{name}: another process has written it, as if it were the"
+            " same attempt; does this storage know conditional writes (If-None-Match)?"
+        )
     return entry
 
 
-def table_of(
+def _table_of(
     outputs: Sequence[EngineOutput], columns: Mapping[str, Sequence[Any]], schema: pa.Schema
 ) -> pa.Table:
     """Outputs as a table of `schema`, which takes further `columns` from there."""
@@ -150,32 +181,6 @@ def table_of(
         else:
             columns[name] = [output.raw.get(name) for output in outputs]
     return pa.table(columns, schema=schema)
-
-
-def write_outputs(attempt: Attempt, stem: str, table: pa.Table) -> tuple[str, str]:
-    """Write a file of outputs, named by its content; returns its name and checksum."""
-    with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
-        path = Path(spool) / "part.parquet"
-        pq.write_table(table, path, **_PARQUET_OPTIONS)
-        sha256 = describe_file(path).sha256
-        name = _file_name(stem, sha256)
-        attempt.folder.publish_file(path, name)
-    return name, sha256
-
-
-def write_entry(attempt: Attempt, entry: StoredOutputs) -> None:
-    """Write the entry by which a file of outputs counts; never replaces one.
-
-    Raises:
-        FencedError: a later attempt has begun, or another process has written the entry.
-    """
-    attempt.check_current()
-    name, data = f"{entry.stem}.json", entry.model_dump_json(indent=1).encode()
-    if not attempt.folder.create(name, data):
-        raise FencedError(
-            f"{attempt.folder.uri}/{name}: another process has written it, as if it were the"
-            " same attempt; does this storage know conditional writes (If-None-Match)?"
-        )
 
 
 def read_ledger(folder: Folder, plan_id: str) -> dict[int, PartEntry]:
@@ -209,8 +214,7 @@ def parse_entry(
     except ValidationError:
         _log.warning("%s/%s doesn't count: it can't be read", folder.uri, path)
         return None
-    expected = (plan_id, path, _file_name(entry.stem, entry.sha256))
-    if (entry.plan_id, entry.entry_path, entry.file) != expected:
+    if (entry.plan_id, entry.entry_path) != (plan_id, path):
         _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
         return None
     return entry
@@ -235,7 +239,3 @@ def errors_in(table: pa.Table) -> Iterator[tuple[RowError, list[int]]]:
     failed = table.filter(pc.is_valid(table["error"]))
     errors = (RowError(**error) for error in failed["error"].to_pylist())
     yield from zip(errors, failed["row_idxs"].to_pylist(), strict=True)
-
-
-def _file_name(stem: str, sha256: str) -> str:
-    return f"{stem}-{sha256[:12]}.parquet"

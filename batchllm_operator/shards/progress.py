@@ -19,7 +19,8 @@ Worker = tuple[int, str]
 """Number and host: the number alone may be that of several processes."""
 
 LIVE_STATES: Final[tuple[State, ...]] = ("starting", "running")
-_SILENT_AFTER_S: Final = 60.0
+SILENT_AFTER_S: Final = 60.0
+"""How long a live attempt gives no sign at most, at the usual interval."""
 _SILENT_AFTER_INTERVALS: Final = 10
 MOST_INTERVAL_S: Final = 60.0
 """Upper bound of intervals that count: otherwise a killed attempt could look live for hours."""
@@ -89,7 +90,7 @@ class ShardProgress(StoredJson):
     def silent_after_s(self) -> float:
         """Upper bound of a live attempt's `age_s`: a minute, or ten intervals."""
         interval_s = min(self.interval_s, MOST_INTERVAL_S)
-        return max(_SILENT_AFTER_S, _SILENT_AFTER_INTERVALS * interval_s)
+        return max(SILENT_AFTER_S, _SILENT_AFTER_INTERVALS * interval_s)
 
     def is_live(self, now: datetime) -> bool:
         """Whether the attempt seems to be at work.

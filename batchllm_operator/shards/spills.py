@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,9 +25,7 @@ from batchllm_operator.shards.parts import (
     StoredOutputs,
     errors_in,
     parse_entry,
-    table_of,
     whole_files,
-    write_entry,
     write_outputs,
 )
 from batchllm_operator.storage import Folder, read_files
@@ -54,13 +52,16 @@ class SpillEntry(StoredOutputs):
 
 
 @dataclass(slots=True)
-class SpilledPart:
-    """The outputs of an open part that earlier attempts have spilled, by request_idx."""
+class OpenPart:
+    """The finished outputs of a part that isn't written yet, by request_idx."""
 
     outputs: dict[int, EngineOutput] = field(default_factory=dict)
     row_idxs: dict[int, list[int]] = field(default_factory=dict)
+    """The rows of these requests; while the part is in an engine, of all of its requests."""
     engine_s: float = 0.0
     """Its share of the spills' seconds."""
+    new: dict[int, EngineOutput] = field(default_factory=dict)
+    """Outputs that no spill holds."""
 
     def errors(self) -> Iterator[tuple[RowError, list[int]]]:
         """The error and the rows of each request that has failed."""
@@ -70,7 +71,9 @@ class SpilledPart:
 
     @property
     def counts(self) -> Counts:
-        return Counts.of((each, len(self.row_idxs[idx])) for idx, each in self.outputs.items())
+        """Of the outputs that spills hold."""
+        spilled = ((idx, each) for idx, each in self.outputs.items() if idx not in self.new)
+        return Counts.of((each, len(self.row_idxs[idx])) for idx, each in spilled)
 
 
 def write_spill(
@@ -86,40 +89,30 @@ def write_spill(
     """Write a spill's file, then its entry, each in one step.
 
     Args:
-        attempt: the attempt that has finished the outputs.
-        plan_id, shard_idx: what it works on.
         spill_idx: a number that the attempt hasn't used.
         outputs: by part_idx, at least one.
-        row_idxs: the rows of each request_idx.
-        engine_s: see `Counts`.
-        schema: the job's `part_schema`.
+        row_idxs, engine_s, schema: see `write_outputs`; the schema is the job's `part_schema`.
 
     Raises:
         FencedError: a later attempt has begun; no entry is written, but the file may be.
     """
-    flat = [each for part in outputs.values() for each in part]
-    rows = [list(row_idxs[each.request_idx]) for each in flat]
+    fields = {
+        "plan_id": plan_id,
+        "shard_idx": shard_idx,
+        "spill_idx": spill_idx,
+        "parts": {part_idx: len(part) for part_idx, part in outputs.items()},
+    }
+    flat = [output for part in outputs.values() for output in part]
     part_idxs = [part_idx for part_idx, part in outputs.items() for _ in part]
-    columns: dict[str, list[Any]] = {"row_idxs": rows, _PART_FIELD.name: part_idxs}
-    table = table_of(flat, columns, schema.append(_PART_FIELD))
-    file, sha256 = write_outputs(attempt, f"spill-{spill_idx:05d}", table)
-    entry = SpillEntry(
-        plan_id=plan_id,
-        attempt=attempt.number,
-        shard_idx=shard_idx,
-        spill_idx=spill_idx,
-        parts={part_idx: len(part) for part_idx, part in outputs.items()},
-        file=file,
-        sha256=sha256,
-        **dict(Counts.of(zip(flat, map(len, rows), strict=True), engine_s)),
+    return write_outputs(
+        *(SpillEntry, fields, attempt, flat, row_idxs, engine_s, schema.append(_PART_FIELD)),
+        columns={_PART_FIELD.name: part_idxs},
     )
-    write_entry(attempt, entry)
-    return entry
 
 
 def read_spills(
     folder: Folder, plan_id: str, shard_idx: int, written: Container[int], schema: pa.Schema
-) -> dict[int, SpilledPart]:
+) -> dict[int, OpenPart]:
     """The spilled outputs of a shard, of all attempts together, by part_idx.
 
     Of a request that was spilled twice, the output of the latest attempt counts. Spills that can't
@@ -139,29 +132,29 @@ def read_spills(
             _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
         elif entry is not None and any(part_idx not in written for part_idx in entry.parts):
             entries.append(entry)
-    found: dict[int, SpilledPart] = {}
+    parts: dict[int, OpenPart] = {}
     in_order = sorted(whole_files(folder, entries), key=lambda each: (each.attempt, each.spill_idx))
     for entry in in_order:
         for part_idx, num_requests in entry.parts.items():
             if part_idx not in written:
-                part = found.setdefault(part_idx, SpilledPart())
+                part = parts.setdefault(part_idx, OpenPart())
                 part.engine_s += entry.engine_s * num_requests / max(entry.num_requests, 1)
         for part_idx, row_idxs, output in _rows(folder, entry, schema):
-            if part_idx in found:
-                found[part_idx].outputs[output.request_idx] = output
-                found[part_idx].row_idxs[output.request_idx] = row_idxs
-    return found
+            if part_idx in parts:
+                parts[part_idx].outputs[output.request_idx] = output
+                parts[part_idx].row_idxs[output.request_idx] = row_idxs
+    return parts
 
 
 def stored_errors(
-    folder: Folder, entries: Iterable[PartEntry], spilled: Iterable[SpilledPart]
+    folder: Folder, entries: Iterable[PartEntry], open_parts: Iterable[OpenPart]
 ) -> Iterator[tuple[RowError, list[int]]]:
     """The error and the rows of each request that has failed, in parts and beside them."""
     for entry in entries:
         if entry.num_failed_rows:
             data = pa.BufferReader(folder.read_bytes(entry.path))
             yield from errors_in(pq.read_table(data, columns=["error", "row_idxs"]))
-    for part in spilled:
+    for part in open_parts:
         yield from part.errors()
 
 
@@ -172,12 +165,9 @@ def _rows(
     table = pq.read_table(pa.BufferReader(folder.read_bytes(entry.path)))
     raw_names = [name for name in schema.names if name not in PART_SCHEMA.names]
     for row in table.to_pylist():
-        yield row[_PART_FIELD.name], row["row_idxs"], _output(row, raw_names)
-
-
-def _output(row: Mapping[str, Any], raw_names: Sequence[str]) -> EngineOutput:
-    raw = {name: row[name] for name in raw_names if row.get(name) is not None}
-    fields = {name: row[name] for name in _PART_NAMES}
-    if fields["error"] is not None:
-        fields["error"] = RowError(**fields["error"])
-    return EngineOutput(text=row["generated_text"], raw=raw, **fields)
+        raw = {name: row[name] for name in raw_names if row.get(name) is not None}
+        fields = {name: row[name] for name in _PART_NAMES}
+        if fields["error"] is not None:
+            fields["error"] = RowError(**fields["error"])
+        output = EngineOutput(text=row["generated_text"], raw=raw, **fields)
+        yield row[_PART_FIELD.name], row["row_idxs"], output

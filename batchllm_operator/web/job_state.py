@@ -53,7 +53,7 @@ def job_state(session: Session, job: JobInRun) -> JobState:
 
 
 def _generating(tasks: list[TaskState]) -> JobState:
-    """Tasks are shards or workers, which isn't known without reading their fields."""
+    """Tasks are workers."""
     counts = Counter(task.state for task in tasks)
     all_tasks = counted(len(tasks), "task")
     done = f"{counts['success']:,} of {all_tasks}"

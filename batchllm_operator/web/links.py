@@ -1,4 +1,4 @@
-"""Addresses of the pages, and the link to a shard's or job's page on a generate task."""
+"""Addresses of the pages, and the link to the job's page on a generate task."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Links:
 
 
 class LiveProgressLink(BaseOperatorLink):
-    """Links a generate task to its shard's page, or a worker to its job's, at any time.
+    """Links a generate task to its job's page, at any time.
 
     The link is the plugin's, because the API server itself computes those, each time. An operator's
     own link is an XCom that the task stores when it ends or defers; it would also be shown, and

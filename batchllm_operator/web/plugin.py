@@ -45,7 +45,7 @@ def _build() -> ASGIApp:
 
 
 class BatchLLMPlugin(AirflowPlugin):
-    """Adds the pages to the navigation and to each run of a DAG, and links to each shard."""
+    """Adds the pages to the navigation and to each run of a DAG, and links to each task."""
 
     name = "batchllm"
     # Airflow declares these as instance variables, but also reads them from the class.

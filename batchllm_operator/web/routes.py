@@ -31,9 +31,9 @@ from batchllm_operator.web.runs import (
     ENDED,
     JobInRun,
     JobRef,
+    job_of_task,
     jobs_of_run,
     run_state,
-    share_of_task,
 )
 
 MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
@@ -158,18 +158,16 @@ def show_shard_news(job: PathJob, shard_idx: ShardIdx) -> Response:
 def show_task(
     request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
 ) -> Response:
-    """Redirect to the page of a generate task's shard; for a worker, to that of its job."""
+    """Redirect to the page of a generate task's job."""
     with create_session(scoped=False) as session:
-        found = share_of_task(session, dag_id, run_id, task_id, map_index)
-    if found is None:
+        job = job_of_task(session, dag_id, run_id, task_id, map_index)
+    if job is None:
         raise PageError(
             404,
             "What this task generates isn't known: it isn't a task of"
             " BatchLLMGenerateOperator, or nothing is planned yet.",
         )
-    links, ref = _links(request), found.job.ref
-    url = links.job(ref) if found.shard_idx is None else links.job_shard(ref, found.shard_idx)
-    return _redirect(url)
+    return _redirect(_links(request).job(job.ref))
 
 
 def _links(request: Request) -> Links:

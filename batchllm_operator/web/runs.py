@@ -151,23 +151,10 @@ def task_states(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a generate task does of its job."""
-
-    job: JobInRun
-    shard_idx: int | None
-    """None for a worker, which runs many."""
-
-
-def share_of_task(
+def job_of_task(
     session: Session, dag_id: str, run_id: str, task_id: str, map_index: int
-) -> Share | None:
-    """A generate task's job and shard; None if unknown.
-
-    A task that has begun has rendered fields. For others, the map index is the position in the
-    list of shards or workers that the plan task has returned.
-    """
+) -> JobInRun | None:
+    """A generate task's job; None if unknown. A task that has begun has rendered fields."""
     row = session.execute(
         select(RenderedTaskInstanceFields.rendered_fields, TaskInstance.task_id)
         .select_from(TaskInstance)
@@ -185,14 +172,11 @@ def share_of_task(
         return None
     rendered = row[0] if isinstance(row[0], Mapping) else {}
     for job in jobs:
-        if _names_share(rendered) and rendered.get("plan_uri") == job.noted:
-            return Share(job, _index(rendered.get("shard_idx")))
+        if rendered.get("plan_uri") == job.noted:
+            return job
     group = task_id.rpartition(".")[0]
-    found = jobs if len(jobs) == 1 else [job for job in jobs if job.ref.group == group]
-    if len(found) != 1 or map_index < 0:
-        return None
-    mapped = _mapped_over(session, found[0].ref, map_index)
-    return Share(found[0], _index(mapped.get("shard_idx"))) if _names_share(mapped) else None
+    candidates = jobs if len(jobs) == 1 else [job for job in jobs if job.ref.group == group]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def decoded_xcom(value: Any) -> Any:
@@ -211,33 +195,6 @@ def decoded_xcom(value: Any) -> Any:
 def state_name(state: Any) -> str:
     """A task's state; `none` until Airflow schedules it."""
     return "none" if state is None else str(getattr(state, "value", state))
-
-
-def _names_share(fields: Mapping[str, Any]) -> bool:
-    return any(_index(fields.get(name)) is not None for name in ("shard_idx", "worker"))
-
-
-def _mapped_over(session: Session, ref: JobRef, map_index: int) -> Mapping[str, Any]:
-    """What the plan task has returned for a generate task; empty if nothing."""
-    value = session.scalar(
-        select(XComModel.value).where(
-            XComModel.dag_id == ref.dag_id,
-            XComModel.run_id == ref.run_id,
-            XComModel.task_id == ref.task_id,
-            XComModel.map_index == ref.map_index,
-            XComModel.key == RETURN_KEY,
-        )
-    )
-    shares = decoded_xcom(value)
-    if not isinstance(shares, list) or map_index >= len(shares):
-        return {}
-    each = shares[map_index]
-    return each if isinstance(each, Mapping) else {}
-
-
-def _index(value: Any) -> int | None:
-    text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def same_task(table: Any) -> ColumnElement[bool]:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.engine.protocol import EngineOutput, EngineRequest
-from batchllm_operator.run import open_parts, shard_queue, shard_tally, worker
+from batchllm_operator.run import open_parts, shard_queue, shard_sight, shard_tally, worker
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
@@ -78,8 +78,8 @@ def hurry(pace: float) -> None:
     """Divide times by `pace`: those by which workers judge and wait for each other, and spill."""
     os.environ[INTERVAL_VARIABLE] = str(DEFAULT_INTERVAL_S / pace)
     for module, name in (
-        (shard_progress, "_SILENT_AFTER_S"),
-        (shard_queue, "_SILENT_AFTER_S"),
+        (shard_progress, "SILENT_AFTER_S"),
+        (shard_sight, "SILENT_AFTER_S"),
         (worker, "MOST_WAIT_S"),
         (worker, "_POLL_S"),
         (open_parts, "SPILL_S"),

@@ -250,7 +250,7 @@ def test_progress_moves_until_the_report_takes_its_place(
     """Of its pods one goes on, and one is evicted."""
     page, run = tab.page, address("deferring", in_pods.run_id)
     page.goto(f"{run}/tasks/job.generate/0")
-    page.get_by_role("heading", name="Shard 0 of").wait_for()
+    page.wait_for_url("**/jobs/**")
     page.emulate_media(color_scheme="dark")
     assert tab.serious_findings() == []
     page.goto(run)

@@ -110,7 +110,7 @@ def test_the_alert_of_a_stalled_shard_needs_metrics_and_names_real_ones() -> Non
     assert stalled({"monitoring": {"alerts": alerts}}) == []
     [rule] = stalled({"monitoring": {**ENABLED["monitoring"], "alerts": alerts}})
     assert rule["expr"].count("45m") == 2
-    collector = ShardCollector(job="j", ds="d")
+    collector = ShardCollector(job="j", ds="d", worker=5)
     with collector.watching(shard_progress):
         found = [sample for family in collector.collect() for sample in family.samples]
     assert set(re.findall(r"batchllm_\w+", rule["expr"])) <= {sample.name for sample in found}

@@ -30,7 +30,7 @@ def rows(prefix: str) -> dict[str, tuple[str, str, set[str], str]]:
 
 def test_what_prometheus_gets_is_listed() -> None:
     found = {}
-    collector = ShardCollector(job="j", ds="d")
+    collector = ShardCollector(job="j", ds="d", worker=5)
     with collector.watching(lambda: shard_progress(worker=5)):
         families = list(collector.collect())
     for family in families:

@@ -1,50 +1,35 @@
 """SIGTERM to a run that has been told to finish its open parts."""
 
-import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.demo_job import wait_until
-from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.fork_server import ForkServer
+from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, plan_one_shard
 
-from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import Interrupted, SpecError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run import run_shards as run_module
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.run_shards import run_worker
+from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
-class CallingEngine(FakeEngine):
-    """Calls `act` before it answers request number `at`; one request at a time."""
-
-    def __init__(self, spec: Any, job: Any, at: int, act: Callable[[], None]) -> None:
-        super().__init__(spec, job.max_model_len)
-        self._max_in_flight, self._at, self._act = 1, at, act
-
-    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        for number, output in enumerate(super().stream(requests)):
-            if number == self._at:
-                self._act()
-            yield output
-
-
 @pytest.fixture
 def plan_uri(tmp_path: Path) -> str:
-    """One shard of several parts of five requests."""
-    write_table(tmp_path / "documents", document_rows())
-    return plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS).folder.uri
+    """One shard of six parts of five requests."""
+    return plan_one_shard(str(tmp_path)).folder.uri
 
 
 def parts(plan_uri: str) -> list[str]:
@@ -55,11 +40,11 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run(plan_uri: str, at: int, act: Callable[[], None] = terminate, limit_s: float = 60.0) -> Any:
+def run(
+    plan_uri: str, at: int, act: Callable[[], object] = terminate, limit_s: float = 60.0
+) -> ShardReport:
     with Drain().on_sigterm(limit_s) as drain:
-        return run_worker(
-            plan_uri, start=lambda spec, job: CallingEngine(spec, job, at, act), drain=drain
-        ).shards[0]
+        return run_worker(plan_uri, start=Engines(at, act), drain=drain).shards[0]
 
 
 def test_the_open_part_is_finished_and_no_other_begun(plan_uri: str) -> None:
@@ -72,28 +57,26 @@ def test_the_open_part_is_finished_and_no_other_begun(plan_uri: str) -> None:
 
 
 def test_a_shard_that_is_finished_while_it_stops_is_finished(plan_uri: str) -> None:
-    num_parts = json.loads((Path(plan_uri) / "manifest.json").read_text())["shards"][0]["num_parts"]
-    report = run(plan_uri, at=29)  # the last of thirty
-    assert report.num_parts == num_parts == len(parts(plan_uri))
+    report = run(plan_uri, at=NUM_ROWS - 1)
+    assert report.num_parts == NUM_PARTS == len(parts(plan_uri))
 
 
-def test_a_second_signal_ends_it_at_once(plan_uri: str) -> None:
-    def twice() -> None:
-        terminate()
-        terminate()
+def terminate_twice() -> None:
+    terminate()
+    terminate()
 
+
+def terminate_and_stay() -> None:
+    terminate()
+    threading.Event().wait(60)  # ended by the limit's signal
+
+
+@pytest.mark.parametrize("act", [terminate_twice, terminate_and_stay])
+def test_a_second_signal_and_the_limit_end_it_at_once(
+    plan_uri: str, act: Callable[[], None]
+) -> None:
     with pytest.raises(Interrupted):
-        run(plan_uri, at=6, act=twice)
-    assert parts(plan_uri) == ["part-00000.json"]
-
-
-def test_parts_that_take_longer_than_allowed_are_dropped(plan_uri: str) -> None:
-    def stay() -> None:
-        terminate()
-        threading.Event().wait(60)  # ended by the limit's signal
-
-    with pytest.raises(Interrupted):
-        run(plan_uri, at=6, act=stay, limit_s=0.05)
+        run(plan_uri, at=6, act=act, limit_s=60.0 if act is terminate_twice else 0.05)
     assert parts(plan_uri) == ["part-00000.json"]
 
 
@@ -175,11 +158,8 @@ def with_engine(
 
 
 def test_the_command_drains_and_says_how_it_ended(tmp_path: Path, commands: ForkServer) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    fields = job_fields(str(tmp_path), engine={"extra_args": {"delay_s": 0.1}})
-    fields["planner"]["num_shards"] = 1
-    changes = {name: fields[name] for name in ("engine", "planner")}
-    plan_uri = plan_job(fake_spec(tmp_path, **changes), DS).folder.uri
+    engine = {"extra_args": {"delay_s": 0.1}}
+    plan_uri = plan_one_shard(str(tmp_path), engine=engine).folder.uri
     command = ["run", "--plan", plan_uri, "--drain-s", "60"]
     with (tmp_path / "stderr").open("w") as stderr:
         process = commands.start("batchllm_operator", command, stderr=stderr.fileno())

@@ -18,7 +18,6 @@ from batchllm_operator.run.engine_job import pin_revision
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.parts import read_ledger
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import PlanManifest
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -98,25 +97,6 @@ def test_requests_reach_the_engine_in_plan_order(plan: StoredPlan) -> None:
     assert engine.closed
 
 
-def test_an_interrupted_run_keeps_finished_parts_and_resumes(plan: StoredPlan) -> None:
-    interrupted = run_watched(plan, stop_after=23)
-    assert interrupted.closed
-    assert set(read_ledger(plan.run_folder(0), plan.manifest.plan_id)) == {0, 1, 2, 3}
-    resumed = run_watched(plan)
-    assert [request.request_idx for request in resumed.requests] == list(range(23, 40))
-    assert len(outputs(plan)) == 40
-
-
-def test_a_finished_shard_starts_no_engine(plan: StoredPlan) -> None:
-    run_worker(plan)
-
-    def start(spec: JobSpec, job: EngineJob) -> Engine:
-        raise AssertionError("no engine is needed")
-
-    again = run_worker(plan, start=start)
-    assert (again.num_finished, again.shards) == (1, {})
-
-
 def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "documents", document_rows(40, 5))
     spec = fake_spec(
@@ -138,41 +118,17 @@ def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert max(ahead) <= 2, "a part is read when the one before it is nearly done"
 
 
-def test_row_errors_are_outputs(tmp_path: Path) -> None:
-    rows = document_rows(3, 2)
-    rows[4]["query"] = "~"
-    write_table(tmp_path / "documents", rows)
-    engine = {"extra_args": {"error_token_id": ord("~")}}
-    spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
-    plan = plan_job(spec, DS)
-    report = run_worker(plan).shards[0]
-    assert (report.counts.num_rows, report.counts.num_failed_rows) == (6, 1)
-    assert outputs(plan)[4] is None
-
-
-def test_a_row_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
-    rows = document_rows(3, 5)
-    rows[7]["query"] = "~"
-    write_table(tmp_path / "documents", rows)
-    engine = {"extra_args": {"fatal_token_id": ord("~")}}
-    spec = fake_spec(tmp_path, planner={"num_shards": 1}, engine=engine, max_failed_fraction=0.5)
-    plan = plan_job(spec, DS)
-    assert run_worker(plan).shards[0].counts.num_failed_rows == 1
-    assert [row_idx for row_idx, text in outputs(plan).items() if text is None] == [7]
-
-
-def test_another_tokenizer_is_refused(plan: StoredPlan) -> None:
-    changed = plan.manifest.model_copy(update={"tokenizer_fingerprint": "another"})
-    assert isinstance(changed, PlanManifest)
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"tokenizer_fingerprint": "another"}, "tokenizer"),
+        ({"model_version": "sha256:another"}, "the version of model no-model"),
+    ],
+)
+def test_another_model_is_refused(plan: StoredPlan, changes: dict[str, str], what: str) -> None:
+    changed = plan.manifest.model_copy(update=changes)
     plan.folder.write_bytes("manifest.json", changed.to_bytes())
-    with pytest.raises(PlanError, match="tokenizer"):
-        run_worker(plan.folder.uri)
-
-
-def test_another_model_is_refused(plan: StoredPlan) -> None:
-    changed = plan.manifest.model_copy(update={"model_version": "sha256:another"})
-    plan.folder.write_bytes("manifest.json", changed.to_bytes())
-    with pytest.raises(PlanError, match="the version of model no-model"):
+    with pytest.raises(PlanError, match=what):
         run_worker(plan.folder.uri)
 
 

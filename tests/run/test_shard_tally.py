@@ -69,7 +69,6 @@ def entry_of(part_idx: int, outputs: list[tuple[EngineOutput, int]]) -> PartEntr
         plan_id="p",
         part_idx=part_idx,
         attempt=1,
-        file="f",
         sha256="0" * 64,
         num_requests=len(outputs),
         num_rows=num_rows,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchllm_operator.run.traces import traced
+from batchllm_operator.run.engine_job import traced
 from batchllm_operator.storage import Folder
 
 

@@ -21,9 +21,8 @@ from batchllm_operator.errors import EngineError, FencedError, IncompleteRunErro
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.run.shard_queue import ShardQueue, runs_of
+from batchllm_operator.run.shard_queue import Claimed, ShardQueue, runs_of
 from batchllm_operator.run.shard_run import Holder, Lap
-from batchllm_operator.run.shard_source import Claimed
 from batchllm_operator.run.worker import MOST_WAIT_S, Worker
 from batchllm_operator.shards import attempts as attempts_module
 from batchllm_operator.shards.attempts import read_claim
@@ -88,8 +87,8 @@ def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: 
 
 
 def finish(plan: StoredPlan, queue: ShardQueue, claimed: Claimed) -> None:
-    run_only(plan, claimed.shard_idx)
-    queue.ended(claimed.shard_idx, 0)
+    reports = run_only(plan, claimed.shard_idx)
+    queue.ended(claimed.shard_idx, reports[claimed.shard_idx].counts)
 
 
 def taken(queue: ShardQueue) -> list[int]:
@@ -416,7 +415,7 @@ def test_a_worker_goes_on_without_a_shard_that_was_taken_over(plan: StoredPlan) 
     assert sorted(worker.reports) == list(range(NUM_SHARDS))
     claim = read_claim(plan.run_folder(1), 3)
     assert claim is not None and claim.worker == 0
-    assert drain.num_open_parts == 0
+    assert drain.num_open_parts() == 0
 
 
 def test_a_shard_that_was_taken_over_between_its_parts_is_fed_no_more(

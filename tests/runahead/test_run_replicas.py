@@ -16,7 +16,7 @@ from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.replicas import Replicas
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.run.shard_source import WorkerReport
+from batchllm_operator.run.shard_queue import WorkerReport
 from batchllm_operator.runahead.groups import ChainLimits
 from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.spec import JobSpec
@@ -107,7 +107,7 @@ def test_replicas_compute_a_prefix_together_and_share_the_shards(
     starters = [Starter(), Starter()]
     reports = run(plan, tmp_path / "meeting", starters)
     done = [report.shards[idx] for report in reports for idx in report.shards]  # type: ignore[union-attr]
-    assert sum(shard.num_rows for shard in done) == 30
+    assert sum(shard.counts.num_rows for shard in done) == 30
     assert len(done) == num_shards
     assert [starter.chain.prefilled for starter in starters] == [[[0]], [[0]]]
     for starter in starters:

@@ -31,7 +31,7 @@ from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.errors import FencedError, StorageError
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run import shard_queue as queue_module
-from batchllm_operator.run.live_progress import ProgressWriter
+from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.shards.attempts import CLAIM_FILE, Attempt, claim_number
@@ -255,7 +255,7 @@ import os, signal, sys
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run import shard_queue as queue_module
-from batchllm_operator.run.live_progress import ProgressWriter
+from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.run.run_shards import run_worker
@@ -289,7 +289,7 @@ def test_killed_between_a_parts_file_and_its_entry(plan: StoredPlan) -> None:
 def test_files_and_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each file the content, then its name; of each new folder its name, too."""
     # Another thread's files would come in between.
-    monkeypatch.setattr(ProgressWriter, "_write_news", lambda self, is_last: None)
+    monkeypatch.setattr(LiveProgress, "_write_news", lambda self, is_last: None)
     plan = plan_one_shard(str(tmp_path))
     before = {path for path in tmp_path.rglob("*") if path.is_dir()}
     synced: list[Path] = []

@@ -49,7 +49,8 @@ class ActingEngine(FakeEngine):
 
     def __init__(self, spec: JobSpec, at: int, act: Callable[[], object]) -> None:
         super().__init__(spec, max_model_len=1 << 20)
-        self._max_in_flight, self._at, self._act = 1, at, act
+        self._args = self._args.model_copy(update={"max_in_flight": 1})
+        self._at, self._act = at, act
         self.num_answers = 0
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:

@@ -254,21 +254,17 @@ def test_failed_tasks_show_why_and_lead_to_their_logs(
     assert 'href="/dags/job/runs/b/tasks/batchllm.plan"' in anna.page("/dags/job/runs/b")
 
 
-def test_a_task_leads_to_its_shard(anna: Browser, records: Records, plan: Any) -> None:
+def test_a_task_leads_to_its_job(anna: Browser, records: Records, plan: Any) -> None:
     uri = plan.folder.uri
     records.run().job(uri)
     task = f"{RUN}/tasks/batchllm.generate"
-    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}/shards/1"
+    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}"
     records.job(uri + "x", group="two")
-    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}/shards/1"
-    rendered = {"plan_uri": uri, "shard_idx": "1"}
+    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}"
+    rendered = {"plan_uri": uri, "worker": "1", "num_workers": "8"}
     records.task("alone.generate", "running", rendered=rendered)
     alone = anna.get(f"{RUN}/tasks/alone.generate/-1")
-    assert alone.headers["location"] == f"/batchllm{JOB}/shards/1"
-    rendered = {"plan_uri": uri, "shard_idx": None, "worker": "1", "num_workers": "8"}
-    records.task("worker.generate", "running", rendered=rendered)
-    worker = anna.get(f"{RUN}/tasks/worker.generate/-1")
-    assert worker.headers["location"] == f"/batchllm{JOB}"
+    assert alone.headers["location"] == f"/batchllm{JOB}"
     for wrong in ("batchllm.generate/2", "batchllm.plan/-1", "nothing/0"):
         assert anna.get(f"{RUN}/tasks/{wrong}").status_code == 404
 
@@ -278,12 +274,11 @@ def test_the_task_of_a_worker_that_waits_leads_to_its_job(
 ) -> None:
     uri = plan.folder.uri
     workers = [{"plan_uri": uri, "worker": idx, "num_workers": 2} for idx in range(2)]
-    records.run().task("batchllm.plan", plan_uri=uri, return_value=[*workers, {"plan_uri": uri}])
-    for map_index in range(3):
+    records.run().task("batchllm.plan", plan_uri=uri, return_value=workers)
+    for map_index in range(2):
         records.task("batchllm.generate", "scheduled", map_index=map_index)
     task = f"{RUN}/tasks/batchllm.generate"
     assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}"
-    assert anna.get(f"{task}/2").status_code == 404
 
 
 def test_a_shards_page(anna: Browser, records: Records, plan: Any) -> None:

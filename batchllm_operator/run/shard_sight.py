@@ -1,0 +1,127 @@
+"""What a worker sees of a shard in the lake."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from batchllm_operator.errors import IncompleteRunError, PlanError
+from batchllm_operator.shards.attempts import Claim, attempt_numbers, read_claim, read_progress
+from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.progress import (
+    LIVE_STATES,
+    MOST_INTERVAL_S,
+    SILENT_AFTER_S,
+    ShardProgress,
+)
+from batchllm_operator.shards.report import REPORT_FILE, ShardReport, require_report
+from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+_log = logging.getLogger(__name__)
+_WATCHED_INTERVALS: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The latest attempt at an unfinished shard, as it was seen."""
+
+    number: int
+    claim: Claim | None
+    progress: ShardProgress | None
+    done: Counts
+    """Of all attempts."""
+    seen_at: float
+    """When it was first seen like this: seconds of the queue's clock."""
+
+    @property
+    def state(self) -> str | None:
+        return None if self.progress is None else self.progress.state
+
+    @property
+    def sign(self) -> tuple[object, ...]:
+        """What changes while the attempt works."""
+        return self.number, self.progress and self.progress.updated_at, self.state
+
+    def is_old(self, now: datetime) -> bool:
+        """Whether the last sign isn't of the last minute by this host's clock, or there is none."""
+        progress = self.progress
+        if progress is None:
+            return True
+        return abs((now - progress.updated_at).total_seconds()) > progress.silent_after_s
+
+    @property
+    def watch_s(self) -> float:
+        """How long a sign must not change until its attempt counts as lost."""
+        if self.progress is None:
+            return SILENT_AFTER_S
+        return _WATCHED_INTERVALS * min(self.progress.interval_s, MOST_INTERVAL_S)
+
+
+class ShardReader:
+    """Reads the shards of a plan, and remembers those that are damaged."""
+
+    def __init__(self, plan: StoredPlan) -> None:
+        self._plan = plan
+        self._damaged: set[int] = set()
+        """Shards with a report that can't be read, or whose parts it doesn't count."""
+
+    def read(self, shard_idx: int, seen_at: float, *, is_checked: bool) -> Counts | Sight | None:
+        """The counts of a finished shard, or its latest attempt; None without an attempt.
+
+        Args:
+            seen_at: now.
+            is_checked: whether to check the parts and the report of a finished shard, as something
+                may have damaged them. A damaged shard isn't finished.
+
+        Raises:
+            PlanError: the report is of another version.
+        """
+        folder = self._plan.run_folder(shard_idx)
+        number = max(attempt_numbers(folder), default=0)
+        try:
+            progress = read_progress(folder, number) if number else None
+        except PlanError as error:
+            _log.warning("%s", error)
+            progress = None
+        is_at_work = progress is not None and progress.state in LIVE_STATES
+        if not is_at_work and folder.exists(REPORT_FILE):
+            counts = self._finished(shard_idx, progress, is_checked=is_checked)
+            if counts is not None:
+                return counts
+        if not number:
+            return None
+        done = Counts.total([]) if progress is None else progress.done
+        return Sight(number, read_claim(folder, number), progress, done, seen_at)
+
+    def _finished(
+        self, shard_idx: int, progress: ShardProgress | None, *, is_checked: bool
+    ) -> Counts | None:
+        """The counts of a shard with a report; None if it is damaged."""
+        if shard_idx in self._damaged:
+            return None
+        if progress is not None and progress.state == "finished" and not is_checked:
+            return progress.done
+        try:
+            report = require_report(self._plan, shard_idx)
+        except IncompleteRunError as error:
+            _log.warning("%s", error)
+        else:
+            if not is_checked or self._is_whole(shard_idx, report):
+                return report.counts
+        self._damaged.add(shard_idx)
+        return None
+
+    def _is_whole(self, shard_idx: int, report: ShardReport) -> bool:
+        """Whether the ledger has all parts of a shard, and its report counts them."""
+        folder, plan_id = self._plan.run_folder(shard_idx), self._plan.manifest.plan_id
+        entries = read_ledger(folder, plan_id)
+        if len(entries) < self._plan.shard(shard_idx).num_parts:
+            return False
+        counts, names = Counts.total(entries.values()), ("num_requests", "num_rows")
+        if all(getattr(report.counts, name) == getattr(counts, name) for name in names):
+            return True
+        _log.warning("%s/%s doesn't count: the ledger says otherwise", folder.uri, REPORT_FILE)
+        return False
