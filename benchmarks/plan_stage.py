@@ -23,12 +23,11 @@ import argparse
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,6 +56,7 @@ from batchllm_operator.prompts import PromptRenderer
 from batchllm_operator.prompts.tokenizer import ModelTokenizer
 from batchllm_operator.spec import JobSpec
 from benchmarks.memory import peak_rss_bytes
+from benchmarks.provenance import provenance
 
 DS: Final = "2026-01-31"
 SYSTEM: Final = "Answer the question about the document.\n\n"
@@ -168,6 +168,7 @@ def make_spec(lake: Path, run: str, num_shards: int | None, table: str = "docume
             "prompt": {"system": SYSTEM, "template": TEMPLATE},
             "model": {"path": str(lake / "model")},
             "output": {"uri": str(lake / f"out-{run}")},
+            "engine": {"extra_args": {"load_format": "dummy"}},  # the model has no weights
             "planner": {"num_shards": num_shards},
         }
     )
@@ -256,18 +257,13 @@ MEASURES: Final = {"plan": time_plans, "tokenize": time_tokenizers}
 
 def measure(name: str, cores: int, lake: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What a process that may use so many cores measures."""
-    command = [sys.executable, "-m", "benchmarks.plan_stage", "--measure", name, "--lake", lake]
-    for option in ("repetitions", "plain_prompts", "num_shards"):
-        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    allowed = sorted(os.sched_getaffinity(0))[:cores]
-    done = subprocess.run(
-        ["taskset", "--cpu-list", ",".join(map(str, allowed)), *command],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[:cores])  # a child inherits it
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(MEASURES[name], (lake, args))
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 # Checked and reported
@@ -338,9 +334,9 @@ def measure_all(args: argparse.Namespace, lake: Path) -> list[dict[str, Any]]:
 
 def report(args: argparse.Namespace, found: list[dict[str, Any]], lake: Path) -> dict[str, Any]:
     ends = np.load(lake / "plain.npz")["ends"]
-    packages = ("fastokens", "tokenizers", "transformers", "pyarrow", "numpy", "numba")
+    packages = ("fastokens", "tokenizers", "transformers", "pyarrow", "numba")
     return {
-        "command": " ".join(["python -m benchmarks.plan_stage", *without_json(sys.argv[1:])]),
+        "command": " ".join(["python -m benchmarks.plan_stage", *sys.argv[1:]]),
         "benchmark": "plan_stage",
         "num_prompts": args.num_prompts,
         "tokens_per_prompt": round(float(ends[-1]) / len(ends), 1),
@@ -355,27 +351,9 @@ def report(args: argparse.Namespace, found: list[dict[str, Any]], lake: Path) ->
         "seed": args.seed,
         "num_shards": args.num_shards,
         "repetitions": args.repetitions,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in packages},
-        },
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "git_sha": git_sha(),
+        "planning_versions": {name: version(name) for name in packages},
+        **provenance(),
     }
-
-
-def without_json(arguments: list[str]) -> list[str]:
-    """The command, wherever its result goes."""
-    if "--json" not in arguments:
-        return arguments
-    place = arguments.index("--json")
-    return arguments[:place] + arguments[place + 2 :]
-
-
-def git_sha() -> str | None:
-    command = ["git", "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def parse_args() -> argparse.Namespace:
@@ -393,8 +371,6 @@ def parse_args() -> argparse.Namespace:
         "--cores", type=int, nargs="+", default=None, help="default: 1, and all that there are"
     )
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
-    parser.add_argument("--lake", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0))
     args.cores = args.cores or sorted({1, num_cores})
@@ -409,9 +385,6 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    if args.measure:
-        print(json.dumps(MEASURES[args.measure](args.lake, args)))
-        return
     texts = [document.text for document in demo_documents(10**9)]
     tokenizer = train_tokenizer(texts, args.vocab_size)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:

@@ -120,6 +120,7 @@ USERS_OF_PROCESSES = {
     # Spawned workers of a developer's command: numbers and code of ours, from parent to child.
     "kernels/batchllm_kernels/compile.py",
     "kernels/batchllm_kernels/tuning/candidates.py",
+    "benchmarks/plan_stage.py",
     "benchmarks/planner.py",
     "benchmarks/runahead/__main__.py",  # settings so; what is said afterwards is JSON
     "benchmarks/runahead/replica.py",
