@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from batchllm_operator.errors import FencedError
+from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.stored_json import StoredJson
 
 CLAIM_FILE: Final = "claim.json"
 _NAME: Final = re.compile(r"attempt-([0-9]{5,})")
 
 
-class Claim(BaseModel):
+class Claim(StoredJson):
     """Describes the attempt that claimed a number."""
 
-    model_config = ConfigDict(frozen=True)
+    what = "claim"
+    version_field = "claim_version"
 
     claim_version: Literal[1] = 1
     token: str
@@ -89,8 +89,7 @@ def claim_number(
         owner=owner,
         worker=worker,
     )
-    data = claim.model_dump_json(indent=1).encode()
-    is_ours = shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", data)
+    is_ours = shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", claim.to_bytes())
     return Attempt(shard_folder, number) if is_ours else None
 
 
@@ -106,12 +105,7 @@ def read_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
     Raises:
         PlanError: it can't be read.
     """
-    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
-    try:
-        data = shard_folder.read_bytes(path)
-    except FileNotFoundError:
-        return None
-    return ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
+    return ShardProgress.read(shard_folder, f"{attempt_name(number)}/{PROGRESS_FILE}")
 
 
 def has_ended(claim: Claim) -> bool:
@@ -150,9 +144,8 @@ def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
 def read_claim(shard_folder: Folder, number: int) -> Claim | None:
     """The claim of an attempt; None if there is none, or it can't be read."""
     try:
-        data = shard_folder.read_bytes(f"{attempt_name(number)}/{CLAIM_FILE}")
-        return Claim.model_validate_json(data)
-    except (FileNotFoundError, ValidationError):
+        return Claim.read(shard_folder, f"{attempt_name(number)}/{CLAIM_FILE}")
+    except PlanError:
         return None
 
 

@@ -19,17 +19,18 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.errors import FencedError
+from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.attempts import Attempt, attempt_name
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder, hash_files, read_files
 from batchllm_operator.stored_plan.counts import Count, Counts
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD, describe_file
+from batchllm_operator.stored_plan.stored_json import StoredJson
 
 _log = logging.getLogger(__name__)
 _ENTRY_PATH: Final = re.compile(r"attempt-[0-9]{5,}/part-[0-9]{5,}\.json")
@@ -65,7 +66,7 @@ def part_schema(spec: JobSpec) -> pa.Schema:
     return pa.schema([*PART_SCHEMA, *Answers.of(spec).raw_fields])
 
 
-class StoredOutputs(Counts):
+class StoredOutputs(StoredJson, Counts):
     """The entry of a file of outputs, which lies beside it in an attempt's folder."""
 
     plan_id: str
@@ -96,6 +97,9 @@ class StoredOutputs(Counts):
 
 class PartEntry(StoredOutputs):
     """The ledger entry of a part."""
+
+    what = "ledger entry"
+    version_field = "entry_version"
 
     entry_version: Literal[1] = 1
     part_idx: Count
@@ -159,7 +163,7 @@ def write_outputs(
         entry = kind(attempt=attempt.number, sha256=sha256, **fields, **dict(counts))
         attempt.folder.publish_file(path, entry.file)
     attempt.check_current()
-    name, data = f"{entry.stem}.json", entry.model_dump_json(indent=1).encode()
+    name, data = f"{entry.stem}.json", entry.to_bytes()
     if not attempt.folder.create(name, data):
         raise FencedError(
             f"{attempt.folder.uri}/{name}: another process has written it, as if it were the"
@@ -210,9 +214,9 @@ def parse_entry(
 ) -> Entry | None:
     """The entry at `path`; None, with a warning, if it can't be read or belongs elsewhere."""
     try:
-        entry = kind.model_validate_json(data)
-    except ValidationError:
-        _log.warning("%s/%s doesn't count: it can't be read", folder.uri, path)
+        entry = kind.from_bytes(data, source=f"{folder.uri}/{path}")
+    except PlanError as error:
+        _log.warning("%s; it doesn't count", error)
         return None
     if (entry.plan_id, entry.entry_path) != (plan_id, path):
         _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)

@@ -40,6 +40,9 @@ _PART_NAMES: Final = [n for n in PART_SCHEMA.names if n not in ("row_idxs", "gen
 class SpillEntry(StoredOutputs):
     """The entry of a spill; `engine_s` counts until the spill."""
 
+    what = "entry of a spill"
+    version_field = "spill_version"
+
     spill_version: Literal[1] = 1
     shard_idx: Count
     spill_idx: Count

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,21 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.levels import examples
 from support.staged_job import claim_attempt
 
-from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.errors import BatchLLMError, FencedError, IncompleteRunError, PlanError
-from batchllm_operator.inspect.gc import find_garbage
-from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_worker
+from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
+from batchllm_operator.inspect.verify import record_plan, verify_plan
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.committed import COMMITTED_FILE
-from batchllm_operator.shards.parts import read_ledger, write_part
+from batchllm_operator.shards.attempts import Claim
+from batchllm_operator.shards.committed import Committed
+from batchllm_operator.shards.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan import manifest as plan_module
 from batchllm_operator.stored_plan.manifest import PlanManifest
 from batchllm_operator.stored_plan.run_report import RunReport
+from batchllm_operator.stored_plan.stored_json import StoredJson
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
 
 DEEP = b"[" * 100_000
@@ -121,24 +122,31 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
     return plan
 
 
+LAKE = Path(__file__).parents[1] / "data" / "lake-0.1.0"
+FILES: list[tuple[type[StoredJson], str]] = [
+    (PlanManifest, "manifest.json"),
+    (RunReport, "plan-*/report.json"),
+    (Committed, "committed.json"),
+    (ShardReport, "shard-00000/report.json"),
+    (ShardProgress, "shard-00000/*/progress.json"),
+    (Claim, "shard-00000/*/claim.json"),
+    (PartEntry, "shard-00000/*/part-00000.json"),
+]
+
+
+@pytest.mark.parametrize(("kind", "pattern"), FILES, ids=[kind.__name__ for kind, _ in FILES])
 @given(data=st.data())
-def test_a_shards_report_is_whole_or_refused(plan: StoredPlan, data: st.DataObject) -> None:
-    folder = plan.run_folder(0)
-    expected = verify_worker(plan.folder.uri)
-    whole = folder.read_bytes("report.json")
+def test_a_stored_file_is_whole_or_refused_in_one_line(
+    kind: type[StoredJson], pattern: str, data: st.DataObject
+) -> None:
+    [path] = LAKE.rglob(pattern)
+    whole = path.read_bytes()
+    assert kind.from_bytes(whole, source="x").to_bytes() == whole
     content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
-    folder.write_bytes("report.json", content)
     try:
-        found = verify_worker(plan.folder.uri)
+        kind.from_bytes(content, source="rubbish")
     except PlanError as error:
-        assert "shard" in str(error)
-        folder.write_bytes("report.json", whole)
-    except IncompleteRunError:
-        run_worker(plan)
-    else:
-        assert found.shards[0].counts.num_rows == expected.shards[0].counts.num_rows
-        folder.write_bytes("report.json", whole)
-    assert verify_worker(plan.folder.uri).num_finished == 1
+        assert str(error).startswith(f"{kind.what} rubbish: ") and "\n" not in str(error)
 
 
 @given(data=st.data(), is_sealed=st.booleans())
@@ -161,47 +169,6 @@ def test_a_manifest_is_whole_or_refused(
         assert str(error).startswith("plan rubbish: ")
     else:
         assert is_sealed or found == plan.manifest
-
-
-@pytest.mark.parametrize(
-    "content", [DEEP, HALF_A_PAIR, b'{"kind": "batchllm-plan", "x": "\\ud800"}']
-)
-def test_a_manifest_beyond_what_json_can_say(content: bytes) -> None:
-    with pytest.raises(PlanError):
-        PlanManifest.from_bytes(content, source="rubbish")
-    fields = json.loads(b"{}" if content is DEEP else content)
-    fields |= {"plan_version": 1, "spec_version": 1, "kind": "batchllm-plan"}
-    with pytest.raises(PlanError, match="its checksum doesn't hold"):
-        PlanManifest.from_bytes(json.dumps(fields).encode(), source="rubbish")
-
-
-@pytest.fixture(scope="module")
-def committed(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
-    lake = tmp_path_factory.mktemp("committed")
-    write_table(lake / "documents", document_rows(2, 2))
-    plan = plan_job(fake_spec(lake, planner={"num_shards": 1}), DS)
-    run_worker(plan)
-    commit_run(plan.folder.uri)
-    plan.folder.write_bytes("whole.json", plan.folder.read_bytes(COMMITTED_FILE))
-    plan.folder.write_bytes("whole_report.json", plan.folder.read_bytes("report.json"))
-    return plan
-
-
-@given(data=st.data())
-def test_a_note_of_a_commit_is_whole_or_none(committed: StoredPlan, data: st.DataObject) -> None:
-    content = data.draw(rubbish(committed.folder.read_bytes("whole.json")))
-    committed.folder.write_bytes(COMMITTED_FILE, content)
-    assert verify_worker(committed.folder.uri).num_finished == 1
-    find_garbage(committed.manifest.spec, before=time.time() + 60)
-
-
-@given(data=st.data())
-def test_a_runs_report_is_whole_or_refused(committed: StoredPlan, data: st.DataObject) -> None:
-    content = data.draw(rubbish(committed.folder.read_bytes("whole_report.json")))
-    try:
-        RunReport.from_bytes(content, source="rubbish")
-    except PlanError as error:
-        assert str(error).startswith("report rubbish: ")
 
 
 @given(data=st.data())
