@@ -20,13 +20,16 @@ from batchllm_operator.prefixes.algorithm1 import (
     maximize_reuse,
     saving_ratio,
 )
-from batchllm_operator.prefixes.choice import choose_prefixes
 from batchllm_operator.prefixes.cuts import cut_into_shards, imbalance, split_groups
-from batchllm_operator.prefixes.groups import optimal_saving_ratio, prefix_sharing_groups
-from batchllm_operator.prefixes.order import BY_RATIO, order_groups_by_subtree
+from batchllm_operator.prefixes.exact import choose_prefixes
+from batchllm_operator.prefixes.order import (
+    BY_RATIO,
+    order_groups_by_subtree,
+    prefix_sharing_groups,
+)
 from batchllm_operator.prefixes.prompt_classes import PromptClasses
 from batchllm_operator.prefixes.prompt_store import PromptStore
-from batchllm_operator.prefixes.requests import Requests, make_requests
+from batchllm_operator.prefixes.requests import Requests, make_requests, optimal_saving_ratio
 from batchllm_operator.prefixes.search.lcp_tree import RankedPrompts, build_prefix_tree
 from batchllm_operator.prefixes.search.prefix_search import Advance, PrefixSearch
 from batchllm_operator.prefixes.search.prefix_tree import PrefixTree

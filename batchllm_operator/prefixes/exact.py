@@ -32,7 +32,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.prefixes.algorithm1 import PrefixGroups, contained_groups
+from batchllm_operator.prefixes.algorithm1 import (
+    PrefixGroups,
+    contained_groups,
+    maximize_reuse,
+)
 from batchllm_operator.prefixes.jit import compiled
 from batchllm_operator.prefixes.search.prefix_tree import ROOT, PrefixTree
 
@@ -73,6 +77,33 @@ def cut_exactly(tree: PrefixTree) -> ExactCuts:
     threshold, num_saved_tokens = _thresholds(tree.parent, tree.depth)
     cut = _descend(tree.parent, tree.depth, threshold)
     return ExactCuts(tree, cut, int(num_saved_tokens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixChoice:
+    """The chosen groups, and the savings of both ways to choose.
+
+    Attributes:
+        groups: the chosen groups.
+        algorithm_1_saved_tokens: logical - processed prefill tokens by Algorithm 1.
+        exact_saved_tokens: the same for the best choice; never less.
+    """
+
+    groups: PrefixGroups
+    algorithm_1_saved_tokens: int
+    exact_saved_tokens: int
+
+
+def choose_prefixes(tree: PrefixTree) -> PrefixChoice:
+    """Reduces the tree's many levels of prefixes to one.
+
+    Takes the exact choice (`cut_exactly`) if it saves more, else the paper's (`maximize_reuse`).
+    Both are always computed, so that both savings can be reported.
+    """
+    groups, exact = maximize_reuse(tree), cut_exactly(tree)
+    saved = int(((groups.sizes - 1) * groups.num_prefix_tokens).sum())
+    chosen = groups if saved == exact.num_saved_tokens else exact.groups()
+    return PrefixChoice(chosen, saved, exact.num_saved_tokens)
 
 
 @compiled

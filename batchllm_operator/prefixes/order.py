@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.prefixes.algorithm1 import PrefixGroups, group_prefill_tokens
+from batchllm_operator.prefixes.algorithm1 import (
+    PrefixGroups,
+    group_prefill_tokens,
+    maximize_reuse,
+)
+from batchllm_operator.prefixes.search.lcp_tree import build_prefix_tree
 from batchllm_operator.prefixes.search.prefix_tree import PrefixTree
 from batchllm_operator.prefixes.subtrees import find_subtrees
+from batchllm_operator.prefixes.token_table import TokenTable
 
 MIN_SHARED_TOKENS = 64
 """Four blocks of 16 tokens: the least saving per group for which groups are kept adjacent."""
@@ -64,6 +72,36 @@ def order_groups_by_subtree(
     ratio = _ratio(decode, prefill, num_members, num_groups)
     first_rank = np.concatenate([first_rank, subtrees.minima(first_rank)])
     return subtrees.walk(np.lexsort((first_rank, -ratio)))
+
+
+def prefix_sharing_groups(
+    prompts: Sequence[Sequence[int]],
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Groups of prompts in the form of Sec. 5, in scheduling order.
+
+    Assumes equal output lengths. For small sets and experiments: a plan keeps prompt indexes
+    instead of copies of the tokens.
+
+    Args:
+        prompts: token ids of each prompt.
+
+    Returns:
+        Per group, (prefix token ids, [distinct token ids of each member]). A prompt that
+        shares nothing is ([], [all of its token ids]).
+
+    Raises:
+        PlanError: as `TokenTable.from_lists`.
+    """
+    tokens = TokenTable.from_lists(prompts)
+    tree = build_prefix_tree(tokens)
+    groups = maximize_reuse(tree)
+    one_each = np.ones(len(tokens), dtype=np.int64)
+    result = []
+    for group_idx in order_groups_by_subtree(groups, tree, one_each, BY_RATIO).tolist():
+        cut = int(groups.num_prefix_tokens[group_idx])
+        members = [tokens.prompt(idx).tolist() for idx in groups.members(group_idx).tolist()]
+        result.append((members[0][:cut], [member[cut:] for member in members]))
+    return result
 
 
 def _ratio(

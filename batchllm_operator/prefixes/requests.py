@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchllm_operator.prefixes.algorithm1 import saving_ratio
 from batchllm_operator.prefixes.prompt_store import Prompts
-from batchllm_operator.prefixes.search.lcp_tree import RankedPrompts
+from batchllm_operator.prefixes.search.lcp_tree import RankedPrompts, rank_prompts
+from batchllm_operator.prefixes.token_table import TokenTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,3 +90,20 @@ def make_requests(
     requests = Requests(prompts, kept, lengths[kept], row_idxs[by_request], offsets, output_tokens)
     ranks = RankedPrompts(number, distinct.num_shared_tokens, distinct.is_repeat)
     return requests, ranks
+
+
+def optimal_saving_ratio(tokens: TokenTable, block_size: int, *, merge: bool) -> float:
+    """Eq. 2 for one engine with unbounded memory.
+
+    Args:
+        tokens: the prompts of all rows.
+        block_size: tokens per block of its KV cache.
+        merge: whether equal prompts are one request.
+
+    Raises:
+        PlanError: `block_size` is below 1.
+    """
+    rows = np.arange(len(tokens))
+    requests, ranked = make_requests(tokens, rank_prompts(tokens), rows, merge=merge)
+    cached = ranked.cached_tokens(requests.lengths, block_size)
+    return saving_ratio(int(requests.lengths.sum() - cached.sum()), tokens.num_tokens)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.levels import examples
+from support.prefix_prompts import layered_prompts
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import (
@@ -25,18 +26,9 @@ from batchllm_operator.prefixes.search.segment_hashes import HASH_BITS
 
 Blocks = tuple[tuple[int, ...], ...]
 
-
-@st.composite
-def layered_prompts(draw: st.DrawFn) -> list[list[int]]:
-    """Prompts that extend one another by runs of tokens, so that trees get deep and uneven."""
-    prompts: list[list[int]] = [[]]
-    for _ in range(draw(st.integers(1, 16))):
-        base = draw(st.sampled_from(prompts))
-        prompts.append(base + [draw(st.integers(0, 4))] * draw(st.integers(0, 9)))
-    return draw(st.permutations(prompts))
-
-
-PROMPTS = layered_prompts() | st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=14)
+PROMPTS = layered_prompts(16, 9, 4) | st.lists(
+    st.lists(st.integers(0, 1), max_size=12), max_size=14
+)
 
 
 def build_block_tree(

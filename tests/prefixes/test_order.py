@@ -1,42 +1,194 @@
-"""Scheduling order: Eq. 4, its tie-break, and its edge cases."""
+"""Orders that keep subtrees together, against the definition over lists of tokens."""
 
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.benchmark_modules import load
+from support.levels import examples
+from support.prefix_prompts import layered_prompts
 
+from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import (
     BY_RATIO,
     PrefixGroups,
+    PrefixTree,
     TokenTable,
     build_prefix_tree,
     maximize_reuse,
     order_groups_by_subtree,
+    prefix_sharing_groups,
 )
 
-# A prompt and its estimate; equal prompts get equal estimates below.
-PROMPTS = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=16)
+cached_tokens = load("block_cache").cached_tokens
+
+Prompt = tuple[int, ...]
 
 
-def plan(prompts: list[list[int]], outputs: np.ndarray) -> tuple[PrefixGroups, np.ndarray]:
-    """Groups, and their order by ratio."""
-    tree = build_prefix_tree(TokenTable.from_lists(prompts))
-    groups = maximize_reuse(tree)
-    return groups, order_groups_by_subtree(groups, tree, outputs, BY_RATIO)
+def plan(prompts: list[list[int]]) -> tuple[PrefixGroups, PrefixTree, TokenTable]:
+    tokens = TokenTable.from_lists(prompts)
+    tree = build_prefix_tree(tokens)
+    return maximize_reuse(tree), tree, tokens
 
 
 def estimates(prompts: list[list[int]]) -> np.ndarray:
     return np.array([(sum(prompt) * 7 + len(prompt)) % 5 for prompt in prompts], dtype=np.int64)
 
 
+def branching_prefixes(prompts: list[list[int]]) -> set[Prompt]:
+    found = set()
+    for left, right in combinations(prompts, 2):
+        length = 0
+        while length < min(len(left), len(right)) and left[length] == right[length]:
+            length += 1
+        found.add(tuple(left[:length]))
+    return found - {()}
+
+
+def subtrees_of(
+    groups: PrefixGroups, prompts: list[list[int]], min_shared_tokens: int
+) -> list[list[Prompt]]:
+    """The subtrees around each group, from the outermost, as prefixes."""
+    branching = branching_prefixes(prompts)
+    around = []
+    for g in range(len(groups)):
+        member = prompts[groups.members(g)[0]]
+        chain: list[Prompt] = [()]
+        for length in range(1, (int(groups.num_prefix_tokens[g]) or len(member)) + 1):
+            prefix = tuple(member[:length])
+            if prefix in branching and length - len(chain[-1]) >= min_shared_tokens:
+                chain.append(prefix)
+        around.append(chain)
+    return around
+
+
+def order_by_definition(
+    groups: PrefixGroups, prompts: list[list[int]], min_shared_tokens: int
+) -> list[int]:
+    outputs = estimates(prompts)
+    around = subtrees_of(groups, prompts, min_shared_tokens)
+
+    def key(inside: list[int]) -> tuple[Fraction, tuple[list[int], int]]:
+        members = [idx for g in inside for idx in groups.members(g).tolist()]
+        decode = Fraction(sum(int(outputs[idx]) for idx in members), len(members))
+        prefixes = sum(int(groups.num_prefix_tokens[g]) for g in inside)
+        cut = {i: int(groups.num_prefix_tokens[g]) for g in inside for i in groups.members(g)}
+        prefill = Fraction(prefixes + sum(len(prompts[i]) - cut[i] for i in members), len(inside))
+        first = min((prompts[idx], idx) for idx in members)
+        return (-decode / prefill if prefill else -Fraction(10**9)), first
+
+    def listed(inside: list[int], level: int) -> list[int]:
+        items: dict[object, list[int]] = {}
+        for g in inside:
+            chain = around[g]
+            items.setdefault(g if len(chain) == level else chain[level], []).append(g)
+        result = []
+        for name, item in sorted(items.items(), key=lambda pair: key(pair[1])):
+            result += item if isinstance(name, int) else listed(item, level + 1)
+        return result
+
+    return listed(list(range(len(groups))), 1)
+
+
+@settings(max_examples=examples(200))
+@given(layered_prompts(30, 5), st.integers(1, 8))
+def test_order_is_the_defined_one(prompts: list[list[int]], min_shared_tokens: int) -> None:
+    groups, tree, _ = plan(prompts)
+    order = order_groups_by_subtree(groups, tree, estimates(prompts), min_shared_tokens)
+    assert order.tolist() == order_by_definition(groups, prompts, min_shared_tokens)
+
+
+@settings(deadline=None)
+@given(layered_prompts(30, 5), st.integers(1, 8))
+def test_subtrees_are_not_interrupted(prompts: list[list[int]], min_shared_tokens: int) -> None:
+    groups, tree, _ = plan(prompts)
+    order = order_groups_by_subtree(groups, tree, estimates(prompts), min_shared_tokens)
+    assert sorted(order.tolist()) == list(range(len(groups)))
+    around = subtrees_of(groups, prompts, min_shared_tokens)
+    for subtree in {prefix for chain in around for prefix in chain}:
+        places = np.flatnonzero([subtree in around[g] for g in order])
+        assert places[-1] - places[0] == len(places) - 1
+
+
+@settings(deadline=None)
+@given(layered_prompts(30, 5), st.randoms(use_true_random=False))
+def test_order_depends_on_neither_prompts_nor_groups_order(
+    prompts: list[list[int]], random: object
+) -> None:
+    scheduled = []
+    for _ in range(2):
+        groups, tree, _ = plan(prompts)
+        shuffled = list(range(len(groups)))
+        random.shuffle(shuffled)  # type: ignore[attr-defined]
+        groups = groups.take(shuffled)
+        ordered = groups.take(order_groups_by_subtree(groups, tree, estimates(prompts), 2))
+        scheduled.append([prompts[idx] for idx in ordered.member_idxs])
+        random.shuffle(prompts)  # type: ignore[attr-defined]
+    assert scheduled[0] == scheduled[1]
+
+
+def test_an_average_group_speaks_for_its_subtree() -> None:
+    """Small groups of one subtree come before a large lone group, although they are many."""
+    site = [7] * 64
+    prompts = [[*site, *[page] * 100, end] for page in range(8) for end in (20, 21)]
+    prompts += [[9] * 300]
+    groups, tree, _ = plan(prompts)
+    ones = np.ones(len(prompts), dtype=np.int64)
+    order = order_groups_by_subtree(groups, tree, ones)
+    assert order.tolist() == list(range(9))
+    assert order.tolist() == order_groups_by_subtree(groups, tree, ones, BY_RATIO).tolist()
+
+
+def test_neighbours_find_their_common_prefix_in_a_small_cache() -> None:
+    """40 sites with 96 tokens, 6 documents each; documents of a site differ in length."""
+    generator = np.random.default_rng(0)
+    prompts = []
+    for _ in range(40):
+        site = generator.integers(0, 1000, 96)
+        for length in generator.permutation(6):
+            document = generator.integers(0, 1000, 200 + 100 * int(length))
+            prompts += [
+                np.concatenate([site, document, generator.integers(0, 1000, 40)]) for _ in range(3)
+            ]
+    tokens = TokenTable.from_lists(prompts)
+    tree = build_prefix_tree(tokens)
+    groups = maximize_reuse(tree)
+    ones = np.ones(len(prompts), dtype=np.int64)
+    found = [
+        cached_tokens(tree, groups.take(order).member_idxs, 16, 200)
+        for order in (
+            order_groups_by_subtree(groups, tree, ones, BY_RATIO),
+            order_groups_by_subtree(groups, tree, ones),
+        )
+    ]
+    assert found[1] - found[0] >= 40 * 5 * 96 * 0.9
+    assert found[1] == cached_tokens(tree, np.arange(len(prompts)), 16, 10**6)
+
+
+# Eq. 4, without subtrees
+
+
+# A prompt and its estimate; equal prompts get equal estimates.
+PROMPTS = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=16)
+
+
+def by_ratio(prompts: list[list[int]], outputs: np.ndarray) -> tuple[PrefixGroups, np.ndarray]:
+    """Groups, and their order by ratio."""
+    tree = build_prefix_tree(TokenTable.from_lists(prompts))
+    groups = maximize_reuse(tree)
+    return groups, order_groups_by_subtree(groups, tree, outputs, BY_RATIO)
+
+
 @settings(deadline=None)
 @given(PROMPTS)
 def test_larger_ratio_first_then_lexicographic(prompts: list[list[int]]) -> None:
     outputs = estimates(prompts)
-    groups, order = plan(prompts, outputs)
+    groups, order = by_ratio(prompts, outputs)
     keys = []
     for g in range(len(groups)):
         members, cut = groups.members(g).tolist(), int(groups.num_prefix_tokens[g])
@@ -54,7 +206,7 @@ def test_order_does_not_depend_on_input_order(prompts: list[list[int]], random: 
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     scheduled = []
     for variant in (prompts, shuffled):
-        groups, order = plan(variant, estimates(variant))
+        groups, order = by_ratio(variant, estimates(variant))
         ordered = groups.take(order)
         scheduled.append([variant[idx] for idx in ordered.member_idxs])
     assert scheduled[0] == scheduled[1]
@@ -62,21 +214,48 @@ def test_order_does_not_depend_on_input_order(prompts: list[list[int]], random: 
 
 def test_equal_estimates_give_the_order_of_eq_4() -> None:
     prompts = [[1, 1, 1, n] for n in range(9)] + [[2] * 6, [3] * 13]  # prefill: 12, 6, 13
-    groups, order = plan(prompts, np.full(len(prompts), 100))
+    groups, order = by_ratio(prompts, np.full(len(prompts), 100))
     ordered = groups.take(order)
     assert ordered.sizes.tolist() == [1, 9, 1]
     assert ordered.members(0).tolist() == [9]
 
 
 def test_equal_outputs_put_short_prompts_first() -> None:
-    groups, order = plan([[1] * 30, [2] * 10, [3] * 20], np.full(3, 5))
+    groups, order = by_ratio([[1] * 30, [2] * 10, [3] * 20], np.full(3, 5))
     assert groups.take(order).member_idxs.tolist() == [1, 2, 0]
 
 
 def test_empty_prompts_come_first_and_do_not_divide_by_zero() -> None:
-    groups, order = plan([[4], [], []], np.array([9, 0, 3]))
+    groups, order = by_ratio([[4], [], []], np.array([9, 0, 3]))
     assert groups.take(order).member_idxs.tolist() == [1, 2, 0]
 
 
 def test_no_groups() -> None:
-    assert plan([], np.zeros(0, dtype=np.int64))[1].tolist() == []
+    assert by_ratio([], np.zeros(0, dtype=np.int64))[1].tolist() == []
+
+
+# Lists in, (prefix, distinct parts) out
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=16))
+def test_every_prompt_can_be_put_together_again(prompts: list[list[int]]) -> None:
+    groups = prefix_sharing_groups(prompts)
+    rebuilt = [prefix + distinct for prefix, parts in groups for distinct in parts]
+    assert sorted(rebuilt) == sorted(prompts)
+    assert all((len(parts) > 1) == bool(prefix) for prefix, parts in groups)
+
+
+def test_output_shape_and_order() -> None:
+    groups = prefix_sharing_groups([[9] * 8, [1, 2, 3], [1, 2, 4, 4], [5]])
+    # R: 1/1 for [5]; 2/(2 + 1 + 2) for the pair; 1/8 for the long one.
+    assert groups == [([], [[5]]), ([1, 2], [[3], [4, 4]]), ([], [[9] * 8])]
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert prefix_sharing_groups([]) == []
+
+
+def test_bad_tokens_are_refused() -> None:
+    with pytest.raises(PlanError, match="prompt 1 "):
+        prefix_sharing_groups([[1], [-3]])

@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.levels import examples
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import PrefixTree, TokenTable, build_prefix_tree
 
 Prompt = tuple[int, ...]
@@ -117,11 +116,3 @@ def test_a_million_tokens_in_one_prompt() -> None:
     tree = build_prefix_tree(TokenTable.from_lists([long, long[:-1], [3, 4]]))
     assert tree.depth.max() == 1_000_000
     assert tree.num_distinct_prefix_tokens == 1_000_001
-
-
-def test_node_arrays_must_fit() -> None:
-    one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
-    with pytest.raises(PlanError):
-        PrefixTree(one, one, two, one, one)
-    with pytest.raises(PlanError):
-        PrefixTree(one, one[:0], one[:0], one[:0], one[:0])

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchllm_operator.prefixes import PrefixSearch, TokenTable, build_prefix_tree, make_requests
+from batchllm_operator.prefixes import (
+    PrefixSearch,
+    TokenTable,
+    build_prefix_tree,
+    make_requests,
+    optimal_saving_ratio,
+)
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=20)
 
@@ -57,3 +64,24 @@ def test_rows_of_some_requests() -> None:
     requests, _ = make_requests(tokens, search.finish(tokens), np.arange(6), merge=True)
     assert requests.rows_of(np.array([2, 0])).tolist() == [3, 0, 2, 5]
     assert requests.rows_of(np.zeros(0, dtype=np.int64)).tolist() == []
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=12))
+def test_equal_prompts_are_computed_once_if_their_outputs_are_equal(
+    prompts: list[list[int]],
+) -> None:
+    distinct = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
+    num_saved = sum(map(len, prompts)) - sum(map(len, distinct))
+    merged = optimal_saving_ratio(TokenTable.from_lists(prompts), 1, merge=True)
+    once = optimal_saving_ratio(TokenTable.from_lists(distinct), 1, merge=False)
+    assert merged * sum(map(len, prompts)) == pytest.approx(
+        num_saved + once * sum(map(len, distinct))
+    )
+
+
+def test_prompts_whose_outputs_differ_are_computed_each() -> None:
+    tokens = TokenTable.from_lists([[1, 2], [1, 2], [1, 3]])
+    assert optimal_saving_ratio(tokens, 1, merge=False) == pytest.approx(1 / 3)
+    assert optimal_saving_ratio(tokens, 1, merge=True) == 0.5
+    assert optimal_saving_ratio(tokens, 2, merge=False) == 0
+    assert optimal_saving_ratio(TokenTable.from_lists([]), 2, merge=False) == 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.levels import examples
+from support.prefix_prompts import layered_prompts
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import (
@@ -21,16 +22,6 @@ from batchllm_operator.prefixes import (
 )
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=10), max_size=24)
-
-
-@st.composite
-def layered_prompts(draw: st.DrawFn) -> list[list[int]]:
-    """Prompts that extend one another by runs of tokens, so that trees get deep and uneven."""
-    prompts: list[list[int]] = [[]]
-    for _ in range(draw(st.integers(1, 24))):
-        base = draw(st.sampled_from(prompts))
-        prompts.append(base + [draw(st.integers(0, 2))] * draw(st.integers(0, 7)))
-    return draw(st.permutations(prompts))
 
 
 @dataclass

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.errors import PlanError
-
 ROOT = 0
 
 
@@ -30,9 +28,6 @@ class PrefixTree:
         depth: [num_nodes] int64, tokens from the root to the node's end.
         leaf_begin: [num_nodes] int64.
         leaf_end: [num_nodes] int64.
-
-    Raises:
-        PlanError: the node arrays differ in length, or there is no root.
     """
 
     prompt_idxs: NDArray[np.int64]
@@ -40,11 +35,6 @@ class PrefixTree:
     depth: NDArray[np.int64]
     leaf_begin: NDArray[np.int64]
     leaf_end: NDArray[np.int64]
-
-    def __post_init__(self) -> None:
-        sizes = {len(self.parent), len(self.depth), len(self.leaf_begin), len(self.leaf_end)}
-        if len(sizes) != 1 or 0 in sizes:
-            raise PlanError(f"node arrays of a prefix tree have lengths {sorted(sizes)}")
 
     @property
     def num_nodes(self) -> int:
