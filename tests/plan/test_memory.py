@@ -54,14 +54,6 @@ def test_what_is_needed_grows_with_the_rows(tmp_path: Path) -> None:
     assert budget.least_bytes(1001) - budget.least_bytes(1) == 1000 * memory.BYTES_PER_PROMPT
 
 
-@pytest.mark.parametrize("num_prompts", [0, 1_000_000, 3_000_000])
-def test_what_is_left_goes_to_the_search(num_prompts: int) -> None:
-    budget = MemoryBudget(total_bytes=2 << 30, resident_bytes=400 << 20)
-    rest = budget.total_bytes - budget.resident_bytes - memory.WORKING_BYTES
-    assert 220 * num_prompts <= budget.row_bytes(num_prompts) <= rest
-    assert budget.row_bytes(100_000_000) > 0
-
-
 def test_a_filter_is_no_reason_to_refuse_beforehand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -22,15 +22,12 @@ from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, finish, write_table
 from support.levels import examples
 
-from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.shards.committed import COMMITTED_FILE
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.shards.reuse_index import INDEX_FILE
-from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, describe_file
-from batchllm_operator.stored_plan.profiles import StoredProfiles
 from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
 from batchllm_operator.stored_plan.stored_plan import TURN_FILE, StoredPlan
 
@@ -269,31 +266,6 @@ def test_a_note_of_a_plans_turn_is_read_or_passed_over(job: Job, content: bytes)
     job.second.folder.write_bytes(TURN_FILE, content)
     job.second.mark_older_plans(None)
     job.second.note_turn()
-
-
-@pytest.fixture
-def profiles(tmp_path: Path) -> Iterator[tuple[StoredProfiles, Folder, DeviceProfile]]:
-    folder = Folder.open(str(tmp_path / "profiles"))
-    profile = DeviceProfile(subject={"device": "x"}, steps=((64, 0.1), (128, 0.2)))
-    stored = StoredProfiles(folder)
-    stored.keep(profile)
-    yield stored, folder, profile
-
-
-@given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_devices_profile_is_whole_or_none(
-    profiles: tuple[StoredProfiles, Folder, DeviceProfile], data: st.DataObject
-) -> None:
-    stored, folder, profile = profiles
-    whole = profile.model_dump_json().encode()
-    start = data.draw(st.integers(0, len(whole) - 1))
-    piece = data.draw(rubbish | st.sampled_from([b"-1", b"0", b"NaN", b"1e999", b"9" * 5000]))
-    folder.write_bytes(f"{profile.key}.json", whole[:start] + piece + whole[start + 1 :])
-    found = stored.find(profile.subject)
-    if found is not None:
-        assert found.chunk_size >= 1
-        assert found.step_cost.token_s >= 0
 
 
 def test_the_schemas_are_those_of_the_files(job: Job) -> None:
