@@ -88,13 +88,6 @@ def test_a_request_that_shares_nothing_can_be_computed_by_all_replicas(tmp_path:
     assert [sum(group.split) for group in placement.spread] == [32_704 + 64 - 1]
 
 
-def test_groups_that_keep_both_replicas_busy_stay_whole(tmp_path: Path) -> None:
-    placement = place(spec(tmp_path, **LINK), (32_768, 8), (32_768, 8))
-    assert placement is not None
-    assert placement.spread == ()
-    assert placement.whole_first == (100, 101)
-
-
 def test_the_uneven_rest_is_computed_by_all_and_the_others_begin_with_the_longest(
     tmp_path: Path,
 ) -> None:
@@ -132,111 +125,91 @@ def test_a_prefix_that_steps_dont_hold_isnt_chained(
     assert not caplog.text
 
 
-def test_a_slow_link_isnt_worth_it(tmp_path: Path) -> None:
-    placement = place(spec(tmp_path, runahead="on", link_bytes_per_s=1e8), (32_768, 8), (640, 2))
+GIANT, SMALL = (32_768, 8), (640, 2)
+MEASURED: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("planner", "engine", "profile", "groups", "num_chained", "measures"),
+    [
+        pytest.param(LINK, {}, None, [GIANT, GIANT], 0, False, id="both replicas are busy"),
+        pytest.param(
+            {"runahead": "on", "link_bytes_per_s": 1e8},
+            {},
+            None,
+            [GIANT, SMALL],
+            0,
+            False,
+            id="slow",
+        ),
+        pytest.param({}, {}, None, [GIANT, SMALL], 0, True, id="nobody knows the link"),
+        pytest.param({}, {}, None, [GIANT, GIANT], 0, False, id="an ideal link wouldn't pay"),
+        pytest.param({}, {}, MEASURED, [GIANT, SMALL], 1, False, id="measured"),
+        pytest.param(
+            {}, {}, {"link_bytes_per_s": 1e8}, [GIANT, SMALL], 0, False, id="measured slow"
+        ),
+        pytest.param({"runahead": "off"}, {}, MEASURED, [GIANT, SMALL], 0, False, id="off"),
+        *(
+            pytest.param({}, engine, MEASURED, [GIANT, SMALL], 0, False, id=f"no chain: {name}")
+            for name, engine in (
+                ("tensor parallel", {"tensor_parallel_size": 2}),
+                ("connector", {"extra_args": {"kv_transfer_config": {"kv_connector": "Other"}}}),
+                ("speculative", {"extra_args": {"speculative_config": {"method": "ngram"}}}),
+            )
+        ),
+    ],
+)
+def test_chains_are_for_links_that_are_known_and_pay(
+    tmp_path: Path,
+    planner: dict[str, Any],
+    engine: dict[str, Any],
+    profile: dict[str, Any] | None,
+    groups: list[tuple[int, int]],
+    num_chained: int,
+    measures: bool,
+) -> None:
+    job = spec(tmp_path, engine, **planner)
+    if profile is not None:
+        keep_profile(job, **profile)
+    placement = place(job, *groups)
     assert placement is not None
-    assert placement.num_chained == 0
+    assert (placement.num_chained, placement.measure) == (num_chained, measures)
+    if groups == [GIANT, GIANT]:
+        assert (placement.spread, placement.whole_first) == ((), (100, 101))
+    if num_chained:
+        assert placement.makespan_s > 1.5, "by the measured steps, longer than the roofline's"
 
 
-class TestAuto:
-    """Chains are for runs whose link somebody has measured."""
-
-    def test_a_link_that_nobody_knows_is_to_be_measured(self, tmp_path: Path) -> None:
-        placement = place(spec(tmp_path), (32_768, 8), (640, 2))
-        assert placement is not None
-        assert placement.num_chained == 0
-        assert placement.measure
-
-    def test_nothing_is_measured_where_even_an_ideal_link_wouldnt_pay(self, tmp_path: Path) -> None:
-        placement = place(spec(tmp_path), (32_768, 8), (32_768, 8))
-        assert placement is not None
-        assert not placement.measure
-
-    def test_a_measured_link_is_used(self, tmp_path: Path) -> None:
-        job = spec(tmp_path)
-        keep_profile(job)
-        placement = place(job, (32_768, 8), (640, 2))
-        assert placement is not None
-        assert placement.num_chained == 1
-        assert not placement.measure
-        # By the measured steps, which are longer than the roofline's.
-        assert placement.makespan_s > 1.5
-
-    def test_a_measured_link_that_is_too_slow_is_measured_once(self, tmp_path: Path) -> None:
-        job = spec(tmp_path)
-        keep_profile(job, link_bytes_per_s=1e8)
-        placement = place(job, (32_768, 8), (640, 2))
-        assert placement is not None
-        assert placement.num_chained == 0
-        assert not placement.measure
-
-    @pytest.mark.parametrize("other", [{"replicas": 4}, {"dtype": "float16"}])
-    def test_what_was_measured_otherwise_doesnt_count(
-        self, tmp_path: Path, other: dict[str, Any]
-    ) -> None:
-        keep_profile(spec(tmp_path, other))
-        placement = place(spec(tmp_path), (32_768, 8), (640, 2))
-        assert placement is not None
-        assert placement.measure
-
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("link_bytes_per_s", 1e-300),
-            ("link_bytes_per_s", 1e300),
-            ("steps", [[2048, 0, 1e-300], [4096, 0, 0.4], [8192, 0, 0.9]]),
-            ("steps", [[2048, 0, 0.2], [4096, 0, 0.4], [1 << 60, 0, 0.9]]),
-        ],
-    )
-    def test_a_profile_that_cant_be_one_doesnt_count(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any
-    ) -> None:
-        """Whoever can write to the lake: predictions by it would overflow."""
-        job = spec(tmp_path)
-        keep_profile(job)
-        (path,) = (tmp_path / "out" / "_batchllm" / "profiles").glob("*.json")
-        path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), name: value}), "utf-8")
-        placement = place(job, (32_768, 8), (640, 2))
-        assert placement is not None
-        assert placement.measure
-        assert "doesn't count" in caplog.text
-
-    def test_steps_that_say_nothing_dont_count(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        job = spec(tmp_path)
-        keep_profile(job, steps=((2048, 0, 0.2), (4096, 0, 0.2), (8192, 0, 0.2)))
-        placement = place(job, (32_768, 8), (640, 2))
-        assert placement is not None
-        assert placement.measure
-        assert "doesn't count" in caplog.text
-
-    @pytest.mark.parametrize(
-        "engine",
-        [
-            {"tensor_parallel_size": 2},
-            {"extra_args": {"kv_transfer_config": {"kv_connector": "Other"}}},
-            {"extra_args": {"speculative_config": {"method": "ngram"}}},
-        ],
-    )
-    def test_engines_that_cant_hand_kv_on_do_without(
-        self, tmp_path: Path, engine: dict[str, Any]
-    ) -> None:
-        job = spec(tmp_path, engine)
-        keep_profile(job)
-        placement = place(job, (32_768, 8), (640, 2))
-        assert placement is not None
-        assert placement.num_chained == 0
-        assert not placement.measure
+@pytest.mark.parametrize("other", [{"replicas": 4}, {"dtype": "float16"}])
+def test_what_was_measured_otherwise_doesnt_count(tmp_path: Path, other: dict[str, Any]) -> None:
+    keep_profile(spec(tmp_path, other))
+    placement = place(spec(tmp_path), GIANT, SMALL)
+    assert placement is not None
+    assert placement.measure
 
 
-def test_off_is_off(tmp_path: Path) -> None:
-    job = spec(tmp_path, runahead="off")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("link_bytes_per_s", 1e-300),
+        ("link_bytes_per_s", 1e300),
+        ("steps", [[2048, 0, 1e-300], [4096, 0, 0.4], [8192, 0, 0.9]]),
+        ("steps", [[2048, 0, 0.2], [4096, 0, 0.4], [1 << 60, 0, 0.9]]),
+        ("steps", [[2048, 0, 0.2], [4096, 0, 0.2], [8192, 0, 0.2]]),  # says nothing
+    ],
+)
+def test_a_profile_that_cant_be_one_doesnt_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any
+) -> None:
+    """Whoever can write to the lake: predictions by it would overflow."""
+    job = spec(tmp_path)
     keep_profile(job)
+    (path,) = (tmp_path / "out" / "_batchllm" / "profiles").glob("*.json")
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), name: value}), "utf-8")
     placement = place(job, (32_768, 8), (640, 2))
     assert placement is not None
-    assert placement.num_chained == 0
-    assert not placement.measure
+    assert placement.measure
+    assert "doesn't count" in caplog.text
 
 
 def test_a_group_with_many_members_is_spread_without_a_chain(tmp_path: Path) -> None:
