@@ -14,6 +14,12 @@ def counted(number: int, one: str, more: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
+def first_of(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first texts, and the number of others, such as `a, b and 4 more`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
 def byte_size(num_bytes: float) -> str:
     """A size in the decimal unit that fits it, three digits, such as `748 MB`, `1.2 TB`."""
     size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB", "PB"]

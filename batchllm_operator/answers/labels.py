@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import counted, first_of
 from batchllm_operator.answers import fakes
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, Parts, PlannedAnswers
 from batchllm_operator.errors import SpecError
@@ -100,9 +100,8 @@ class LabelAnswers(AnswerKind):
                 )
         end = tokenizer.decode(tokenizer.encode([prompt]).to_lists()[0][-_NUM_SHOWN_TOKENS:])
         named = [f"{answer!r} ({label})" for label, answer in spec.labels.items()]
-        more = ", ..." if len(named) > _MOST_NAMED else ""
-        first = ", ".join(named[:_MOST_NAMED])
-        _log.info("labels: after %r, the model's next token is judged: %s%s", end, first, more)
+        first = first_of(named, _MOST_NAMED)
+        _log.info("labels: after %r, the model's next token is judged: %s", end, first)
         return {"label_token_ids": tuple(labels)}
 
     def over(self, parts: Parts) -> Self:
@@ -272,7 +271,6 @@ def low_mass_warning(spec: JobSpec, mean_mass: float, written: Counter[str]) -> 
     if mean_mass >= LOW_MASS:
         return None
     answers = [repr(answer) for answer in spec.labels.values()]
-    more = f" and {len(answers) - _MOST_NAMED} more" if len(answers) > _MOST_NAMED else ""
     often = sorted(written, key=lambda text: (-written[text], text))[:_MOST_WRITTEN]
     likeliest = " or ".join(repr(text[:_MOST_CHARS]) for text in often)
     prompt = spec.prompt
@@ -289,7 +287,7 @@ def low_mass_warning(spec: JobSpec, mean_mass: float, written: Counter[str]) -> 
         f"labels: all together hold {mean_mass:.2g} of the model's probability (mean label_mass;"
         f" below {LOW_MASS}), so it would mostly write something else (most often {likeliest}),"
         " and label, probability and score say little. Answers are"
-        f" {', '.join(answers[:_MOST_NAMED])}{more}. To cure it, {'; or '.join(cures)}"
+        f" {first_of(answers, _MOST_NAMED)}. To cure it, {'; or '.join(cures)}"
     )
 
 
@@ -316,9 +314,8 @@ def _check_whole(spec: JobSpec, tokens: list[list[int]], tokenizer: Tokenizer) -
             pieces = " + ".join(repr(tokenizer.decode([token_id])) for token_id in token_ids)
             wrong.append(f"{label!r} is answered by {answer!r}, which is {pieces}")
     if wrong:
-        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise SpecError(
-            f"labels: {'; '.join(wrong[:_MOST_NAMED])}{more}. One step gives the probability of one"
+            f"labels: {first_of(wrong, _MOST_NAMED, '; ')}. One step gives the probability of one"
             " token under this model's tokenizer, so give each label an answer of one token:"
             " labels: {LABEL: ANSWER}, such as letters or numbers that the prompt asks for, or the"
             " word with a space first; or the first piece itself, if that is what should count"

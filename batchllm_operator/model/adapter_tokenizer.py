@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
+from batchllm_operator.amounts import first_of
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model.adapters import Adapter
 from batchllm_operator.model.files import ModelFiles
@@ -35,10 +36,9 @@ def check_adapter_tokenizers(adapters: Iterable[Adapter], model: ModelFiles, *, 
         where = f"model.adapters.{adapter.name}"
         own = ModelFiles(str(adapter.folder), where=where)
         if new := sorted(_tokens(own) - known - {_padding(own)}) if known else []:
-            more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
             raise ModelError(
                 f"{where}: its tokenizer has tokens that the model lacks:"
-                f" {', '.join(map(repr, new[:_MOST_NAMED]))}{more}; merge it into a model that has"
+                f" {first_of([*map(repr, new)], _MOST_NAMED)}; merge it into a model that has"
                 " them, and use that as model.path"
             )
         differs = [

@@ -10,6 +10,7 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
+from batchllm_operator.amounts import first_of
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model.files import ModelFiles, pointer_fault
 
@@ -50,9 +51,8 @@ def check_weights(files: ModelFiles, load_format: str = "auto") -> None:
     listed = {name for each in indexes for name in _listed(files, each)}
     missing = sorted((listed or _numbered(found)) - files.names)
     if missing:
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-        named = ", ".join(missing[:_MAX_NAMED])
-        raise ModelError(f"{files.where}: lacks files of its weights: {named}{more}")
+        named = first_of(missing, _MAX_NAMED)
+        raise ModelError(f"{files.where}: lacks files of its weights: {named}")
     if not found:
         raise _without_weights(files, _PATTERNS[load_format])
     for name in sorted(listed & found or found):

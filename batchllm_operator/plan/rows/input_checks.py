@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import counted, first_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
 from batchllm_operator.lake import (
     LakeTable,
@@ -90,8 +90,7 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         return
     own = f"{spec.input.partition_column}={snapshot.partition}"
     shown = " and ".join(
-        f"{column} {', '.join(map(repr, values[:_MAX_NAMED]))}"
-        + (f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else "")
+        f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}"
         for column, values in several.items()
     )
     is_number = {c: pa.types.is_integer(snapshot.schema.field(c).type) for c in several}
