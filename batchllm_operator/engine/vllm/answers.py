@@ -28,8 +28,8 @@ _POOLING_TASKS: Final = {"embed": "embed", "pool": "classify"}
 """vLLM's names."""
 
 
-class GeneratedAnswers:
-    """Answers of a model that generates.
+class VLLMAnswers:
+    """vLLM's parameters of a job's requests, and its outputs as ours.
 
     Args:
         spec: the job's.
@@ -48,6 +48,11 @@ class GeneratedAnswers:
         self, spec: JobSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
     ) -> None:
         self._answers, self._splitter = Answers.of(spec, job.answers), splitter
+        self.num_samples = spec.sampling.n
+        self.params: SamplingParams | PoolingParams
+        if spec.is_pooled:
+            self.params = pooling_params(spec)
+            return
         label_token_ids = job.answers.label_token_ids
         try:
             self.params = sampling_params(spec.sampling, label_token_ids, spec.response_format)
@@ -55,17 +60,21 @@ class GeneratedAnswers:
             raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
         if splitter is not None:
             splitter.adjust(self.params)
-        self.num_samples = spec.sampling.n
 
-    def params_of(self, request: EngineRequest, *, hint: bool = False) -> SamplingParams:
+    def params_of(
+        self, request: EngineRequest, *, hint: bool = False
+    ) -> SamplingParams | PoolingParams:
         """vLLM's parameters of one request; each try of it has another seed.
 
         Args:
             hint: whether to say what our scheduler should know of it.
         """
         params = copy(self.params)  # vLLM makes a deep copy itself
-        if hint:
-            params.extra_args = self._hints(request).to_extra_args()
+        hints = self._hints(request).to_extra_args() if hint else None
+        if isinstance(params, PoolingParams):
+            params.extra_kwargs = hints
+            return params
+        params.extra_args = hints
         if params.seed is not None and request.num_tries:
             # vLLM takes the seeds that follow a request's for its samples.
             seed = params.seed + request.num_tries * MAX_SAMPLES
@@ -73,12 +82,20 @@ class GeneratedAnswers:
         return params
 
     def _hints(self, request: EngineRequest) -> RequestHints:
+        hints = RequestHints(
+            group_id=request.group_id,
+            num_prefix_tokens=request.num_prefix_tokens,
+            group_size=request.group_size,
+            num_output_tokens=request.num_output_tokens,
+        )
+        if isinstance(self.params, PoolingParams):
+            return replace(hints, num_output_tokens=1)  # the prompt's last step, as for one token
         if self.num_samples == 1:
-            return _hints(request)
+            return hints
         # All of its prompt is a prefix of its samples. What it shares with other requests is found
         # in the cache, and counted as shared with the group before.
         return replace(
-            _hints(request),
+            hints,
             group_id=request.request_idx,
             num_prefix_tokens=len(request.prompt_token_ids),
             group_size=self.num_samples,
@@ -86,67 +103,29 @@ class GeneratedAnswers:
 
     def convert(self, request: EngineRequest, output: Any, num_cached_tokens: int) -> EngineOutput:
         """The output of a finished request."""
-        ends = [completion.finish_reason for completion in output.outputs]
+        is_pooled = isinstance(self.params, PoolingParams)
+        completions: Sequence[Any] = () if is_pooled else output.outputs
+        ends = [completion.finish_reason for completion in completions]
         if wrong := [end for end in ends if end not in _ENDS]:
             return EngineOutput.failed(request, f"vLLM ended it with {wrong[0]!r}")
-        first, raw = output.outputs[0], self._answers.read(output)
-        text = first.text
+        raw, text = self._answers.read(output), completions[0].text if completions else ""
         if self._splitter is not None:
             try:
-                reasoning, text = self._splitter.split(request.prompt_token_ids, first)
+                parts = self._splitter.split(request.prompt_token_ids, completions[0])
             # Parsers of many models, which read whatever a model writes.
             except Exception as error:  # noqa: BLE001
                 return EngineOutput.failed(request, f"the reasoning parser: {one_line(error)}")
-            raw[REASONING_FIELD.name] = reasoning
+            raw[REASONING_FIELD.name], text = parts
         return EngineOutput(
             request_idx=request.request_idx,
             text=text,
             finish_reason="length" if "length" in ends else "stop",
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
-            num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+            num_output_tokens=sum(len(completion.token_ids) for completion in completions),
             error=None,
             raw=raw,
         )
-
-
-class PooledAnswers:
-    """Vectors of a model that pools; as `GeneratedAnswers`."""
-
-    num_samples = 1
-
-    def __init__(self, spec: JobSpec, job: EngineJob) -> None:
-        self.params, self._answers = pooling_params(spec), Answers.of(spec, job.answers)
-
-    def params_of(self, request: EngineRequest, *, hint: bool = False) -> PoolingParams:
-        """See `GeneratedAnswers.params_of`."""
-        params = copy(self.params)  # vLLM makes a deep copy itself
-        if hint:
-            # The prompt's last step counts as one token.
-            params.extra_kwargs = replace(_hints(request), num_output_tokens=1).to_extra_args()
-        return params
-
-    def convert(self, request: EngineRequest, output: Any, num_cached_tokens: int) -> EngineOutput:
-        """The output of a finished request."""
-        return EngineOutput(
-            request_idx=request.request_idx,
-            text="",
-            finish_reason="stop",
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=num_cached_tokens,
-            num_output_tokens=0,
-            error=None,
-            raw=self._answers.read(output),
-        )
-
-
-def _hints(request: EngineRequest) -> RequestHints:
-    return RequestHints(
-        group_id=request.group_id,
-        num_prefix_tokens=request.num_prefix_tokens,
-        group_size=request.group_size,
-        num_output_tokens=request.num_output_tokens,
-    )
 
 
 def sampling_params(

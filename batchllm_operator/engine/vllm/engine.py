@@ -52,8 +52,7 @@ from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from batchllm_operator.engine.vllm.adapters import load_adapters  # noqa: E402
 from batchllm_operator.engine.vllm.answers import (  # noqa: E402
-    GeneratedAnswers,
-    PooledAnswers,
+    VLLMAnswers,
     check_pooling,
     choose_scheduler,
 )
@@ -90,7 +89,7 @@ class VLLMEngine:
     def __init__(self, spec: JobSpec, job: EngineJob) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
         # To refuse before the start what can't be.
-        _answers(spec, job)
+        VLLMAnswers(spec, job)
         check_planned(spec)  # the plan may have been made where vLLM isn't installed
         if job.is_chained:
             from batchllm_operator.runahead.groups import TRANSFER_CONFIG
@@ -99,7 +98,7 @@ class VLLMEngine:
         ensure_kv_transfer_shutdown()  # of a chained engine that couldn't start
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args, job)
-        self._answers = _answers(spec, job, self._splitter)
+        self._answers = VLLMAnswers(spec, job, self._splitter)
         config = self._engine.vllm_config
         self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
@@ -130,7 +129,7 @@ class VLLMEngine:
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
         spec = self._spec.model_copy(update={"sampling": sampling})
-        self._answers = _answers(spec, job, self._splitter)
+        self._answers = VLLMAnswers(spec, job, self._splitter)
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
@@ -276,9 +275,3 @@ class VLLMEngine:
         self._engine = self._scheduler = self._chain = None
         gc.collect()
         cleanup_dist_env_and_memory()
-
-
-def _answers(
-    spec: JobSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
-) -> GeneratedAnswers | PooledAnswers:
-    return PooledAnswers(spec, job) if spec.is_pooled else GeneratedAnswers(spec, job, splitter)
