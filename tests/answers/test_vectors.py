@@ -14,32 +14,21 @@ from support.fake_job import DS, document_rows, expected_prompt, write_table
 from batchllm_operator.answers.fakes import fake_vector
 from batchllm_operator.answers.vectors import FAKE_SIZE
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.spec import JobSpec
 
-NEXT = "2026-02-01"
 COLUMNS = {"embed": "embedding", "pool": "scores"}
-TASKS = sorted(COLUMNS)
 
 
-def pooling(folder: Path | str, task: str = "embed", **changes: Any) -> JobSpec:
-    return asking(folder, task=task, **changes)
-
-
-def vector_of(row: dict[str, Any], size: int = FAKE_SIZE) -> list[float]:
-    return fake_vector(list(expected_prompt(row).encode()), size)
-
-
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", COLUMNS)
 def test_a_prompt_of_exactly_the_models_length_has_its_vector(tmp_path: Path, task: str) -> None:
     rows = document_rows(1, 2)
     length = len(expected_prompt(rows[0]))
     rows[1] = {**rows[1], "query": rows[0]["query"] + "!"}
     write_table(tmp_path / "documents", rows)
     engine = {"backend": "fake", "max_model_len": length, "extra_args": {"byte_tokens": True}}
-    spec = pooling(tmp_path, task, engine=engine, max_failed_fraction=0.5)
+    spec = asking(tmp_path, task=task, engine=engine, max_failed_fraction=0.5)
     run_and_commit(spec)
     fits, is_longer = published(spec)
-    assert fits[COLUMNS[task]] == vector_of(rows[0])
+    assert fits[COLUMNS[task]] == fake_vector(list(expected_prompt(rows[0]).encode()), FAKE_SIZE)
     assert is_longer["error"]["kind"] == "prompt_too_long"
 
 
@@ -71,7 +60,7 @@ def test_prefixes_are_shared_as_the_files_say(
         module = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
         (model / "modules.json").write_text(json.dumps([module]))
     write_table(tmp_path / "documents", document_rows(3, 4))
-    manifest = plan_job(pooling(tmp_path, model={"path": str(model)}), DS).manifest
+    manifest = plan_job(asking(tmp_path, task="embed", model={"path": str(model)}), DS).manifest
     assert (manifest.counts.planned_saving_ratio > 0) == is_shared
     assert (manifest.counts.num_shared_groups > 0) == is_shared
     assert (manifest.answers.reason_against_sharing is None) == is_shared
@@ -81,7 +70,7 @@ def test_names_of_scores_are_the_models(tmp_path: Path) -> None:
     labels = {"0": "no", "1": "yes"}
     model = write_config(tmp_path / "model", model_type="qwen2", id2label=labels)
     write_table(tmp_path / "documents", document_rows(1, 2))
-    plan = run_and_commit(pooling(tmp_path, "pool", model={"path": model}))
+    plan = run_and_commit(asking(tmp_path, task="pool", model={"path": model}))
     assert plan.manifest.answers.score_labels == ("no", "yes")
     field = pq.read_schema(tmp_path / "out" / f"ds={DS}" / "data.parquet").field("scores")
     assert json.loads(field.metadata[b"batchllm.labels"]) == ["no", "yes"]

@@ -139,22 +139,10 @@ def sampling_params(
         label_token_ids: tokens whose log-probabilities it gives.
         form: what the answers have to be.
     """
+    fields = sampling.model_dump(exclude={"from_model"})  # they have vLLM's names
+    lists = {name: list(fields[name]) for name in ("stop", "stop_token_ids")}
     return SamplingParams(
-        n=sampling.n,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
+        **fields | lists,
         output_kind=RequestOutputKind.FINAL_ONLY,
         logprob_token_ids=list(label_token_ids) or None,
         structured_outputs=structured_outputs(form),
