@@ -207,7 +207,9 @@ def test_a_parser_that_cannot_be_used_is_refused(demo: Demo, name: str, reason: 
         engine={"extra_args": {"reasoning_parser_plugin": PLUGIN}},
     )
     plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    code, output = demo.start("run", "--plan", plan["plan_uri"], "--shard", "0").end()
+    code, output = demo.start(
+        "run", "--plan", plan["plan_uri"], "--worker", "0", "--num-workers", "1"
+    ).end()
     assert code == ExitCode.INVALID, output
     assert "error: model.reasoning_parser: " in output
     assert reason in output

@@ -76,6 +76,8 @@ def test_an_encoder_is_planned_without_sharing(demo: Demo) -> None:
 def test_a_model_without_a_head_is_refused(demo: Demo) -> None:
     spec = demo.write_spec("no-head", task="pool", sampling={"max_tokens": 1})
     plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    code, output = demo.start("run", "--plan", plan["plan_uri"], "--shard", "0").end()
+    code, output = demo.start(
+        "run", "--plan", plan["plan_uri"], "--worker", "0", "--num-workers", "1"
+    ).end()
     assert code == 2, output
     assert "vLLM can't on this model" in output

@@ -17,7 +17,9 @@ def run_job(demo: Demo, name: str, **changes: Any) -> tuple[Path, str]:
     """Plan and run a small job: the plan's folder, what was printed."""
     spec = demo.write_spec(name, input=FEW_ROWS, **changes)
     plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    code, printed = demo.start("run", "--plan", plan["plan_uri"], "--shard", "0").end()
+    code, printed = demo.start(
+        "run", "--plan", plan["plan_uri"], "--worker", "0", "--num-workers", "1"
+    ).end()
     assert code == 0, printed
     return Path(plan["plan_uri"]), printed
 
@@ -55,7 +57,7 @@ def test_the_device_is_measured_once(demo: Demo, profiled: tuple[Path, str]) -> 
     spec.write_text(spec.read_text().replace("Query:", "Question:"))  # another plan
     plan = demo.run("plan", "--job", str(spec), "--ds", DS)
     assert Path(plan["plan_uri"]) != folder
-    demo.run("run", "--plan", plan["plan_uri"], "--shard", "0")
+    demo.run("run", "--plan", plan["plan_uri"], "--worker", "0", "--num-workers", "1")
     assert stored.stat().st_mtime_ns == written
 
 
