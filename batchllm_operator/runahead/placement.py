@@ -31,6 +31,8 @@ MARGIN: Final = 0.05
 _SLACK: Final = 0.02
 """Share by which the makespan may exceed the shortest to spread fewer groups: several chains in a
 row take longer than predicted, and the last ones' savings may be noise."""
+_MOST_SPREAD: Final = 64
+"""Most groups that are spread; of many, those beyond even out on any replica."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +104,8 @@ def choose_placement(
 
 def _first(order: list[int], makespans: Makespans, *, chained: bool) -> tuple[float, list[int]]:
     """The first groups of an order to spread, and the makespan."""
-    seconds = [makespans.seconds(order[:num], chained=chained) for num in range(len(order) + 1)]
+    sizes = range(min(len(order), _MOST_SPREAD) + 1)
+    seconds = [makespans.seconds(order[:num], chained=chained) for num in sizes]
     longest_s = min(seconds) * (1 + _SLACK)
     num = next(num for num, makespan_s in enumerate(seconds) if makespan_s <= longest_s)
     return seconds[num], order[:num]
