@@ -1,10 +1,5 @@
 """Predicts the GPU time of requests with a model, by a roofline."""
 
-from batchllm_operator.cost.attention import (
-    AttentionKernels,
-    AttentionRates,
-    attention_kernels,
-)
 from batchllm_operator.cost.gpu import GPU, find_gpu, read_gpu_table
 from batchllm_operator.cost.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.cost.roofline import (
@@ -18,7 +13,14 @@ from batchllm_operator.cost.roofline import (
     prompt_work,
     rates,
 )
-from batchllm_operator.cost.step_time import StepWork, matrix_seconds, step_seconds
+from batchllm_operator.cost.step_time import (
+    AttentionKernels,
+    AttentionRates,
+    StepWork,
+    attention_kernels,
+    matrix_seconds,
+    step_seconds,
+)
 
 __all__ = [
     "BLOCK_SIZE",

@@ -127,7 +127,8 @@ def shard_to_simulate(
     machine = _machine(
         model, gpu, engine_limits(spec), options, spec.engine.block_size or BLOCK_SIZE
     )
-    return _with_error(workload, options), replace(machine, max_num_seqs=spec.engine.max_num_seqs)
+    workload = workload.with_estimate_error(options.estimate_error, options.seed)
+    return workload, replace(machine, max_num_seqs=spec.engine.max_num_seqs)
 
 
 def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workload, Machine]:
@@ -141,7 +142,8 @@ def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workloa
     model = find_model(options.model or _DEFAULT_MODEL)
     gpu = find_gpu(options.gpu or _DEFAULT_GPU, options.gpu_table)
     machine = _machine(model, gpu, EngineLimits(), options, BLOCK_SIZE)
-    return _with_error(shape.make(options.seed), options), machine
+    workload = shape.make(options.seed)
+    return workload.with_estimate_error(options.estimate_error, options.seed), machine
 
 
 def simulate_policies(
@@ -209,12 +211,6 @@ def write_timeline(run: Run, folder: Path) -> None:
 def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
     """Draw the steps of all runs as `timeline.png`."""
     write_file(folder / "timeline.png", draw_runs(runs, machine))
-
-
-def _with_error(workload: Workload, options: SimulationOptions) -> Workload:
-    if options.estimate_error == 0:
-        return workload
-    return workload.with_estimate_error(options.estimate_error, options.seed)
 
 
 def _machine(

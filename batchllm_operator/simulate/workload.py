@@ -54,6 +54,8 @@ class Workload:
 
     def with_estimate_error(self, share: float, seed: int = 0) -> Workload:
         """The same with random errors of the estimates, up to a share of the output."""
+        if share == 0:
+            return self
         factors = np.random.default_rng(seed).uniform(1 - share, 1 + share, len(self))
         estimates = np.maximum(np.rint(self.output_tokens * factors), 1)
         return self.with_estimates(estimates.astype(np.int64))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import fields, replace
 
 import pytest
 
-from batchllm_operator.cost import GPU, AttentionRates, ModelShape, StepWork, step_seconds
+from batchllm_operator.cost import (
+    GPU,
+    AttentionRates,
+    ModelShape,
+    StepWork,
+    attention_kernels,
+    find_gpu,
+    step_seconds,
+)
 
 # 2 layers of 144 weights: 576 FLOP a token, 80 for one that is sampled, 32 for a pair; 656 bytes of
 # weights are read in a step, and 16 bytes for each token of a context.
@@ -14,10 +22,11 @@ TINY = ModelShape("tiny", 2, 4, 2, 1, 2, 8, 10, num_parameters=388)
 # 1,000 FLOP/s and 500 bytes/s; 0.25 s for a step on top.
 BOX = GPU("box", 10_776, 1000.0, 2000.0, 0.5, 0.5, 1.0, 0.25, 36.0)
 WEIGHTS_S = 1.312
+H200 = find_gpu("H200")
 
 
 def seconds(num_gpus: int = 1, **counts: int) -> float:
-    names = [field.name for field in dataclasses.fields(StepWork)]
+    names = [field.name for field in fields(StepWork)]
     work = StepWork(**{name: counts.get(name, 0) for name in names})
     return step_seconds(work, TINY, BOX, num_gpus)
 
@@ -40,7 +49,7 @@ def test_decoding_reads_contexts_or_computes_whichever_is_slower() -> None:
     assert read == pytest.approx(WEIGHTS_S + max(100 * 16 / 500, 100 * 0.032) + 0.25)
     # With shared-prefix attention less is read, and as much computed.
     assert seconds(num_decode_pairs=100, num_read_tokens=40) == pytest.approx(read)
-    slow = dataclasses.replace(BOX, hbm_bytes_per_s=100.0)
+    slow = replace(BOX, hbm_bytes_per_s=100.0)
     work = StepWork(0, 0, 0, 100, 40)
     assert step_seconds(work, TINY, slow) == pytest.approx((656 + 40 * 16) / 50 + 0.25)
 
@@ -59,3 +68,25 @@ def test_attention_may_have_rates_of_its_own() -> None:
 def test_gpus_divide_the_work_but_not_the_overhead() -> None:
     counts = {"num_tokens": 10, "num_sampled": 3, "num_prefill_pairs": 55}
     assert seconds(4, **counts) - 0.25 == pytest.approx((seconds(**counts) - 0.25) / 4)
+
+
+# Kernels
+
+
+def test_flash_attention_computes_prefill_beside_prefix_attention() -> None:
+    kernels = attention_kernels(H200)
+    assert list(kernels) == ["stock", "ours", "mixed"]
+    stock, ours, mixed = kernels.values()
+    assert stock.slow == AttentionRates(350e12, 350e12, 0.85 * 4.8e12)
+    assert ours.fast == AttentionRates(300e12, 300e12, 0.82 * 4.8e12)
+    for end in ("slow", "fast"):
+        one, other, both = (getattr(each, end) for each in (stock, ours, mixed))
+        assert both == replace(other, prefill_flop_per_s=one.prefill_flop_per_s)
+    for each in kernels.values():
+        assert each.slow.prefill_flop_per_s < each.fast.prefill_flop_per_s
+        assert each.slow.decode_bytes_per_s < each.fast.decode_bytes_per_s
+
+
+def test_other_gpus_have_no_rates_of_kernels() -> None:
+    assert attention_kernels(find_gpu("A100")) == {}
+    assert attention_kernels(replace(H200, name="mine")) == {}
