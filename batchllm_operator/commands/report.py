@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         plan_uri = published_plan_uri(spec, args.ds)
         tell_plan(spec, args.job, plan_uri, "published")
     report = load_report(plan_uri)
-    store_page(Folder.open(plan_uri), report)  # an earlier release may have drawn it
+    store_page(Folder.open(plan_uri), report)  # another release may have drawn it
     if args.out is not None:
         from batchllm_operator.report.page import render_report
 

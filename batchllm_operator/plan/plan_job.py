@@ -178,7 +178,6 @@ def describe_plan(
         ),
         spec=spec,
         ds=given.ds,
-        input_uri=given.table.uri,
         input_version=given.snapshot.version,
         tokenizer_fingerprint=tokenizer.fingerprint,
         model_version=tokenizer.model_version,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from batchllm_operator.errors import DamagedFileError, IncompleteRunError
 from batchllm_operator.shards.parts import PartEntry
@@ -42,10 +42,6 @@ class ShardReport(StoredJson):
             num_resumed_parts=num_resumed_parts,
             counts=Counts.total(entries),
         )
-
-    def figures(self) -> dict[str, Any]:
-        """All fields by name, for a command's result."""
-        return {**self.model_dump(exclude={"counts"}), **self.counts.model_dump()}
 
 
 def read_report(plan: StoredPlan, shard_idx: int) -> ShardReport | None:

@@ -235,7 +235,6 @@ class PlanManifest(StoredJson):
     plan_id: str = Field(pattern=r"^[0-9a-f]{16}$")
     spec: JobSpec
     ds: str = Field(min_length=1)
-    input_uri: str
     input_version: str
     """State of the table that was read, such as `delta:<version>`."""
     tokenizer_fingerprint: str

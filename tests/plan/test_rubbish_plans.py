@@ -140,20 +140,14 @@ def seal(plan: StoredPlan, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "damage"), [*zip(cycle(FILES), DAMAGES)])
 def test_a_damaged_data_file(job: Job, name: str, damage: str) -> None:
-    whole = job.second.folder.read_bytes(name)
-    for is_sealed in (False, True):
-        job.second.folder.write_bytes(name, DAMAGES[damage](whole))
-        if is_sealed:
-            seal(job.second, name)
-        try:
-            if is_sealed:
-                with suppress(BatchLLMError):  # by type, whatever it is
-                    job.go_on()
-            else:
-                with pytest.raises(PlanError, match=name):
-                    job.go_on()
-        finally:
-            job.restore()
+    """Sealed; `tests/test_damage.py` has those whose checksum doesn't hold."""
+    job.second.folder.write_bytes(name, DAMAGES[damage](job.second.folder.read_bytes(name)))
+    seal(job.second, name)
+    try:
+        with suppress(BatchLLMError):  # by type, whatever it is
+            job.go_on()
+    finally:
+        job.restore()
 
 
 @pytest.mark.parametrize(

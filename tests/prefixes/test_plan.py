@@ -95,7 +95,6 @@ def make_manifest(**changes: Any) -> PlanManifest:
         "plan_id": compute_plan_id(spec, "2026-01-31", "model-1", FILES),
         "spec": spec,
         "ds": "2026-01-31",
-        "input_uri": "/lake/in",
         "input_version": "parquet:1",
         "tokenizer_fingerprint": "f" * 64,
         "model_version": "commit:abc",
