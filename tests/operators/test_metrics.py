@@ -59,7 +59,7 @@ SENT: dict[str, dict[str, Any]] = {
         "rows": 12,
         "rejected_rows": 1,
         "duplicate_rows": 2,
-        "reused_rows": 0,
+        "reused_rows": 4,
         "requests": 9,
         "saving_ratio": 0.5,
     },
