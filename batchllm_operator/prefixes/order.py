@@ -66,11 +66,10 @@ def order_groups_by_subtree(
         tree, tree.leaves[first_rank], groups.num_prefix_tokens, min_shared_tokens
     )
     per_group = np.stack([decode, prefill, groups.sizes, np.ones_like(decode)])
-    decode, prefill, num_members, num_groups = np.concatenate(
-        [per_group, subtrees.sums(per_group)], axis=1
-    )
+    sums, least_rank = subtrees.totals(per_group, first_rank)
+    decode, prefill, num_members, num_groups = np.concatenate([per_group, sums], axis=1)
     ratio = _ratio(decode, prefill, num_members, num_groups)
-    first_rank = np.concatenate([first_rank, subtrees.minima(first_rank)])
+    first_rank = np.concatenate([first_rank, least_rank])
     return subtrees.walk(np.lexsort((first_rank, -ratio)))
 
 

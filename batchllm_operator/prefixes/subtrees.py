@@ -25,17 +25,22 @@ class Subtrees:
     above: NDArray[np.int64]
     enclosing: NDArray[np.int64]
 
-    def sums(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Totals over all groups of each subtree: [n, num_groups] to [n, num_subtrees]."""
-        totals = np.zeros((len(values), len(self.above)), dtype=np.int64)
-        _add_up(self.above, self.enclosing, values, totals)
-        return totals
+    def totals(
+        self, values: NDArray[np.int64], ranks: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sums and the least rank over all groups of each subtree.
 
-    def minima(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Least value of each subtree's groups: [num_groups] to [num_subtrees]."""
+        Args:
+            values: [n, num_groups] int64.
+            ranks: [num_groups] int64.
+
+        Returns:
+            [n, num_subtrees] and [num_subtrees] int64.
+        """
+        sums = np.zeros((len(values), len(self.above)), dtype=np.int64)
         least = np.full(len(self.above), np.iinfo(np.int64).max)
-        _take_least(self.above, self.enclosing, values, least)
-        return least
+        _add_up(self.above, self.enclosing, values, ranks, sums, least)
+        return sums, least
 
     def walk(self, ranking: NDArray[np.int64]) -> NDArray[np.int64]:
         """Groups in an order that lists each subtree as a whole.
@@ -117,24 +122,16 @@ def _add_up(
     above: NDArray[np.int64],
     enclosing: NDArray[np.int64],
     values: NDArray[np.int64],
-    totals: NDArray[np.int64],
-) -> None:
-    for group_idx in range(len(enclosing)):
-        totals[:, enclosing[group_idx]] += values[:, group_idx]
-    for subtree in range(len(above) - 1, _ALL, -1):
-        totals[:, above[subtree]] += totals[:, subtree]
-
-
-@compiled
-def _take_least(
-    above: NDArray[np.int64],
-    enclosing: NDArray[np.int64],
-    values: NDArray[np.int64],
+    ranks: NDArray[np.int64],
+    sums: NDArray[np.int64],
     least: NDArray[np.int64],
 ) -> None:
     for group_idx in range(len(enclosing)):
-        least[enclosing[group_idx]] = min(least[enclosing[group_idx]], values[group_idx])
+        subtree = enclosing[group_idx]
+        sums[:, subtree] += values[:, group_idx]
+        least[subtree] = min(least[subtree], ranks[group_idx])
     for subtree in range(len(above) - 1, _ALL, -1):
+        sums[:, above[subtree]] += sums[:, subtree]
         least[above[subtree]] = min(least[above[subtree]], least[subtree])
 
 
