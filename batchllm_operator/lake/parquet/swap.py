@@ -7,13 +7,13 @@ other storages the last writer wins.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+from filelock import FileLock
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.storage.conditional_writes import CONDITION_FAILS, http_status
@@ -39,15 +39,18 @@ def exclusive(folder: Folder, name: str) -> Iterator[None]:
         yield
         return
     path = Path(folder.full_path(f".{name}.lock"))
+    # Another kind of lock wouldn't end with its process.
+    lock = FileLock(path, fallback_to_soft=False)
     try:
-        descriptor = _lock(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except OSError as error:
         raise StorageError(f"{path}: can't be locked: {error}") from error
     try:
         yield
     finally:
         path.unlink(missing_ok=True)  # while locked, or another's would be removed
-        os.close(descriptor)
+        lock.release()
 
 
 def etag_of(file: Any) -> str | None:
@@ -84,24 +87,6 @@ def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -
         is_refused = status is not None and status < 500
         kind = StorageError if is_refused else CommitUnknownError
         raise kind(f"{where}: {error}") from error
-
-
-def _lock(path: Path) -> int:
-    """The descriptor of the locked file; waits until the lock is free."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The previous holder may have removed the file: locking that one excludes no one.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except FileNotFoundError:  # just now
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
 
 
 def _upload(folder: Folder, source: Path, name: str, condition: dict[str, str]) -> None:
