@@ -22,8 +22,7 @@ from batchllm_operator.errors import (
     StorageError,
     TableError,
 )
-from batchllm_operator.lake import LakeTable, Publication, open_table
-from batchllm_operator.lake.table import StagedRows
+from batchllm_operator.lake import LakeTable, Publication, StagedRows, open_table
 from batchllm_operator.secrets.masking import Masker
 from batchllm_operator.shards.committed import REFUSED_FILE, Refusal, find_committed, mark_committed
 from batchllm_operator.shards.report import ShardReport

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.table import Publication
+from batchllm_operator.lake.publishing import Publication
 from batchllm_operator.storage.folder import Folder
 
 _PREFIX: Final = b"batchllm."

@@ -1,19 +1,214 @@
-"""What all formats share in publishing a partition: checks of its state, and pauses."""
+"""Publishing a partition, alike in all formats: whose rows it holds, and repeated commits."""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Iterable, Iterator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
-from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
-from batchllm_operator.lake.table import Publication
+from batchllm_operator.errors import (
+    BatchLLMError,
+    CommitUnknownError,
+    ConflictError,
+    StorageError,
+    TableError,
+)
 
-RUN_ID = "run_id"
+RUN_ID: Final = "run_id"
 """The column that names a row's publication."""
+_ATTEMPTS: Final = 20
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The job and plan whose outputs a partition of an output table holds."""
+
+    job: str
+    partition: str
+    plan_id: str
+
+    @property
+    def run_id(self) -> str:
+        """The value of column `run_id` in each of its rows."""
+        return f"{self.job}/{self.partition}/{self.plan_id}"
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """Stored with the commit in the table's history."""
+        fields = {"job": self.job, "partition": self.partition, "plan-id": self.plan_id}
+        return {f"batchllm.{name}": value for name, value in fields.items()}
+
+    @classmethod
+    def of_run_id(cls, run_id: str | None) -> Publication | None:
+        """The publication that a row's `run_id` names; None if no job of ours wrote it.
+
+        A job's name and a plan's id contain no `/`; a partition's name may.
+        """
+        job, _, rest = (run_id or "").partition("/")
+        partition, _, plan_id = rest.rpartition("/")
+        return cls(job, partition, plan_id) if job and partition and plan_id else None
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows of a partition in data files that no version of the table refers to yet."""
+
+    schema: pa.Schema
+    """Columns of the rows, as they were given."""
+    stored: pa.Schema
+    """The same columns as the files have them; a later version may want others."""
+    files: tuple[str, ...]
+    """What the format needs to know of each file, as JSON, in row order."""
+
+    def check_stored(self, uri: str, wanted: pa.Schema) -> None:
+        """Raise `ConflictError` if the table wants other columns than the files have."""
+        if wanted != self.stored:
+            raise ConflictError(
+                f"output {uri}: its columns have changed while the outputs were written; commit"
+                " again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Staging(ABC):
+    """Puts data files beside those of a table, in any process: it can be sent to one."""
+
+    uri: str
+    schema: pa.Schema
+    """See `StagedRows`."""
+    stored: pa.Schema
+
+    @abstractmethod
+    def put(self, data: Path, number: int) -> list[str]:
+        """Put the rows of local files into the table's folder; returns `StagedRows.files`.
+
+        `data` is as for `LakeTable.publish`; names sort by `number` first. What isn't published is
+        left to the table's vacuum.
+
+        Raises:
+            TableError: a value doesn't fit the table.
+            StorageError: the storage fails.
+        """
+
+    def rows(self, files: Sequence[str]) -> StagedRows:
+        """What `LakeTable.publish` takes, from what all `put` returned, in row order."""
+        return StagedRows(self.schema, self.stored, tuple(files))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a commit wasn't made, or the loss of its answer: only the table tells which."""
+
+    text: str
+    cause: BaseException | None = None
+    may_arrive: bool = False
+    """Whether the commit may still happen after the table was looked at."""
+    may_repeat: bool = True
+    kind: type[BatchLLMError] = StorageError
+    """The error if the commit certainly hasn't happened."""
+
+    def error(self, uri: str, partition: str) -> BatchLLMError:
+        if self.may_arrive:
+            return CommitUnknownError(
+                f"output {uri}: no answer came whether partition {partition!r} was published;"
+                f" commit again to find out: {self.text}"
+            )
+        advice = "; commit again" if self.kind is StorageError else ""
+        return self.kind(
+            f"output {uri}: partition {partition!r} wasn't published{advice}: {self.text}"
+        )
+
+
+class Attempt(Protocol):
+    """A publication on its way into a table of some format."""
+
+    def look(self) -> Publication | None:
+        """Look at the table as it is now; returns the partition's publication in it.
+
+        Also the attempt's own publication if the table's history has it.
+        """
+
+    def commit(self) -> Refusal | None:
+        """Replace the partition in the table as it was looked at; None if that has happened.
+
+        Raises:
+            ConflictError, TableError, StorageError: nothing was committed, and a repetition
+                wouldn't help.
+        """
+
+
+def publish_once(
+    uri: str, publication: Publication, replaces: Publication | None, attempt: Attempt
+) -> None:
+    """Commit until the partition holds the publication, or somebody else's, or commits are refused.
+
+    Raises: see `LakeTable.publish`.
+    """
+    refusal: Refusal | None = None
+    published = attempt.look()
+    for pause_s in pauses_s():
+        if is_published(uri, published, publication, replaces):
+            return
+        refusal = attempt.commit()
+        if refusal is None:
+            return
+        _log.warning("output %s: a commit was refused: %s", uri, refusal.text)
+        time.sleep(pause_s)
+        with looking_again(uri, publication.partition):
+            published = attempt.look()
+        if not refusal.may_repeat:
+            break
+    assert refusal is not None
+    if not is_published(uri, published, publication, replaces):
+        raise refusal.error(uri, publication.partition) from refusal.cause
+
+
+def pauses_s() -> Iterator[float]:
+    """Pauses after commits: exponential, with jitter so that writers don't stay in step."""
+    for idx in range(_ATTEMPTS):
+        yield random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2**idx, _LONGEST_PAUSE_S)
+
+
+@contextmanager
+def looking_again(uri: str, partition: str) -> Iterator[None]:
+    """Turn a failed read after a commit, whose outcome is open, into `CommitUnknownError`."""
+    try:
+        yield
+    except StorageError as error:
+        raise CommitUnknownError(
+            f"output {uri}: no answer came whether partition {partition!r} was published, and the"
+            f" table can't be read; commit again to find out: {error}"
+        ) from error
+
+
+def is_published(
+    uri: str, published: Publication | None, wanted: Publication, replaces: Publication | None
+) -> bool:
+    """Whether the partition holds `wanted` already; if not, it holds `replaces`.
+
+    Raises:
+        ConflictError: it holds neither.
+    """
+    if published == wanted:
+        return True
+    if published == replaces:
+        return False
+    held, expected = (whose.run_id if whose else "nothing" for whose in (published, replaces))
+    raise ConflictError(
+        f"output {uri}: partition {wanted.partition!r} holds {held} where {expected} was expected:"
+        f" another writer has published it meanwhile; {wanted.run_id} wasn't published"
+    )
 
 
 def check_name(uri: str, partition: str) -> None:
@@ -40,8 +235,8 @@ def publisher_in(
     if not run_ids:
         return None
     run_id = run_ids.pop()
-    found = Publication.of_run_id(run_id) if isinstance(run_id, str) and not run_ids else None
-    if found is None or found.partition != partition:
+    publisher = Publication.of_run_id(run_id) if isinstance(run_id, str) and not run_ids else None
+    if publisher is None or publisher.partition != partition:
         why = "there are several values of" if run_ids else "there is no column"
         if not run_ids and RUN_ID in columns.names:
             why = f"it is {run_id!r} in"
@@ -49,46 +244,7 @@ def publisher_in(
             f"output {uri}: partition {partition!r} holds rows that no job of this package wrote;"
             f" move them away or choose another output table ({why} {RUN_ID!r})"
         )
-    return found
-
-
-def is_published(
-    uri: str, found: Publication | None, wanted: Publication, replaces: Publication | None
-) -> bool:
-    """Whether the partition holds `wanted` already; if not, it holds `replaces`.
-
-    Raises:
-        ConflictError: it holds neither.
-    """
-    if found == wanted:
-        return True
-    if found == replaces:
-        return False
-    there, expected = (each.run_id if each else "nothing" for each in (found, replaces))
-    raise ConflictError(
-        f"output {uri}: partition {wanted.partition!r} holds {there} where {expected} was expected:"
-        f" another writer has published it meanwhile; {wanted.run_id} wasn't published"
-    )
-
-
-@contextmanager
-def looking_again(uri: str, partition: str, *, is_open: bool = True) -> Iterator[None]:
-    """Turn a failed read into `CommitUnknownError` if a commit's outcome is open (`is_open`)."""
-    try:
-        yield
-    except StorageError as error:
-        if not is_open:
-            raise
-        raise CommitUnknownError(
-            f"output {uri}: no answer came whether partition {partition!r} was published, and the"
-            f" table can't be read; commit again to find out: {error}"
-        ) from error
-
-
-def pauses_s(first_s: float, longest_s: float, num_pauses: int) -> Iterator[float]:
-    """Pauses between commits: exponential, with jitter so that writers don't stay in step."""
-    for idx in range(num_pauses):
-        yield random.uniform(0.5, 1.0) * min(first_s * 2**idx, longest_s)
+    return publisher
 
 
 def _values(column: pa.Array) -> set[Any]:

@@ -80,7 +80,8 @@ def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]
         yield
     except FileNotFoundError as error:
         raise TableError(
-            f"table {uri}: a file of partition {partition!r} vanished while it was read: {error}"
+            f"table {uri}: a file of partition {partition!r} vanished while it was read, or since"
+            f" its version was looked at, as after a vacuum; plan again: {error}"
         ) from error
     except (
         *(pa.ArrowException, OverflowError, OSError, BotoCoreError),

@@ -82,6 +82,17 @@ def check_cases(where: str, names: Sequence[str]) -> None:
             )
 
 
+def check_own(where: str, column: str, rows: pa.Schema) -> None:
+    """Check the rows' columns without looking at the table; `column` is the partition column.
+
+    Raises:
+        TableError: no table can have such columns.
+    """
+    if column in rows.names:
+        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+    check_cases(where, [column, *rows.names])
+
+
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str) -> None:
     """Check names of new columns and of the fields inside them.
 

@@ -1,17 +1,33 @@
-"""The interface of a lake table, in any format."""
+"""The interface of a lake table, and what its formats have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 
+from batchllm_operator.lake.parquet_footer import read_footer
+from batchllm_operator.lake.partition_order import in_orders
+from batchllm_operator.lake.publishing import (
+    Attempt,
+    Publication,
+    StagedRows,
+    Staging,
+    check_name,
+    publish_once,
+)
+from batchllm_operator.lake.row_stream import read_batches
+from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.spec import FilterTerm
+from batchllm_operator.storage.folder import Folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,90 +74,56 @@ class Snapshot:
     inner: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Those of the partition columns after this one."""
 
+    @classmethod
+    def of(
+        cls,
+        partition: str,
+        version: str,
+        files: Sequence[InputFile],
+        schema: pa.Schema,
+        column: str,
+        coordinates: Iterable[Mapping[str, str]],
+    ) -> Snapshot:
+        """`coordinates` are the values of all partition columns, in the order of the table's
+        layout, for each file; `column` is the column that names partitions.
+        """
+        outer: dict[str, set[str]] = {}
+        inner: dict[str, set[str]] = {}
+        for values in coordinates:
+            side = outer
+            for name, value in values.items():
+                if name == column:
+                    side = inner
+                else:
+                    side.setdefault(name, set()).add(value)
+        return cls(partition, version, tuple(files), schema, in_orders(outer), in_orders(inner))
+
     @property
     def num_rows(self) -> int:
         """Rows of all files; an upper bound where rows were deleted one by one."""
         return sum(file.num_rows for file in self.files)
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """The job and plan whose outputs a partition of an output table holds."""
+class LakeTable(ABC):
+    """A table partitioned by one column; the formats pass one behaviour suite."""
 
-    job: str
-    partition: str
-    plan_id: str
+    forbidden_in_names = ""
+    """Characters that the format doesn't allow in names of columns."""
 
-    @property
-    def run_id(self) -> str:
-        """The value of column `run_id` in each of its rows."""
-        return f"{self.job}/{self.partition}/{self.plan_id}"
+    def __init__(self, uri: str, partition_column: str, most_file_bytes: int | None) -> None:
+        """`uri` is the table's address, as in a spec.
 
-    @property
-    def properties(self) -> dict[str, str]:
-        """Stored with the commit in the table's history."""
-        fields = {"job": self.job, "partition": self.partition, "plan-id": self.plan_id}
-        return {f"batchllm.{name}": value for name, value in fields.items()}
-
-    @classmethod
-    def of_run_id(cls, run_id: str | None) -> Publication | None:
-        """The publication that a row's `run_id` names; None if no job of ours wrote it.
-
-        A job's name and a plan's id contain no `/`; a partition's name may.
+        `most_file_bytes` bounds a new data file; None if a partition is one file of any size.
         """
-        job, _, rest = (run_id or "").partition("/")
-        partition, _, plan_id = rest.rpartition("/")
-        return cls(job, partition, plan_id) if job and partition and plan_id else None
+        self.uri = uri
+        self.partition_column = partition_column
+        self.most_file_bytes = most_file_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class StagedRows:
-    """Rows of a partition in data files that no version of the table refers to yet."""
-
-    schema: pa.Schema
-    """Columns of the rows, as they were given."""
-    stored: pa.Schema
-    """The same columns as the files have them; a later version may want others."""
-    files: tuple[str, ...]
-    """What the format needs to know of each file, as JSON, in row order."""
-
-
-class Staging(Protocol):
-    """Puts data files beside those of a table, in any process: it can be sent to one."""
-
-    def put(self, data: Path, number: int) -> list[str]:
-        """Put the rows of local files into the table's folder; returns `StagedRows.files`.
-
-        `data` is as for `LakeTable.publish`; names sort by `number` first. What isn't published is
-        left to the table's vacuum.
-
-        Raises:
-            TableError: a value doesn't fit the table.
-            StorageError: the storage fails.
-        """
-
-    def rows(self, files: Sequence[str]) -> StagedRows:
-        """What `LakeTable.publish` takes, from what all `put` returned, in row order."""
-
-
-class LakeTable(Protocol):
-    """A table partitioned by one column; implementations pass one behaviour suite."""
-
-    @property
-    def uri(self) -> str:
-        """The table's address, as in a spec."""
-
-    @property
-    def most_file_bytes(self) -> int | None:
-        """Upper bound of a data file; None if a partition is one file of any size."""
-
-    @property
-    def forbidden_in_names(self) -> str:
-        """Characters that the format doesn't allow in names of columns."""
-
+    @abstractmethod
     def partitions(self) -> list[str]:
         """Names of the partitions, as `in_order` has them; none if there is no table."""
 
+    @abstractmethod
     def snapshot(self, partition: str) -> Snapshot:
         """Pin the partition's current content; no files if the table lacks the partition.
 
@@ -166,7 +148,28 @@ class LakeTable(Protocol):
             TableError: a column is unknown, its type doesn't allow a condition's comparison, or the
                 snapshot is gone.
         """
+        check_columns(self.uri, snapshot.schema, columns, conditions)
+        wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
+        schema = pa.schema([snapshot.schema.field(name) for name in wanted])
+        with reading(self.uri, snapshot.partition):
+            condition = row_condition(self.uri, conditions, schema) if snapshot.files else None
+        for batch in self._batches(snapshot, schema, conditions, condition, part):
+            yield batch.select(list(columns))
+        if part is None:
+            self.check_unchanged(snapshot)
 
+    @abstractmethod
+    def _batches(
+        self,
+        snapshot: Snapshot,
+        schema: pa.Schema,
+        conditions: Sequence[FilterTerm],
+        condition: pds.Expression | None,
+        part: FilePart | None,
+    ) -> Iterator[pa.RecordBatch]:
+        """See `scan`: rows that meet `condition`, with at least the columns of `schema`."""
+
+    @abstractmethod
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
         """The Parquet footer of one of the snapshot's files.
 
@@ -174,13 +177,14 @@ class LakeTable(Protocol):
             TableError: the file is gone or damaged.
         """
 
-    def check_unchanged(self, snapshot: Snapshot) -> None:
+    def check_unchanged(self, snapshot: Snapshot) -> None:  # noqa: B027 - versions don't change
         """Check that what was read since the snapshot was taken is the snapshot.
 
         Raises:
             StorageError: files were replaced meanwhile, in a format that allows it.
         """
 
+    @abstractmethod
     def published(self, partition: str) -> Publication | None:
         """The partition's publication; None if it has no rows, or there is no table.
 
@@ -188,6 +192,7 @@ class LakeTable(Protocol):
             TableError: the partition holds rows that no job of this package wrote.
         """
 
+    @abstractmethod
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> StoredColumns:
@@ -215,6 +220,7 @@ class LakeTable(Protocol):
         Raises:
             TableError: as `check_outputs`.
         """
+        return None
 
     def publish(
         self,
@@ -243,3 +249,43 @@ class LakeTable(Protocol):
                 partition holds rows that no job of this package wrote.
             StorageError: the storage or the catalog fails; nothing was published.
         """
+        check_name(self.uri, publication.partition)
+        with self._attempt(publication, data, add_columns) as attempt:
+            publish_once(self.uri, publication, replaces, attempt)
+
+    @abstractmethod
+    def _attempt(
+        self, publication: Publication, data: Path | StagedRows, add_columns: bool
+    ) -> AbstractContextManager[Attempt]:
+        """What `publish` repeats; on exit, removes the files that no version may refer to."""
+
+
+class FolderTable(LakeTable):
+    """A table whose files lie in one folder."""
+
+    def __init__(
+        self, folder: Folder, uri: str, partition_column: str, most_file_bytes: int | None
+    ) -> None:
+        super().__init__(uri, partition_column, most_file_bytes)
+        self._folder = folder
+
+    def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
+        with reading(self.uri, snapshot.partition, file.name):
+            return read_footer(self._folder, file.name, file.size_bytes)[0]
+
+    def _read(
+        self,
+        partition: str,
+        name: str,
+        schema: pa.Schema,
+        folder_values: Mapping[str, Any],
+        condition: pds.Expression | None,
+        part: FilePart | None,
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a file of the folder; see `read_batches`."""
+        row_groups = None if part is None else part.row_groups
+        with (
+            reading(self.uri, partition, name),
+            self._folder.open_file(name, read_ahead=False) as source,
+        ):
+            yield from read_batches(source, schema, folder_values, condition, row_groups)

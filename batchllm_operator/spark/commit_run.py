@@ -22,8 +22,7 @@ import pyarrow.compute as pc
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.partition import FinishedShard, Joining, write_partition
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import LakeTable, gather, write_files
-from batchllm_operator.lake.table import StagedRows, Staging
+from batchllm_operator.lake import LakeTable, StagedRows, Staging, gather, write_files
 from batchllm_operator.progress import Progress
 from batchllm_operator.shards.buckets import (
     BUCKET_ROWS,

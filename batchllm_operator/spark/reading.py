@@ -20,8 +20,14 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import TypeAdapter
 
-from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined, open_table
-from batchllm_operator.lake.table import FilePart
+from batchllm_operator.lake import (
+    FilePart,
+    LakeTable,
+    Snapshot,
+    StoredColumns,
+    joined,
+    open_table,
+)
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.keys import MAX_NAMED, NullKeys, named_keys, repeated_keys
 from batchllm_operator.prompts import Tokenizer, load_tokenizer

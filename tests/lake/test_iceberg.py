@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import io
 import re
 import sqlite3
@@ -16,7 +17,12 @@ import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
-from pyiceberg.io.pyarrow import PyArrowFile, schema_to_pyarrow
+from pyiceberg.io.pyarrow import (
+    PyArrowFile,
+    _pyarrow_to_schema_without_ids,
+    _read_deletes,
+    schema_to_pyarrow,
+)
 from pyiceberg.manifest import (
     DataFile,
     DataFileContent,
@@ -28,6 +34,7 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import Table
+from pyiceberg.table.update.snapshot import _SnapshotProducer
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
 from pyiceberg.types import LongType
 from pyiceberg.utils.config import Config
@@ -496,6 +503,30 @@ def test_a_column_of_nulls_takes_the_tables_type(
     publish(table, pa.table({"n": [1], "x": ["a"]}), tmp_path, of_plan(partition="2026-01-01"))
     publish(table, pa.table({"n": [1], "x": pa.nulls(1)}), tmp_path)
     assert read(table, ["x"]) == [{"x": None}]
+
+
+# What isn't public in pyiceberg
+
+
+PRIVATE: dict[Any, list[str]] = {
+    Table._do_commit: ["self", "updates", "requirements"],
+    _SnapshotProducer._clean_all_uncommitted: ["self"],
+    _read_deletes: ["io", "data_file"],
+    _pyarrow_to_schema_without_ids: ["schema", "downcast_ns_timestamp_to_us", "format_version"],
+}
+
+
+@pytest.mark.parametrize("function", PRIVATE, ids=lambda function: function.__qualname__)
+def test_a_private_function_that_is_called_has_its_arguments(function: Any) -> None:
+    assert list(inspect.signature(function).parameters) == PRIVATE[function]
+
+
+def test_a_transaction_holds_what_a_commit_sends(lake: IcebergLake) -> None:
+    lake.append(DS, numbers(1))
+    transaction = lake.load().transaction()
+    assert (transaction._updates, transaction._requirements) == ((), ())
+    transaction.set_properties(a="b")
+    assert all((transaction._updates, transaction._requirements))
 
 
 # Catalogs

@@ -658,7 +658,7 @@ def test_publishers_side_by_side(folder: Folder, tmp_path: Path) -> None:
         (403, "AccessDenied", StorageError, 1),
         (500, "InternalError", CommitUnknownError, 1),
         (None, "", CommitUnknownError, 1),
-        (409, "ConditionalRequestConflict", StorageError, 5),
+        (409, "ConditionalRequestConflict", StorageError, 20),
     ],
 )
 def test_s3_that_does_not_take_a_file(

@@ -4,17 +4,15 @@ pauses that differ between those who wait; docs/faults.md lists them."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.pauses import MANY, Clock, check_pauses
 
 from batchllm_operator.errors import StorageError
+from batchllm_operator.lake import publishing
 from batchllm_operator.lake.delta import log as delta_log
-from batchllm_operator.lake.delta import table as delta
-from batchllm_operator.lake.iceberg import publish as iceberg_publish
-from batchllm_operator.lake.publishing import pauses_s
+from batchllm_operator.lake.publishing import Publication, Refusal
 from batchllm_operator.storage import Folder
 from batchllm_operator.storage import folder as folder_module
 
@@ -39,29 +37,26 @@ def test_conditional_writes_that_meet(tmp_path: Path, monkeypatch: pytest.Monkey
     check_pauses(series, 6.4)
 
 
-def test_commits_to_delta_tables() -> None:
-    series = [
-        list(pauses_s(delta._FIRST_PAUSE_S, delta._LONGEST_PAUSE_S, delta._ATTEMPTS - 1))
-        for _ in range(MANY)
-    ]
-    assert {len(pauses) for pauses in series} == {19}
-    check_pauses(series, 2.0)
+class Refused:
+    """An attempt whose commits are all refused."""
+
+    def look(self) -> None:
+        """The partition stays empty."""
+
+    def commit(self) -> Refusal:
+        return Refusal("not now")
 
 
-def test_commits_to_iceberg_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     series = []
     for _ in range(MANY):
         clock = Clock()
-        monkeypatch.setattr(iceberg_publish, "time", clock)
-        publisher: Any = object.__new__(iceberg_publish.Publisher)
-        publisher._staged, publisher._is_open, publisher._uri = None, False, "t"
-        publisher._publication = SimpleNamespace(partition="p")
-        publisher._try = lambda *_: RuntimeError("not now")
-        with pytest.raises(StorageError, match="gave up after 10 commits"):
-            publisher.publish(None, add_columns=False)
+        monkeypatch.setattr(publishing, "time", clock)
+        with pytest.raises(StorageError, match="wasn't published; commit again: not now"):
+            publishing.publish_once("t", Publication("j", "p", "a"), None, Refused())
         series.append(clock.pauses)
-    assert {len(pauses) for pauses in series} == {9}
-    check_pauses(series, 5.0)
+    assert {len(pauses) for pauses in series} == {20}
+    check_pauses(series, 2.0)
 
 
 def test_delta_rs_tries_as_often_as_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,10 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import iceberg_errors
 from batchllm_operator.lake.iceberg.read import IcebergFiles, read_metadata
 from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
-from batchllm_operator.lake.partition_order import in_order, in_orders, shown_near
-from batchllm_operator.lake.publishing import RUN_ID, publisher_in
-from batchllm_operator.lake.scanning import check_columns, reading, row_condition
-from batchllm_operator.lake.table import FilePart, InputFile, Publication
+from batchllm_operator.lake.partition_order import in_order, shown_near
+from batchllm_operator.lake.publishing import RUN_ID, Publication, publisher_in
+from batchllm_operator.lake.scanning import reading
+from batchllm_operator.lake.table import FilePart, InputFile
 from batchllm_operator.spec import FilterTerm
 
 _COMPARISONS: Final[dict[str, Any]] = {
@@ -105,21 +105,20 @@ class PartitionView:
             tasks, key=lambda task: (PurePosixPath(task.file.file_path).name, task.file.file_path)
         )
 
-    def scan(
+    def batches(
         self,
         columns: Sequence[str],
         conditions: Sequence[FilterTerm] = (),
+        condition: pds.Expression | None = None,
         part: FilePart | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        check_columns(self.uri, self.arrow_schema, columns, conditions)
+        """See `LakeTable._batches`; the columns come first."""
         tasks = self.tasks(conditions) if part is None else [self._task_of(part.file)]
-        wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
+        wanted = dict.fromkeys(columns)
         if not all(self.is_whole(task.file) for task in tasks):
             wanted[self.column] = None
-        schema = pa.schema([self.arrow_schema.field(name) for name in wanted])
         # `reading` is the inner one: errors that it lets through are pyiceberg's.
         with iceberg_errors(self.uri), reading(self.uri, self.partition):
-            condition = row_condition(self.uri, conditions, schema)
             files = IcebergFiles(
                 self.uri,
                 self._table.metadata,
@@ -137,7 +136,7 @@ class PartitionView:
                     for batch in files.read(task, part):
                         chosen = batch if in_file is None else batch.filter(in_file)
                         if chosen.num_rows:
-                            yield chosen.select(list(columns))
+                            yield chosen
 
     def footer(self, file: InputFile) -> pq.FileMetaData:
         """See `LakeTable.footer`."""
@@ -145,24 +144,18 @@ class PartitionView:
         with iceberg_errors(self.uri), reading(self.uri, self.partition, path):
             return read_metadata(self._table.io, path)
 
-    def other_values(
-        self, tasks: Sequence[FileScanTask]
-    ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-        """See `Snapshot.outer` and `Snapshot.inner`: columns by whose values files are apart."""
-        outer: dict[str, set[str]] = {}
-        inner: dict[str, set[str]] = {}
+    def coordinates(self, tasks: Sequence[FileScanTask]) -> Iterator[dict[str, str]]:
+        """Values of the columns by whose values files are apart; see `Snapshot.of`."""
         for task in tasks:
-            found = outer
-            parts = self._table.specs()[task.file.spec_id].fields
-            for place, part in enumerate(parts):
-                if part.source_id == self._field.field_id:
-                    found = inner
-                    continue
+            values = {}
+            for place, part in enumerate(self._table.specs()[task.file.spec_id].fields):
                 source = self._schema.find_field(part.source_id)
-                if _is_identity(part, source.field_id):
+                if source.field_id == self._field.field_id:
+                    values[self.column] = self.partition
+                elif _is_identity(part, source.field_id):
                     value = partition_name(source.field_type, task.file.partition[place])
-                    found.setdefault(source.name, set()).add(value)
-        return in_orders(outer), in_orders(inner)
+                    values[source.name] = value
+            yield values
 
     def _task_of(self, file: InputFile) -> FileScanTask:
         """The task of one of the partition's files, all of which are looked up once."""
@@ -176,7 +169,7 @@ class PartitionView:
     def published(self) -> Publication | None:
         """See `LakeTable.published`."""
         columns = [RUN_ID] if RUN_ID in self.arrow_schema.names else []
-        return publisher_in(self.uri, self.partition, self.arrow_schema, self.scan(columns))
+        return publisher_in(self.uri, self.partition, self.arrow_schema, self.batches(columns))
 
     def is_whole(self, file: DataFile) -> bool:
         """Whether the file's partition spec says that all its rows are in this partition."""

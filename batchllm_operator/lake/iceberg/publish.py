@@ -2,46 +2,96 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
-from pyiceberg.table import Table
+from pyiceberg.table import Table, Transaction
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.update import AssertTableUUID
 
-from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors, without_secrets
-from batchllm_operator.lake.iceberg.commit import NotCommittedError, Overwrite
 from batchllm_operator.lake.iceberg.partition import PartitionView
 from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles
-from batchllm_operator.lake.publishing import check_name, is_published, looking_again, pauses_s
-from batchllm_operator.lake.schema import check_cases, check_fit, check_required, check_typed
+from batchllm_operator.lake.publishing import Publication, Refusal, StagedRows, looking_again
+from batchllm_operator.lake.schema import check_fit, check_own, check_required, check_typed
 from batchllm_operator.lake.stored_columns import StoredColumns
-from batchllm_operator.lake.table import Publication, StagedRows
 
 _NEWEST_FORMAT: Final = 2
-_ATTEMPTS: Final = 10
-_FIRST_PAUSE_S: Final = 0.2
-_LONGEST_PAUSE_S: Final = 5.0
-_log = logging.getLogger(__name__)
+
+
+class Overwrite:
+    """A transaction on a table as it was loaded, without pyiceberg's own retries.
+
+    Those would repeat the commit on top of unseen changes.
+    """
+
+    def __init__(self, table: Table, rows: pa.Schema) -> None:
+        """Columns of `rows` (from `storable_schema`) that the table lacks are added to it."""
+        self._table = table
+        self._transaction: Transaction = table.transaction()
+        self._producer: Any = None
+        has = {field.name for field in table.schema().fields}
+        if new := [field for field in rows if field.name not in has]:
+            with self._transaction.update_schema() as update:
+                update.union_by_name(iceberg_schema(pa.schema(new)))
+
+    @property
+    def metadata(self) -> TableMetadata:
+        """The table's metadata with the new columns."""
+        return self._transaction.table_metadata
+
+    def stage(
+        self,
+        old_files: Sequence[DataFile],
+        new_files: Sequence[DataFile],
+        properties: Mapping[str, str],
+    ) -> None:
+        snapshot = self._transaction.update_snapshot(snapshot_properties=dict(properties))
+        self._producer = snapshot.overwrite()
+        for file in old_files:
+            self._producer.delete_data_file(file)
+        for file in new_files:
+            self._producer.append_data_file(file)
+        self._producer.commit()  # into the transaction
+
+    def commit(self) -> None:
+        """Commit what is staged.
+
+        Raises:
+            CommitFailedException: the branch has moved since the table was loaded.
+            Exception: anything that pyiceberg and its catalogs raise; the commit may have happened.
+        """
+        staged = self._transaction
+        requirements = (*staged._requirements, AssertTableUUID(uuid=self.metadata.table_uuid))
+        self._table._do_commit(updates=staged._updates, requirements=requirements)
+
+    def is_in(self, table: Table) -> bool:
+        """Whether the reloaded table has the snapshot."""
+        snapshot_id = self._producer.snapshot_id
+        return snapshot_id is not None and table.metadata.snapshot_by_id(snapshot_id) is not None
+
+    def clean_up(self) -> None:
+        """Remove the written manifests. Only if the commit certainly hasn't happened."""
+        self._producer._clean_all_uncommitted()
 
 
 class Publisher:
-    """Publishes one partition, and repeats failed commits.
+    """See `Attempt`.
 
-    Any failure is repeated, some seconds long: only `CommitFailedException` means the same in all
-    catalogs. A lost connection, a locked database, a throttled call and a denied one are errors of
-    SQLAlchemy, botocore, Thrift or requests, or a status code of a REST catalog, whose server or
-    proxy may be at fault for a moment. To repeat is safe, as each commit begins with a look at the
-    table, and what never succeeds ends with the last error.
+    Any failure may be repeated: only `CommitFailedException` means the same in all catalogs. A lost
+    connection, a locked database, a throttled call and a denied one are errors of SQLAlchemy,
+    botocore, Thrift or requests, or a status code of a REST catalog, whose server or proxy may be
+    at fault for a moment. To repeat is safe, as the table is looked at before each commit, and what
+    never succeeds ends with the last error.
 
     Data files are written once, unless the schema changes meanwhile. They are removed when no
     snapshot can refer to them, so not while a commit's outcome is unknown.
@@ -52,70 +102,34 @@ class Publisher:
         catalog_table: CatalogTable,
         column: str,
         publication: Publication,
-        data: Sequence[Path] | StagedRows,
+        data: Path | StagedRows,
         most_file_bytes: int,
+        *,
+        add_columns: bool,
     ) -> None:
-        """`data` are local files of the rows, at least one; `most_file_bytes` bounds new files.
-
-        Or they are staged.
-        """
-        self._catalog_table = catalog_table
-        self._uri = catalog_table.uri
-        self._column = column
-        self._publication = publication
-        self._data = data
-        self._most_file_bytes = most_file_bytes
-        if isinstance(data, StagedRows):
-            self._num_rows = sum(json.loads(file)["record_count"] for file in data.files)
-            rows = data.schema
-        else:
-            footers = [pq.read_metadata(file) for file in data]
-            self._num_rows = sum(footer.num_rows for footer in footers)
-            rows = footers[0].schema.to_arrow_schema()
+        """`column` is the table's partition column; otherwise see `LakeTable.publish`."""
+        self._catalog_table, self._uri = catalog_table, catalog_table.uri
+        self._column, self._publication, self._data = column, publication, data
+        self._most_file_bytes, self._add_columns = most_file_bytes, add_columns
+        rows = data.schema if isinstance(data, StagedRows) else pq.read_schema(files_of(data)[0])
         check_own(f"table {self._uri}", column, rows)
         self._rows = storable_schema(f"table {self._uri}", rows)
         self._staged: StagedFiles | None = None
         self._overwrites: list[Overwrite] = []  # all tried; any may be in the table
         self._is_open = False  # whether a commit of the staged files may have happened
 
-    def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
-        """See `LakeTable.publish`."""
-        check_name(self._uri, self._publication.partition)
-        try:
-            failure = self._try(replaces, add_columns)
-            for pause_s in pauses_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ATTEMPTS - 1):
-                if failure is None:
-                    return
-                time.sleep(pause_s)
-                failure = self._try(replaces, add_columns)
-        finally:
-            if self._staged is not None and not self._is_open:
-                self._staged.remove()
-        if failure is None:
-            return
-        kind = CommitUnknownError if self._is_open else StorageError
-        text, cause = without_secrets(failure, self._uri)
-        raise kind(
-            f"output {self._uri}: partition {self._publication.partition!r}: gave up after"
-            f" {_ATTEMPTS} commits; commit again: {text}"
-        ) from cause
+    def look(self) -> Publication | None:
+        loaded = self._catalog_table.load()
+        self._table = loaded or self._catalog_table.create(self._rows, self._column)
+        if self._has_happened(self._table):
+            return self._publication
+        partition = self._publication.partition
+        self._view = PartitionView.now(self._table, self._uri, self._column, partition)
+        return self._view.published()
 
-    def _try(self, replaces: Publication | None, add_columns: bool) -> Exception | None:
-        """Commit once on top of the table as it is; returns None on success, else the failure."""
-        with self._looking():
-            table = self._catalog_table.load()
-            if table is None:
-                table = self._catalog_table.create(self._rows, self._column)
-            if self._has_happened(table):
-                return None
-            view = PartitionView.now(table, self._uri, self._column, self._publication.partition)
-            found = view.published()
-        if found is None and self._num_rows == 0:
-            return None
-        if is_published(self._uri, found, self._publication, replaces):
-            return None
+    def commit(self) -> Refusal | None:
         with iceberg_errors(self._uri):
-            overwrite = self._prepare(table, view, add_columns)
+            overwrite = self._prepare()
         if overwrite is None:
             return None
         was_open, self._is_open = self._is_open, True
@@ -124,60 +138,49 @@ class Publisher:
             return None
         except Exception as error:  # noqa: BLE001 - each catalog has its own; the table says what happened
             failure = error
-        with self._looking():
+        with looking_again(self._uri, self._publication.partition):
             now = self._catalog_table.load_again()
         if now is not None and self._has_happened(now):
             return None
-        if isinstance(failure, NotCommittedError):
+        if isinstance(failure, CommitFailedException):
             self._is_open = was_open
             overwrite.clean_up()
-        text, _ = without_secrets(failure, self._uri)
-        _log.warning("%s: not committed, trying again: %s", self._uri, text)
-        return failure
+        text, cause = without_secrets(failure, self._uri)
+        return Refusal(text, cause, may_arrive=self._is_open)
 
-    def _looking(self) -> AbstractContextManager[None]:
-        return looking_again(self._uri, self._publication.partition, is_open=self._is_open)
+    def close(self) -> None:
+        """Remove the data files, unless a snapshot may refer to them."""
+        if self._staged is not None and not self._is_open:
+            self._staged.remove()
 
     def _has_happened(self, table: Table) -> bool:
         """Whether one of our commits is in the table, whatever its answer was."""
-        if not any(overwrite.is_in(table) for overwrite in self._overwrites):
-            return False
-        _log.info("%s: the answer was lost, but the snapshot is there", self._uri)
-        return True
+        return any(overwrite.is_in(table) for overwrite in self._overwrites)
 
-    def _prepare(self, table: Table, view: PartitionView, add_columns: bool) -> Overwrite | None:
-        """A commit on top of `table`, with its data files written; None if nothing would change."""
+    def _prepare(self) -> Overwrite | None:
+        """A commit on top of the table, with its data files written; None if it changed nothing.
+
+        Raises:
+            ConflictError: the table has other columns than when staged rows were written.
+        """
+        table, view = self._table, self._view
         old = [task.file for task in view.tasks()]
-        new_names = check_takes(table, view, old, self._rows, add_columns=add_columns)
-        new_columns = pa.schema([self._rows.field(name) for name in new_names])
-        overwrite = Overwrite(table, iceberg_schema(new_columns))
+        check_takes(table, view, old, self._rows, add_columns=self._add_columns)
+        overwrite = Overwrite(table, self._rows)
         if self._staged is None or self._staged.schema != overwrite.metadata.schema():
-            if self._staged is not None and not self._is_open:
-                self._staged.remove()
+            self.close()
             self._staged = StagedFiles(table, overwrite.metadata, self._column, view.value)
-            self._fill(self._staged, table)
+            if isinstance(self._data, StagedRows):
+                self._data.check_stored(self._uri, arrow_schema(self._staged.schema))
+                self._staged.take(self._data.files)
+            else:
+                stored = stored_columns(self._uri, table, self._rows)
+                self._staged.write(files_of(self._data), stored, self._most_file_bytes)
         if not old and not self._staged.files:
             return None
         self._overwrites.append(overwrite)
         overwrite.stage(old, self._staged.files, self._publication.properties)
         return overwrite
-
-    def _fill(self, staged: StagedFiles, table: Table) -> None:
-        """Write the data files, or refer to those that are there.
-
-        Raises:
-            ConflictError: the table has other columns than when those were written.
-        """
-        if not isinstance(self._data, StagedRows):
-            stored = stored_columns(self._uri, table, self._rows)
-            staged.write(self._data, stored, self._most_file_bytes)
-            return
-        if arrow_schema(staged.schema) != self._data.stored:
-            raise ConflictError(
-                f"output {self._uri}: its columns have changed while the outputs were written;"
-                " commit again"
-            )
-        staged.take(self._data.files)
 
 
 def check_takes(
@@ -187,8 +190,8 @@ def check_takes(
     rows: pa.Schema,
     *,
     add_columns: bool,
-) -> list[str]:
-    """Names of those columns of `rows` (from `storable_schema`) that the table lacks.
+) -> None:
+    """Check that `rows` (from `storable_schema`) can replace the partition.
 
     `view` is the partition's newest state, and `old` are its files.
 
@@ -215,18 +218,6 @@ def check_takes(
     check_required(where, columns, [*rows.names, view.column])
     new = check_fit(where, columns, rows, add_columns=add_columns)
     check_typed(where, [rows.field(name) for name in new])
-    return new
-
-
-def check_own(where: str, column: str, rows: pa.Schema) -> None:
-    """Check the rows' columns without looking at the table; `column` is that of partitions.
-
-    Raises:
-        TableError: no table can have such columns.
-    """
-    if column in rows.names:
-        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
-    check_cases(where, [column, *rows.names])
 
 
 def stored_columns(uri: str, table: Table | None, rows: pa.Schema) -> StoredColumns:

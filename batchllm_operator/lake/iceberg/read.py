@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -19,9 +19,8 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import NestedField
+from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructType
 
-from batchllm_operator.lake.iceberg.project import absent, project
 from batchllm_operator.lake.iceberg.schema import arrow_schema
 from batchllm_operator.lake.parquet_footer import file_schema
 from batchllm_operator.lake.row_stream import read_batches
@@ -146,6 +145,66 @@ class IcebergFiles:
             if found is not None:
                 places.append(found.to_numpy().astype(np.int64))
         return np.concatenate(places)
+
+
+def project(array: pa.Array, held: IcebergType, wanted: IcebergType, kind: pa.DataType) -> pa.Array:
+    """Convert `array` from type `held` to `wanted`, by field id at every level of nesting.
+
+    pyiceberg's own projection turns null lists into empty ones (0.12, lists of structs).
+
+    Args:
+        array: of any length and offset.
+        held: its type, with the file's names and ids.
+        wanted: the column's type now.
+        kind: `wanted` as an Arrow type.
+
+    Raises:
+        pa.ArrowException: a value can't be of that type.
+    """
+    match held, wanted:
+        case StructType(), StructType():
+            places = {field.field_id: place for place, field in enumerate(held.fields)}
+            names = [field.name for field in array.type]
+            columns = [
+                project(
+                    array.field(names.index(held.fields[places[field.field_id]].name)),
+                    held.fields[places[field.field_id]].field_type,
+                    field.field_type,
+                    kind.field(place).type,
+                )
+                if field.field_id in places
+                else absent(field, kind.field(place).type, len(array))
+                for place, field in enumerate(wanted.fields)
+            ]
+            return pa.StructArray.from_arrays(columns, fields=list(kind), mask=array.is_null())
+        case ListType(), ListType():
+            offsets, values = _lists(array, array.values)
+            items = project(values, held.element_type, wanted.element_type, kind.value_type)
+            return pa.ListArray.from_arrays(offsets, items, type=kind, mask=array.is_null())
+        case MapType(), MapType():
+            offsets, values = _lists(array, array.keys)
+            keys = project(values, held.key_type, wanted.key_type, kind.key_type)
+            _, values = _lists(array, array.items)
+            items = project(values, held.value_type, wanted.value_type, kind.item_type)
+            return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=array.is_null())
+    return array.cast(kind)
+
+
+def absent(
+    field: NestedField, kind: pa.DataType, num_rows: int, constants: Mapping[int, Any] | None = None
+) -> pa.Array:
+    """A column that the file lacks: its partition's constant, the initial default, or null."""
+    value = (constants or {}).get(field.field_id, field.initial_default)
+    return (
+        pa.nulls(num_rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), num_rows)
+    )
+
+
+def _lists(array: pa.Array, values: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Offsets of the lists from 0, and their values; of a slice, only its own."""
+    offsets = array.offsets.to_numpy()
+    start, end = int(offsets[0]), int(offsets[-1])
+    return pa.array(offsets - start), values.slice(start, end - start)
 
 
 @contextmanager

@@ -4,39 +4,58 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
+import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
-from batchllm_operator.lake.iceberg.commit import Overwrite
 from batchllm_operator.lake.iceberg.partition import PartitionView, partition_names
-from batchllm_operator.lake.iceberg.publish import (
-    Publisher,
-    check_own,
-    check_takes,
-    stored_columns,
-)
-from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
-from batchllm_operator.lake.iceberg.staging import IcebergStaging
-from batchllm_operator.lake.iceberg.write import check_writer
-from batchllm_operator.lake.publishing import check_name
+from batchllm_operator.lake.iceberg.publish import Overwrite, Publisher, check_takes, stored_columns
+from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
+from batchllm_operator.lake.iceberg.write import StagedFiles, check_writer
+from batchllm_operator.lake.publishing import Publication, StagedRows, Staging, check_name
+from batchllm_operator.lake.schema import check_own
 from batchllm_operator.lake.stored_columns import StoredColumns
-from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
+from batchllm_operator.lake.table import FilePart, InputFile, LakeTable, Snapshot
 from batchllm_operator.spec import FilterTerm, TableAddress
 
 _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapshot, of the schema
 
 
-class IcebergTable:
-    """A `LakeTable` in an Iceberg catalog."""
+@dataclass(frozen=True, slots=True)
+class IcebergStaging(Staging):
+    """See `Staging`."""
 
-    forbidden_in_names = ""
+    column: str
+    partition: str
+    most_file_bytes: int
+
+    def put(self, data: Path, number: int) -> list[str]:
+        rows = storable_schema(f"table {self.uri}", self.schema)
+        table = CatalogTable(TableAddress.parse(self.uri)).load()
+        if table is None:
+            raise TableError(f"output {self.uri}: the table was removed meanwhile; commit again")
+        with iceberg_errors(self.uri):
+            view = PartitionView.now(table, self.uri, self.column, self.partition)
+            metadata = Overwrite(table, rows).metadata
+            staged = StagedFiles(table, metadata, self.column, view.value, number)
+            stored = stored_columns(self.uri, table, rows)
+            staged.write(files_of(data), stored, self.most_file_bytes)
+        return staged.entries
+
+
+class IcebergTable(LakeTable):
+    """A table in an Iceberg catalog."""
+
+    most_file_bytes: int
 
     def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
         """The table need not exist yet. `most_file_bytes` bounds new data files.
@@ -45,54 +64,47 @@ class IcebergTable:
             SpecError: pyiceberg's configuration has no such catalog.
             StorageError: the catalog can't be reached.
         """
+        super().__init__(address.uri, partition_column, most_file_bytes)
         self._catalog_table = CatalogTable(address)
-        self.uri = address.uri
-        self.most_file_bytes = most_file_bytes
-        self._partition_column = partition_column
         self._last_view: tuple[tuple[str, str], PartitionView] | None = None
 
     def partitions(self) -> list[str]:
         """Read from metadata, so the table must be partitioned by the column's values."""
         table = self._catalog_table.load()
-        return [] if table is None else partition_names(table, self.uri, self._partition_column)
+        return [] if table is None else partition_names(table, self.uri, self.partition_column)
 
     def snapshot(self, partition: str) -> Snapshot:
         table = self._load()
-        view = PartitionView.now(table, self.uri, self._partition_column, partition)
+        view = PartitionView.now(table, self.uri, self.partition_column, partition)
         root, tasks = f"{table.location().rstrip('/')}/", view.tasks()
         snapshot_id = "none" if view.snapshot_id is None else view.snapshot_id
-        outer, inner = view.other_values(tasks)
-        return Snapshot(
-            partition=partition,
-            version=f"iceberg:{snapshot_id}/{table.schema().schema_id}",
-            files=tuple(
-                InputFile(
-                    name=task.file.file_path.removeprefix(root),
-                    size_bytes=task.file.file_size_in_bytes,
-                    num_rows=task.file.record_count,
-                    version="immutable",
-                )
-                for task in tasks
-            ),
-            schema=view.arrow_schema,
-            outer=outer,
-            inner=inner,
+        files = [
+            InputFile(
+                name=task.file.file_path.removeprefix(root),
+                size_bytes=task.file.file_size_in_bytes,
+                num_rows=task.file.record_count,
+                version="immutable",
+            )
+            for task in tasks
+        ]
+        version = f"iceberg:{snapshot_id}/{table.schema().schema_id}"
+        coordinates = view.coordinates(tasks)
+        return Snapshot.of(
+            partition, version, files, view.arrow_schema, self.partition_column, coordinates
         )
 
-    def scan(
+    def _batches(
         self,
         snapshot: Snapshot,
-        columns: Sequence[str],
-        conditions: Sequence[FilterTerm] = (),
-        part: FilePart | None = None,
+        schema: pa.Schema,
+        conditions: Sequence[FilterTerm],
+        condition: pds.Expression | None,
+        part: FilePart | None,
     ) -> Iterator[pa.RecordBatch]:
-        yield from self._view(snapshot).scan(columns, conditions, part)
+        yield from self._view(snapshot).batches(schema.names, conditions, condition, part)
 
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
         return self._view(snapshot).footer(file)
-
-    def check_unchanged(self, snapshot: Snapshot) -> None:
-        """Snapshots don't change."""
 
     def _view(self, snapshot: Snapshot) -> PartitionView:
         """The partition as it was; the last one is kept, for scans of many parts."""
@@ -114,7 +126,7 @@ class IcebergTable:
         if schema is None or arrow_schema(schema) != snapshot.schema:
             raise TableError(f"{where}: its schema is gone from the table's metadata")
         view = PartitionView(
-            table, self.uri, self._partition_column, snapshot.partition, snapshot_id, schema
+            table, self.uri, self.partition_column, snapshot.partition, snapshot_id, schema
         )
         self._last_view = (pinned, view)
         return view
@@ -123,51 +135,54 @@ class IcebergTable:
         table = self._catalog_table.load()
         if table is None:
             return None
-        return PartitionView.now(table, self.uri, self._partition_column, partition).published()
+        return PartitionView.now(table, self.uri, self.partition_column, partition).published()
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> StoredColumns:
         where = f"table {self.uri}"
         check_name(self.uri, partition)
-        check_own(where, self._partition_column, columns)
+        check_own(where, self.partition_column, columns)
         rows = storable_schema(where, columns)
         table = self._catalog_table.load()
         if table is None:
-            self._catalog_table.check_create(rows, self._partition_column)
+            self._catalog_table.check_create(rows, self.partition_column)
             return stored_columns(self.uri, None, rows)
-        view = PartitionView.now(table, self.uri, self._partition_column, partition)
+        view = PartitionView.now(table, self.uri, self.partition_column, partition)
         old = [task.file for task in view.tasks()]
-        new = check_takes(table, view, old, rows, add_columns=add_columns)
+        check_takes(table, view, old, rows, add_columns=add_columns)
         with iceberg_errors(self.uri):
-            added = iceberg_schema(pa.schema([rows.field(name) for name in new]))
-            check_writer(table, Overwrite(table, added).metadata)
+            check_writer(table, Overwrite(table, rows).metadata)
         return stored_columns(self.uri, table, rows)
 
     def staging(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> IcebergStaging:
         self.check_outputs(partition, columns, add_columns=add_columns)
-        return IcebergStaging.of(
-            self._catalog_table, self._partition_column, partition, columns, self.most_file_bytes
-        )
+        rows = storable_schema(f"table {self.uri}", columns)
+        column = self.partition_column
+        table = self._catalog_table.load() or self._catalog_table.create(rows, column)
+        with iceberg_errors(self.uri):
+            stored = arrow_schema(Overwrite(table, rows).metadata.schema())
+        most = self.most_file_bytes
+        return IcebergStaging(self.uri, columns, stored, column, partition, most)
 
-    def publish(
-        self,
-        publication: Publication,
-        data: Path | StagedRows,
-        *,
-        replaces: Publication | None,
-        add_columns: bool = False,
-    ) -> None:
+    @contextmanager
+    def _attempt(
+        self, publication: Publication, data: Path | StagedRows, add_columns: bool
+    ) -> Iterator[Publisher]:
         publisher = Publisher(
             self._catalog_table,
-            self._partition_column,
+            self.partition_column,
             publication,
-            data if isinstance(data, StagedRows) else files_of(data),
+            data,
             self.most_file_bytes,
+            add_columns=add_columns,
         )
-        publisher.publish(replaces, add_columns=add_columns)
+        try:
+            yield publisher
+        finally:
+            publisher.close()
 
     def _load(self) -> Table:
         table = self._catalog_table.load()

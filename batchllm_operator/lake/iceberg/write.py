@@ -6,7 +6,7 @@ import json
 import tempfile
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -25,14 +25,7 @@ from batchllm_operator.lake.stored_columns import StoredColumns
 
 _NO_LIMIT: Final = {TableProperties.PARQUET_ROW_GROUP_LIMIT: str(1 << 26)}
 """Rows in a row group, unless the table has a limit: groups are cut by their bytes."""
-
-
 _BOUNDS: Final = ("lower_bounds", "upper_bounds")
-_BY_COLUMN: Final = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts")
-
-
-def _texts(values: Mapping[int, bytes] | None) -> dict[int, str]:
-    return {name: value.hex() for name, value in (values or {}).items()}
 
 
 def check_writer(table: Table, metadata: TableMetadata) -> None:
@@ -156,37 +149,30 @@ class StagedFiles:
     def _add(self, statistics: DataFileStatistics) -> None:
         path = self._paths[-1]
         size = len(self._table.io.new_input(path))
-        known = statistics.to_serialized_dict()
-        bounds = {name: _texts(known.pop(name)) for name in _BOUNDS}
-        counts = {name: known.pop(name) for name in _BY_COLUMN}
-        entry = {"file_path": path, "file_size_in_bytes": size, **known}
-        self.entries.append(json.dumps({**entry, **bounds, **counts}))
-        self._refer_to(self.entries[-1])
+        known = {"file_path": path, "file_size_in_bytes": size, **statistics.to_serialized_dict()}
+        self.take([json.dumps(known, default=bytes.hex)])
 
     def take(self, entries: Sequence[str]) -> None:
-        """Refer to files that other processes have written for the same columns."""
+        """Refer to files that were written for the same columns, also by other processes."""
         self.entries += entries
         for entry in entries:
-            self._refer_to(entry)
-
-    def _refer_to(self, entry: str) -> None:
-        known = json.loads(entry)
-        for name in _BOUNDS:
-            known[name] = {int(k): bytes.fromhex(v) for k, v in (known[name] or {}).items()}
-        for name in _BY_COLUMN:
-            known[name] = {int(k): v for k, v in (known[name] or {}).items()}
-        self.files.append(
-            DataFile.from_args(
-                content=DataFileContent.DATA,
-                file_format=FileFormat.PARQUET,
-                partition=self._key.partition,
-                sort_order_id=None,
-                spec_id=self._metadata.default_spec_id,
-                equality_ids=None,
-                key_metadata=None,
-                **known,
+            known = json.loads(entry)
+            for name, by_column in known.items():
+                if isinstance(by_column, dict):
+                    value = bytes.fromhex if name in _BOUNDS else int
+                    known[name] = {int(column): value(v) for column, v in by_column.items()}
+            self.files.append(
+                DataFile.from_args(
+                    content=DataFileContent.DATA,
+                    file_format=FileFormat.PARQUET,
+                    partition=self._key.partition,
+                    sort_order_id=None,
+                    spec_id=self._metadata.default_spec_id,
+                    equality_ids=None,
+                    key_metadata=None,
+                    **known,
+                )
             )
-        )
 
     def _conform(self, table: pa.Table) -> pa.Table:
         """The rows with the table's columns, which carry Iceberg's field ids."""

@@ -1,23 +1,66 @@
-"""Where the files of a partition are: by the names of folders."""
+"""Where the files of a partition are: by Hive-style names of folders, `column=value`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from urllib.parse import quote, unquote
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.parquet.hive_names import (
-    HIVE_NULL,
-    has_suffix,
-    hive_values,
-    is_visible,
-    visible,
-)
 from batchllm_operator.lake.parquet_footer import is_parquet
-from batchllm_operator.lake.partition_order import in_order, in_orders
+from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.storage.folder import Folder
+
+HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
+_UNSAFE: Final = re.compile(r"^\.|[%/=]")  # in a partition column's name
+_ASCII: Final = re.compile(r"[\x00-\x7f]+")
+
+
+def folder_name(column: str, value: str) -> str:
+    """The folder of a partition, as `hive_values` reads it."""
+    safe = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", column)
+    # Spark and Hive read an escaped character that isn't ASCII as several others.
+    return f"{safe}={_ASCII.sub(lambda found: quote(found[0], safe=''), value)}"
+
+
+def hive_values(name: str) -> dict[str, str | None]:
+    """Partition columns and values in a relative file name such as `ds=2026-01-31/a.parquet`.
+
+    None is null.
+    """
+    segments = name.split("/")[:-1]
+    pairs = (segment.partition("=") for segment in segments if "=" in segment)
+    return {
+        unquote(column): None if value == HIVE_NULL else unquote(value)
+        for column, _, value in pairs
+    }
+
+
+def is_visible(name: str) -> bool:
+    """Whether readers see the file. As in Spark, a column's name may begin with `_`."""
+    *folders, base = name.split("/")
+    hidden = base.startswith("_") or any(f.startswith("_") and "=" not in f for f in folders)
+    return not hidden and not any(segment.startswith(".") for segment in (*folders, base))
+
+
+def visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The files that readers see, whatever their names end with: their footers tell what they hold.
+
+    Empty files stand for folders or mark a finished write, unless their names end with `.parquet`.
+    """
+    return {
+        name: details
+        for name, details in files.items()
+        if is_visible(name) and (details["size"] or has_suffix(name))
+    }
+
+
+def has_suffix(name: str) -> bool:
+    """Whether the file's name says that it is Parquet."""
+    return name.casefold().endswith(".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +111,6 @@ class Partitions:
     ) -> dict[str, dict[str, Any]]:
         """The partition's among some files."""
         return {name: each for name, each in files.items() if self._is_in(name, partition)}
-
-    def other_values(
-        self, names: Iterable[str]
-    ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-        """See `Snapshot.outer` and `Snapshot.inner`, by the names of the partition's files."""
-        outer: dict[str, set[str]] = {}
-        inner: dict[str, set[str]] = {}
-        for folder in {name.rpartition("/")[0] for name in names}:
-            found = outer
-            for column, value in hive_values(f"{folder}/").items():
-                if column == self.column:
-                    found = inner
-                else:
-                    found.setdefault(column, set()).add(HIVE_NULL if value is None else value)
-        return in_orders(outer), in_orders(inner)
 
     def check_apart(self) -> None:
         """Refuse to write a table on top of another: readers would take both for one.

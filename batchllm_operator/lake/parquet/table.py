@@ -7,63 +7,50 @@ names the publication.
 
 from __future__ import annotations
 
-import logging
-import random
-import time
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
+import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
 from batchllm_operator.lake.data_files import files_of
-from batchllm_operator.lake.parquet.hive_names import (
+from batchllm_operator.lake.parquet.partitions import (
     HIVE_NULL,
+    Partitions,
     folder_name,
     hive_values,
     is_visible,
 )
-from batchllm_operator.lake.parquet.partitions import Partitions
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
-from batchllm_operator.lake.parquet.versions import etag_version, listing_version
-from batchllm_operator.lake.parquet_footer import (
-    file_schema,
-    publication_of,
-    read_footer,
-)
-from batchllm_operator.lake.publishing import check_name, is_published, looking_again
-from batchllm_operator.lake.row_stream import read_batches
-from batchllm_operator.lake.scanning import check_columns, reading, row_condition
+from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
+from batchllm_operator.lake.publishing import Publication, Refusal, StagedRows, check_name
+from batchllm_operator.lake.scanning import reading
 from batchllm_operator.lake.schema import check_fit, merge_schemas
 from batchllm_operator.lake.stored_columns import StoredColumns
-from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
+from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
 from batchllm_operator.spec import FilterTerm
 from batchllm_operator.storage.conditional_writes import check_conditional_writes
 from batchllm_operator.storage.folder import Folder
 from batchllm_operator.streams import ahead
 
 DATA_FILE: Final = "data.parquet"
-_LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
-"""Before each try: S3 refuses one of two concurrent writes."""
 _THREADS: Final = 16
 """Footers that are read at the same time: each is a request."""
-_log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 T = TypeVar("T")
 
 
-class ParquetTable:
+class ParquetTable(FolderTable):
     """A Parquet dataset whose folders are named `column=value`."""
 
-    most_file_bytes, forbidden_in_names = None, ""
-
     def __init__(self, folder: Folder, partition_column: str) -> None:
-        self.uri = folder.uri
-        self._folder = folder
-        self._partition_column = partition_column
+        super().__init__(folder, folder.uri, partition_column, None)
         self._partitions = Partitions(folder, partition_column)
 
     def partitions(self) -> list[str]:
@@ -79,10 +66,10 @@ class ParquetTable:
         files = self._partitions.files_near(partition)
         if not files:
             raise TableError(f"table {self.uri}: holds no Parquet files")
-        if not any(self._partition_column in hive_values(name) for name in files):
+        if not any(self.partition_column in hive_values(name) for name in files):
             raise TableError(
-                f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
-                f" folders named {self._partition_column}=..."
+                f"table {self.uri}: isn't partitioned by {self.partition_column!r}: there are no"
+                f" folders named {self.partition_column}=..."
             )
         chosen = self._partitions.chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
@@ -94,14 +81,16 @@ class ParquetTable:
             if last is None or not schema.equals(last, check_metadata=True):
                 schemas[file.name] = last = schema
             pinned.append(file)
-        outer, inner = self._partitions.other_values(chosen)
-        return Snapshot(
-            partition=partition,
-            version=listing_version(pinned),
-            files=tuple(pinned),
-            schema=self._merge(schemas or self._newest_schema(files, partition)),
-            outer=outer,
-            inner=inner,
+        return Snapshot.of(
+            partition,
+            _listing_version(pinned),
+            pinned,
+            self._merge(schemas or self._newest_schema(files, partition)),
+            self.partition_column,
+            [
+                {column: HIVE_NULL if v is None else v for column, v in hive_values(name).items()}
+                for name in chosen
+            ],
         )
 
     def _look_into(
@@ -124,38 +113,17 @@ class ParquetTable:
         assert broken is not None, "a table without files has been refused"
         raise broken
 
-    def scan(
+    def _batches(
         self,
         snapshot: Snapshot,
-        columns: Sequence[str],
-        conditions: Sequence[FilterTerm] = (),
-        part: FilePart | None = None,
+        schema: pa.Schema,
+        conditions: Sequence[FilterTerm],
+        condition: pds.Expression | None,
+        part: FilePart | None,
     ) -> Iterator[pa.RecordBatch]:
-        """Stream the rows, and list the partition again after the last one.
-
-        Raises:
-            StorageError: it changed meanwhile.
-        """
-        check_columns(self.uri, snapshot.schema, columns, conditions)
-        wanted = dict.fromkeys([*columns, *(c.column for c in conditions)])
-        schema = pa.schema([snapshot.schema.field(name) for name in wanted])
-        with reading(self.uri, snapshot.partition):
-            condition = row_condition(self.uri, conditions, schema) if snapshot.files else None
-        row_groups = None if part is None else part.row_groups
         for file in snapshot.files if part is None else (part.file,):
             values = _folder_values(snapshot, file.name)
-            with (
-                reading(self.uri, snapshot.partition, file.name),
-                self._folder.open_file(file.name, read_ahead=False) as source,
-            ):
-                for batch in read_batches(source, schema, values, condition, row_groups):
-                    yield batch.select(list(columns))
-        if part is None:
-            self.check_unchanged(snapshot)
-
-    def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
-        with reading(self.uri, snapshot.partition, file.name):
-            return read_footer(self._folder, file.name, file.size_bytes)[0]
+            yield from self._read(snapshot.partition, file.name, schema, values, condition, part)
 
     def check_unchanged(self, snapshot: Snapshot) -> None:
         if not self._is_current(snapshot):
@@ -165,7 +133,7 @@ class ParquetTable:
             )
 
     def published(self, partition: str) -> Publication | None:
-        return self._look(partition)[0]
+        return self._look(partition)[1]
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
@@ -182,18 +150,11 @@ class ParquetTable:
         nullable = pa.schema([field.with_nullable(True) for field in columns])
         return StoredColumns(f"output {self.uri}", nullable, has_calendar=False)
 
-    def staging(self, partition: str, columns: pa.Schema, *, add_columns: bool = False) -> None:
-        """A partition is one file."""
-
-    def publish(
-        self,
-        publication: Publication,
-        data: Path | StagedRows,
-        *,
-        replaces: Publication | None,
-        add_columns: bool = False,
-    ) -> None:
-        """See `LakeTable`; the footer of `data` must name the publication (`published_schema`)."""
+    @contextmanager
+    def _attempt(
+        self, publication: Publication, data: Path | StagedRows, add_columns: bool
+    ) -> Iterator[_Replacement]:
+        """The footer of `data` must name the publication (`published_schema`)."""
         assert isinstance(data, Path), "nothing is staged"
         (file,) = files_of(data)
         footer = pq.read_metadata(file)
@@ -201,43 +162,11 @@ class ParquetTable:
         self.check_outputs(publication.partition, rows, add_columns=add_columns)
         if publication_of(footer) != publication:
             raise ValueError(f"{file}: its footer doesn't name {publication.run_id}")
-        folder, _ = self._partition_folder(publication.partition)
-        with exclusive(self._folder, folder_name(self._partition_column, publication.partition)):
-            failure = self._replace(folder, file, publication, replaces)
-            if failure is None:
-                return
-            with looking_again(self.uri, publication.partition):
-                found = self.published(publication.partition)
-            if is_published(self.uri, found, publication, replaces):
-                _log.info("%s: the answer was lost, but the file is published", folder.uri)
-                return
-        if isinstance(failure, CommitUnknownError):
-            raise CommitUnknownError(
-                f"output {folder.uri}: no answer came whether it was published; commit again to"
-                f" find out: {failure}"
-            ) from failure
-        raise StorageError(f"output {folder.uri}: wasn't published: {failure}") from failure
+        with exclusive(self._folder, folder_name(self.partition_column, publication.partition)):
+            yield _Replacement(self, publication.partition, file)
 
-    def _replace(
-        self, folder: Folder, file: Path, publication: Publication, replaces: Publication | None
-    ) -> Exception | None:
-        """Replace the partition's file, repeating while others write it; returns the failure."""
-        for longest_s in _LONGEST_PAUSES_S:
-            time.sleep(random.uniform(0, longest_s))
-            found, etag = self._look(publication.partition)
-            if is_published(self.uri, found, publication, replaces):
-                return None
-            try:
-                replace_file(folder, file, DATA_FILE, etag=etag)
-                return None
-            except FileChangedError as error:
-                failure: Exception = error
-            except (StorageError, CommitUnknownError) as error:
-                return error
-        return failure
-
-    def _look(self, partition: str) -> tuple[Publication | None, str | None]:
-        """The partition's publication, and the ETag of its file on storages that have ETags."""
+    def _look(self, partition: str) -> tuple[Folder, Publication | None, str | None]:
+        """The partition's folder, its publication, and the ETag of its file if there are ETags."""
         folder, names = self._partition_folder(partition)
         foreign = [name for name in names if name != DATA_FILE]
         if foreign:
@@ -246,19 +175,19 @@ class ParquetTable:
                 " move it away or choose another output table"
             )
         if not names:
-            return None, None
+            return folder, None, None
         where = f"{folder.uri}/{DATA_FILE}"
         try:
             with folder.open_file(DATA_FILE) as file, reading(where, partition):
-                etag, found = etag_of(file), publication_of(pq.read_metadata(file))
+                etag, publication = etag_of(file), publication_of(pq.read_metadata(file))
         except FileNotFoundError:  # removed since it was listed
-            return None, None
-        if found is None:
+            return folder, None, None
+        if publication is None:
             raise TableError(
                 f"output {where}: wasn't written by a job of this package; move it"
                 " away or choose another output table"
             )
-        return found, etag
+        return folder, publication, etag
 
     def _others(self, partition: str) -> list[str]:
         return [name for name in self.partitions() if name != partition]
@@ -277,7 +206,7 @@ class ParquetTable:
 
         Other programs may escape the name differently: readers take that for the same partition.
         """
-        own = folder_name(self._partition_column, partition)
+        own = folder_name(self.partition_column, partition)
         holding = {}
         for name in dict.fromkeys((own, *self._partitions.folders(partition))):
             found = self._folder.child(name).find()
@@ -301,7 +230,7 @@ class ParquetTable:
 
         def is_same(file: InputFile) -> bool:
             details = now[file.name]
-            version = etag_version(details) or self._pin(file.name, details)[1].version
+            version = _etag_version(details) or self._pin(file.name, details)[1].version
             return version == file.version
 
         return all(self._each(snapshot.files, is_same))
@@ -316,7 +245,7 @@ class ParquetTable:
         """A file's footer, and its entry in a snapshot."""
         size_bytes = int(details["size"])
         footer, digest = read_footer(self._folder, name, size_bytes)
-        version = etag_version(details) or f"footer-sha256:{digest}"
+        version = _etag_version(details) or f"footer-sha256:{digest}"
         return footer, InputFile(name, size_bytes, footer.num_rows, version)
 
     def _merge(self, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
@@ -331,3 +260,35 @@ def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
     """Values of the partition's folder columns, from the file's path; None is null."""
     known = hive_values(snapshot.files[0].name)  # others aren't in the schema
     return {column: value for column, value in hive_values(name).items() if column in known}
+
+
+class _Replacement:
+    """See `Attempt`: replaces the partition's file, whose lock the caller holds."""
+
+    def __init__(self, table: ParquetTable, partition: str, source: Path) -> None:
+        self._table, self._partition, self._source = table, partition, source
+
+    def look(self) -> Publication | None:
+        self._folder, publication, self._etag = self._table._look(self._partition)
+        return publication
+
+    def commit(self) -> Refusal | None:
+        try:
+            replace_file(self._folder, self._source, DATA_FILE, etag=self._etag)
+        except FileChangedError as error:  # also if S3 has met another write under way
+            return Refusal(str(error), error)
+        except (CommitUnknownError, StorageError) as error:
+            may_arrive = isinstance(error, CommitUnknownError)
+            return Refusal(str(error), error, may_arrive, may_repeat=False)
+        return None
+
+
+def _etag_version(details: Mapping[str, Any]) -> str | None:
+    """The version of a file with these details from `Folder.find`; None without ETags."""
+    etag = str(details.get("ETag", "")).strip('"')
+    return f"etag:{etag}" if etag else None
+
+
+def _listing_version(files: Sequence[InputFile]) -> str:
+    listed = "".join(f"{file.name}\0{file.size_bytes}\0{file.version}\n" for file in files)
+    return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
