@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 from pyarrow import types
@@ -22,13 +22,27 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.string()
     if types.is_large_binary(kind) or types.is_binary_view(kind):
         return pa.binary()
+    return nested_type(kind, plain_type) or kind
+
+
+def nested_type(
+    kind: pa.DataType, convert: Callable[[pa.DataType], pa.DataType]
+) -> pa.DataType | None:
+    """A list, map or struct with its parts converted; None for any other type."""
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return pa.list_(plain_type(kind.value_type))
+        return pa.list_(convert(kind.value_type))
     if types.is_map(kind):
-        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+        return pa.map_(convert(kind.key_type), convert(kind.item_type))
     if types.is_struct(kind):
-        return pa.struct([(field.name, plain_type(field.type)) for field in kind])
-    return kind
+        return pa.struct([(field.name, convert(field.type)) for field in kind])
+    return None
+
+
+def holds(kind: pa.DataType, is_such: Callable[[pa.DataType], bool]) -> bool:
+    """Whether the type, or a part of it at any level, is such a type."""
+    return is_such(kind) or any(
+        holds(kind.field(idx).type, is_such) for idx in range(kind.num_fields)
+    )
 
 
 def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.schema import plain_type
+from batchllm_operator.lake.schema import holds, plain_type
 
 _US: Final = 1_000_000
 _DAYS: Final = (-719_162, 2_932_896)  # since 1970: 0001-01-01 to 9999-12-31
@@ -62,7 +62,7 @@ class StoredColumns:
     def _fault(self, column: pa.Array, field: pa.Field) -> str | None:
         if not field.nullable and column.null_count:
             return "may not be null, but is"
-        is_dated = self.has_calendar and _holds_dates(field.type)
+        is_dated = self.has_calendar and holds(field.type, _is_date)
         if plain_type(column.type) == plain_type(field.type) and not is_dated:
             return None
         if types.is_dictionary(column.type):
@@ -77,16 +77,14 @@ class StoredColumns:
         return None
 
 
-def _holds_dates(kind: pa.DataType) -> bool:
-    if types.is_date(kind) or types.is_timestamp(kind):
-        return True
-    return any(_holds_dates(kind.field(idx).type) for idx in range(kind.num_fields))
+def _is_date(kind: pa.DataType) -> bool:
+    return bool(types.is_date(kind) or types.is_timestamp(kind))
 
 
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:
     """Its dates and timestamps, also those inside nested values."""
     kind = column.type
-    if types.is_date(kind) or types.is_timestamp(kind):
+    if _is_date(kind):
         yield column
     elif types.is_map(kind):
         yield from _leaves(column.keys)

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
+from lake.test_tables import numbers, rows, values
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.io.pyarrow import (
     PyArrowFile,
@@ -58,17 +59,6 @@ def table(lake: IcebergLake) -> LakeTable:
     return open_lake(lake)
 
 
-def numbers(*values: int) -> pa.Table:
-    return pa.table({"n": pa.array(values, pa.int64())})
-
-
-def read(
-    table: LakeTable, columns: list[str], *conditions: FilterTerm, partition: str = DS
-) -> list[dict[str, Any]]:
-    batches = table.scan(table.snapshot(partition), columns, conditions)
-    return [row for batch in batches for row in batch.to_pylist()]
-
-
 def create(lake: IcebergLake, rows: pa.Table, column: str, transform: Transform[Any, Any]) -> None:
     """A table of another program, partitioned by a transform of a column."""
     schema = iceberg_schema(rows.schema)
@@ -92,7 +82,7 @@ def test_columns_are_found_by_their_ids(lake: IcebergLake, table: LakeTable) -> 
     with lake.load().update_schema() as update:
         update.rename_column("b", "a").add_column("c", LongType())
     columns = ["t", "a", "c", "s", "l", "m"]
-    assert read(table, columns, FilterTerm(column="t", op="<", value=2)) == [
+    assert rows(table, columns, [FilterTerm(column="t", op="<", value=2)]) == [
         {
             "t": 1,
             "a": 2,
@@ -102,8 +92,8 @@ def test_columns_are_found_by_their_ids(lake: IcebergLake, table: LakeTable) -> 
             "m": [("k", {"renamed": 1})],
         }
     ]
-    assert read(table, ["t"], FilterTerm(column="c", value=3)) == []
-    assert read(table, ["t"], FilterTerm(column="a", value=2)) == [{"t": 1}]
+    assert rows(table, ["t"], [FilterTerm(column="c", value=3)]) == []
+    assert rows(table, ["t"], [FilterTerm(column="a", value=2)]) == [{"t": 1}]
 
 
 MAP = pa.map_(pa.string(), pa.struct([("x", pa.int64())]))
@@ -114,8 +104,8 @@ def test_a_column_that_was_made_wider(lake: IcebergLake, table: LakeTable) -> No
     with lake.load().update_schema() as update:
         update.update_column("n", LongType())
     lake.append(DS, numbers(2**40))
-    assert [row["n"] for row in read(table, ["n"])] in ([1, 2, 2**40], [2**40, 1, 2])
-    assert read(table, ["n"], FilterTerm(column="n", value=2**40)) == [{"n": 2**40}]
+    assert values(table) in ([1, 2, 2**40], [2**40, 1, 2])
+    assert rows(table, ["n"], [FilterTerm(column="n", value=2**40)]) == [{"n": 2**40}]
 
 
 def test_a_snapshot_is_read_with_the_names_it_was_looked_at(
@@ -127,7 +117,7 @@ def test_a_snapshot_is_read_with_the_names_it_was_looked_at(
         update.rename_column("n", "m")
     [batch] = table.scan(snapshot, ["n"], [FilterTerm(column="n", value=1)])
     assert batch.to_pylist() == [{"n": 1}]
-    assert read(table, ["m"]) == [{"m": 1}]
+    assert rows(table, ["m"]) == [{"m": 1}]
 
 
 def test_a_snapshot_is_not_read_by_a_later_schema_that_looks_the_same(
@@ -147,9 +137,9 @@ def test_a_snapshot_is_not_read_by_a_later_schema_that_looks_the_same(
     later = table.snapshot(DS)
     assert later.schema == snapshot.schema
     assert later.version != snapshot.version
-    for pinned, values in ((snapshot, (1, 2, 3)), (later, (2, 1, None))):
+    for pinned, expected in ((snapshot, (1, 2, 3)), (later, (2, 1, None))):
         [batch] = table.scan(pinned, ["a", "b", "c"])
-        assert tuple(batch.to_pylist()[0].values()) == values
+        assert tuple(batch.to_pylist()[0].values()) == expected
 
 
 def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable, tmp_path: Path) -> None:
@@ -160,7 +150,7 @@ def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable, tmp_path: Pat
     publish(table, pa.table({"l": column, "m": pa.array(maps, MAP)}), tmp_path)
     with lake.load().update_schema() as update:
         update.rename_column(("l", "x"), "z").rename_column(("m", "x"), "z")
-    found = read(table, ["l", "m"])
+    found = rows(table, ["l", "m"])
     assert [row["l"] for row in found[:5]] == [[{"z": 1}], None, [], [None], [{"z": None}]]
     assert [row["m"] for row in found[:5]] == [[("k", {"z": 1})], None, [], [("k", None)], None]
     assert found == found[:5] * 2000
@@ -203,13 +193,13 @@ def test_partition_columns_of_other_types(
     lake: IcebergLake, table: LakeTable, tmp_path: Path, column: Any, partition: str, value: int
 ) -> None:
     """Read, and replaced, where another program has made the table."""
-    rows = pa.table({"n": [1, 2], "ds": column, "run_id": pa.nulls(2, pa.string())})
-    create(lake, rows, "ds", IdentityTransform())
-    assert [row["n"] for row in read(table, ["n"], partition=partition)] == [value]
+    data = pa.table({"n": [1, 2], "ds": column, "run_id": pa.nulls(2, pa.string())})
+    create(lake, data, "ds", IdentityTransform())
+    assert values(table, partition) == [value]
     assert partition in table.partitions()
     free = "2026-02-01" if pa.types.is_date(column.type) else "9"
     publish(table, numbers(5), tmp_path, of_plan(partition=free))
-    assert [row["n"] for row in read(table, ["n"], partition=free)] == [5]
+    assert values(table, free) == [5]
     assert table.published(free) == of_plan(partition=free)
     assert table.partitions() == sorted([*map(str, column.to_pylist()), free])
     for other in ("tomorrow", f"0{partition}", f"+{partition}", "-0", str(2**63), "2026-02-30"):
@@ -222,13 +212,13 @@ def test_hidden_partitioning_is_read_by_rows_and_not_written(
 ) -> None:
     """A month's file holds rows of many days: to remove it would remove them all."""
     days = [datetime.date(2026, 1, day) for day in range(1, 31)]
-    rows = pa.table({"n": range(30), "ds": days})
-    create(lake, rows.slice(0, 0), "ds", MonthTransform())
-    pq.write_table(rows, tmp_path / "january.parquet")  # has no field ids, and gets a name mapping
+    data = pa.table({"n": range(30), "ds": days})
+    create(lake, data.slice(0, 0), "ds", MonthTransform())
+    pq.write_table(data, tmp_path / "january.parquet")  # has no field ids, and gets a name mapping
     lake.load().add_files([str(tmp_path / "january.parquet")])
-    assert read(table, ["n"], partition="2026-01-15") == [{"n": 14}]
-    assert read(table, ["n"], FilterTerm(column="n", value=14), partition="2026-01-15")
-    assert read(table, ["n", "ds"], partition="2026-02-01") == []
+    assert rows(table, ["n"], partition="2026-01-15") == [{"n": 14}]
+    assert rows(table, ["n"], [FilterTerm(column="n", value=14)], partition="2026-01-15")
+    assert rows(table, ["n", "ds"], partition="2026-02-01") == []
     with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
         publish(table, numbers(1), tmp_path, of_plan(partition="2026-02-01"))
     with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
@@ -242,7 +232,7 @@ def test_a_format_that_pyiceberg_does_not_write(
 ) -> None:
     lake.append(DS, numbers(1))
     monkeypatch.setattr(Table, "format_version", 3)
-    assert read(table, ["n"]) == [{"n": 1}]
+    assert rows(table, ["n"]) == [{"n": 1}]
     with pytest.raises(TableError, match="format version 3"):
         table.check_outputs("2026-02-01", numbers().schema)
 
@@ -319,13 +309,13 @@ def test_deleted_rows_stay_deleted(lake: IcebergLake, table: LakeTable, tmp_path
     publish(table, numbers(*range(10_000)), tmp_path)
     delete_rows(lake, [0, 5, 9_999])
     left = [n for n in range(10_000) if n not in (0, 5, 9_999)]
-    assert [row["n"] for row in read(table, ["n"])] == left
-    assert read(table, ["n"], FilterTerm(column="n", op="<", value=7)) == [
+    assert values(table) == left
+    assert rows(table, ["n"], [FilterTerm(column="n", op="<", value=7)]) == [
         {"n": n} for n in (1, 2, 3, 4, 6)
     ]
     assert table.published(DS) == of_plan()
     publish(table, numbers(*range(100)), tmp_path, of_plan("p2"))
-    assert [row["n"] for row in read(table, ["n"])] == list(range(100))
+    assert values(table) == list(range(100))
     assert lake.load().scan().to_arrow().num_rows == 100
 
 
@@ -362,7 +352,7 @@ def test_a_publish_is_one_snapshot_that_names_the_job(lake: IcebergLake, tmp_pat
     publish(table, numbers(1), tmp_path, of_plan(partition="other"))
     for number, plan_id in enumerate(("p1", "p2")):
         publish(table, numbers(*range(5000)), tmp_path, of_plan(plan_id))
-        assert [row["n"] for row in read(table, ["n"])] == list(range(5000))
+        assert values(table) == list(range(5000))
         files = table.snapshot(DS).files
         assert len(files) > 2 and max(file.size_bytes for file in files) <= 20_000
         assert len(lake.load().snapshots()) == number + 2
@@ -421,14 +411,14 @@ def test_a_commit_that_was_never_answered_keeps_its_files(
 
     with wrapped(lake.commit, delay), pytest.raises(Exception, match="commit again"):
         publish(table, numbers(1), tmp_path)
-    assert [row["n"] for row in read(table, ["n"])] == [0]
+    assert values(table) == [0]
     real, args = late[0]
     real(*args)
-    assert [row["n"] for row in read(table, ["n"])] == [1]
+    assert values(table) == [1]
     with pytest.raises(CommitFailedException):
         late[1][0](*late[1][1])
     publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))
-    assert [row["n"] for row in read(table, ["n"])] == [1]
+    assert values(table) == [1]
 
 
 def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
@@ -448,7 +438,7 @@ def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
 
     with wrapped(lake.commit, lose_answer):
         publish(table, numbers(1), tmp_path)
-    assert lost and [row["n"] for row in read(table, ["n"])] == [2]
+    assert lost and values(table) == [2]
     assert table.published(DS) == of_plan("p2")
 
 
@@ -502,7 +492,7 @@ def test_a_column_of_nulls_takes_the_tables_type(
         publish(table, pa.table({"n": [1], "x": pa.nulls(1)}), tmp_path)
     publish(table, pa.table({"n": [1], "x": ["a"]}), tmp_path, of_plan(partition="2026-01-01"))
     publish(table, pa.table({"n": [1], "x": pa.nulls(1)}), tmp_path)
-    assert read(table, ["x"]) == [{"x": None}]
+    assert rows(table, ["x"]) == [{"x": None}]
 
 
 # What isn't public in pyiceberg

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError, TableError
+from batchllm_operator.errors import SpecError, StorageError, TableError
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.secrets import Masker
 from batchllm_operator.storage.folder import Folder, fsync
@@ -53,7 +53,7 @@ class DeltaLog:
 
         Raises:
             SpecError: a Delta table can't be there.
-            MissingLibraryError: deltalake isn't installed.
+            ModuleNotFoundError: deltalake isn't installed.
         """
         self.uri = f"delta+{folder.uri}"
         self._location = folder.uri
@@ -67,10 +67,7 @@ class DeltaLog:
             raise SpecError(
                 f"{self.uri}: a Delta table can't lie at a place with {min(found)!r} in its name"
             )
-        try:
-            import deltalake  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise MissingLibraryError.of(error, f"table {self.uri}") from error
+        import deltalake  # noqa: F401 - else the first use says that it is missing
 
     def latest(self) -> TableVersion | None:
         """The table as it is now; None if there is none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import pyarrow as pa
@@ -16,6 +17,8 @@ from batchllm_operator.lake.schema import (
     check_own,
     check_required,
     check_typed,
+    holds,
+    nested_type,
     plain_type,
 )
 from batchllm_operator.storage.folder import Folder
@@ -73,7 +76,7 @@ def accepted(
         names = check_fit(where, seen.schema, columns, add_columns=add_columns)
         check_required(where, seen.schema, [*columns.names, column])
         new = pa.schema([columns.field(name) for name in names])
-        if any(map(_has_local_time, new.types)) and not seen.takes_local_time:
+        if not seen.takes_local_time and any(holds(kind, _is_local_time) for kind in new.types):
             raise TableError(
                 f"{where}: a new column holds timestamps without a time zone, for which the table"
                 " lacks the Delta feature timestampNtz; add it, or give the column a zone"
@@ -114,16 +117,14 @@ def _check_free(folder: Folder, where: str) -> None:
             )
 
 
-def _has_local_time(kind: pa.DataType) -> bool:
-    """Whether values of the type hold timestamps without a time zone."""
-    if types.is_timestamp(kind):
-        return kind.tz is None
-    return any(_has_local_time(kind.field(idx).type) for idx in range(kind.num_fields))
+def _is_local_time(kind: pa.DataType) -> bool:
+    """Whether values of the type are timestamps without a time zone."""
+    return bool(types.is_timestamp(kind) and kind.tz is None)
 
 
 def _delta_type(where: str, column: pa.Field, kind: pa.DataType) -> pa.DataType:
     plain = plain_type(kind)
-    if any(holds(plain) for holds in _AS_THEY_ARE) or types.is_null(plain):
+    if any(is_such(plain) for is_such in _AS_THEY_ARE) or types.is_null(plain):
         return plain
     if plain in _WIDER:
         return _WIDER[plain]
@@ -133,14 +134,9 @@ def _delta_type(where: str, column: pa.Field, kind: pa.DataType) -> pa.DataType:
         return pa.date32()
     if types.is_fixed_size_binary(plain):
         return pa.binary()
-    if types.is_list(plain):
-        return pa.list_(_delta_type(where, column, plain.value_type))
-    if types.is_map(plain):
-        return pa.map_(
-            _delta_type(where, column, plain.key_type), _delta_type(where, column, plain.item_type)
-        )
-    if types.is_struct(plain):
-        return pa.struct([(field.name, _delta_type(where, column, field.type)) for field in plain])
+    nested = nested_type(plain, partial(_delta_type, where, column))
+    if nested is not None:
+        return nested
     raise TableError(
         f"{where}: column {column.name!r} holds {column.type}, which Delta has no type for; cast it"
         " in a view of the input"

@@ -34,11 +34,15 @@ from batchllm_operator.lake.publishing import (
 )
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
-from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
+from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm, TableAddress
 from batchllm_operator.storage.conditional_writes import check_conditional_writes
 from batchllm_operator.storage.folder import Folder
 
 _VERSION_PREFIX: Final = "delta:"
+
+
+def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> DeltaTable:
+    return DeltaTable(address.location, partition_column, most_file_bytes)
 
 
 class DeltaTable(FolderTable):
@@ -54,7 +58,7 @@ class DeltaTable(FolderTable):
 
         Raises:
             SpecError: a Delta table can't be there.
-            MissingLibraryError: deltalake isn't installed.
+            ModuleNotFoundError: deltalake isn't installed.
         """
         folder = Folder.open(uri)
         self._log = DeltaLog(folder)

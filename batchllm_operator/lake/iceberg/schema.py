@@ -21,7 +21,7 @@ from pyiceberg.types import (
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.partition_order import CAN_NOT_NAME, name_one
-from batchllm_operator.lake.schema import plain_type
+from batchllm_operator.lake.schema import nested_type, plain_type
 
 _EPOCH: Final = datetime.date(1970, 1, 1)
 _SAME: Final = (
@@ -108,10 +108,6 @@ def _storable_type(kind: pa.DataType) -> pa.DataType:
         return pa.date32()
     if types.is_time(kind):
         return pa.time64("us")
-    if types.is_struct(kind):
-        return pa.struct([(field.name, _storable_type(field.type)) for field in kind])
-    if types.is_list(kind):
-        return pa.list_(_storable_type(kind.value_type))
-    if types.is_map(kind):
-        return pa.map_(_storable_type(kind.key_type), _storable_type(kind.item_type))
+    if (nested := nested_type(kind, _storable_type)) is not None:
+        return nested
     raise TypeError(f"Iceberg has no type for {kind}")

@@ -52,6 +52,10 @@ class IcebergStaging(Staging):
         return staged.entries
 
 
+def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> IcebergTable:
+    return IcebergTable(address, partition_column, most_file_bytes)
+
+
 class IcebergTable(LakeTable):
     """A table in an Iceberg catalog."""
 

@@ -33,7 +33,7 @@ from batchllm_operator.lake.scanning import reading
 from batchllm_operator.lake.schema import check_fit, merge_schemas
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
-from batchllm_operator.spec import FilterTerm
+from batchllm_operator.spec import FilterTerm, TableAddress
 from batchllm_operator.storage.conditional_writes import check_conditional_writes
 from batchllm_operator.storage.folder import Folder
 from batchllm_operator.streams import ahead
@@ -44,6 +44,10 @@ _THREADS: Final = 16
 
 Item = TypeVar("Item")
 T = TypeVar("T")
+
+
+def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> ParquetTable:
+    return ParquetTable(Folder.open(address.location), partition_column)
 
 
 class ParquetTable(FolderTable):

@@ -10,7 +10,6 @@ from lake.test_delta import (
     test_files_go_if_not_all_could_be_put,
     test_files_that_a_commit_was_tried_with_stay,
     test_many_files_are_one_version,
-    test_only_one_of_many_tables_in_one_process_wins,
     test_places_with_unusual_names,
     test_processes_that_race_for_partitions_of_a_new_table,
     test_publish_makes_a_table_that_any_reader_reads,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lake.test_parquet import (
     folder,
     table,
-    test_a_folder_without_parquet,
     test_a_partition_folder_without_data_is_an_empty_partition,
     test_a_snapshot_pins_the_partitions_files,
     test_a_visible_file_of_another_kind_is_named,
@@ -13,7 +12,6 @@ from lake.test_parquet import (
     test_files_are_known_by_their_content_not_by_their_names,
     test_hidden_files_are_not_data,
     test_partitions_are_listed_by_name,
-    test_partitions_below_other_folders_are_listed,
     test_publish_makes_a_partition_that_any_reader_reads,
     test_publishers_side_by_side,
     test_the_version_changes_with_the_content_only,
