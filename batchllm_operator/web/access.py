@@ -1,4 +1,4 @@
-"""Access control of the pages, by Airflow's auth manager, at each request.
+"""Who may see the pages, by Airflow's auth manager, at each request; what a browser may do there.
 
 Airflow doesn't protect a plugin's application, and a mounted application has no
 `app.state.auth_manager`. So the whole application depends on `current_user`, and each route about
@@ -7,7 +7,9 @@ a DAG on `readable_dag`.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+import os
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
 from urllib.parse import quote, urlencode
 
 from airflow.api_fastapi.app import get_auth_manager
@@ -16,7 +18,9 @@ from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessE
 from airflow.api_fastapi.core_api.security import get_user
 from airflow.models.dag import DagModel
 from fastapi import Depends, HTTPException, Request, status
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from batchllm_operator.secrets import Masker
 from batchllm_operator.web.links import Links
 
 current_user = get_user
@@ -29,6 +33,26 @@ _MAX_ID_CHARS: Final = 250
 
 # The pages show a run, its tasks' states, their XComs, and what those refer to.
 _ENTITIES: Final = (None, DagAccessEntity.RUN, DagAccessEntity.TASK_INSTANCE, DagAccessEntity.XCOM)
+_POLICY: Final = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'self'"
+)
+CSP: Final = "content-security-policy"
+
+_ALWAYS: Final = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class PageError(Exception):
+    """A page can't be shown; its message can, as secrets are masked in it."""
+
+    def __init__(self, status_code: int, text: str, *, secrets: Iterable[str] = ()) -> None:
+        super().__init__(Masker.of(os.environ, secrets=secrets)(text))
+        self.status_code = status_code
 
 
 def may_read(user: BaseUser, dag_id: str) -> bool:
@@ -77,3 +101,32 @@ def _can_be_id(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return 0 < len(text) <= _MAX_ID_CHARS and text.isprintable()
+
+
+def live_policy(nonce: str) -> str:
+    """The content security policy of a live page, whose only script polls this server."""
+    return f"{_POLICY}; script-src 'nonce-{nonce}'; connect-src 'self'"
+
+
+class SecurityHeaders:
+    """Wraps an ASGI application and adds the headers to each response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": _completed(message.get("headers", ()))}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def _completed(given: Any) -> list[tuple[bytes, bytes]]:
+    """The headers, overridden by ours; only a given content security policy stays."""
+    kept = [(name, value) for name, value in given if name.lower().decode() not in _ALWAYS]
+    ours = dict(_ALWAYS)
+    if not any(name.lower() == CSP.encode() for name, _ in kept):
+        ours[CSP] = _POLICY
+    return kept + [(name.encode(), value.encode()) for name, value in ours.items()]

@@ -9,9 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from batchllm_operator.web.access import current_user, login_url
+from batchllm_operator.web.access import PageError, current_user, login_url
 from batchllm_operator.web.links import Links
-from batchllm_operator.web.problems import PageError
 from batchllm_operator.web.routes import dag_pages, pages
 from batchllm_operator.web.views import message_page
 

@@ -22,10 +22,10 @@ from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
 from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import RUNS_FOLDER, StoredPlan
+from batchllm_operator.web.access import PageError
 from batchllm_operator.web.files_without_links import LINKS, FilesWithoutLinks
 from batchllm_operator.web.kept import Kept
 from batchllm_operator.web.plan_uri import PlanURI
-from batchllm_operator.web.problems import PageError
 
 _T = TypeVar("_T")
 

@@ -38,8 +38,8 @@ class LazyApp:
 
 
 def _build() -> ASGIApp:
+    from batchllm_operator.web.access import SecurityHeaders
     from batchllm_operator.web.app import create_app
-    from batchllm_operator.web.headers import SecurityHeaders
 
     return SecurityHeaders(create_app())
 

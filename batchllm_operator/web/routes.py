@@ -19,14 +19,20 @@ from batchllm_operator.report.comparison import compare, render_comparison
 from batchllm_operator.report.page import render_report
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.web import views
-from batchllm_operator.web.access import CurrentUser, check_readable, may_read, readable_dag
-from batchllm_operator.web.headers import CSP, live_policy
+from batchllm_operator.web.access import (
+    CSP,
+    CurrentUser,
+    PageError,
+    check_readable,
+    live_policy,
+    may_read,
+    readable_dag,
+)
 from batchllm_operator.web.job_state import job_state
 from batchllm_operator.web.jobs import list_jobs
 from batchllm_operator.web.lake_access import LakeReader
 from batchllm_operator.web.links import Links
-from batchllm_operator.web.problems import PageError
-from batchllm_operator.web.roots import report_roots
+from batchllm_operator.web.plan_uri import report_roots
 from batchllm_operator.web.runs import (
     ENDED,
     JobInRun,

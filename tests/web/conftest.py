@@ -90,7 +90,7 @@ def served(pages: Any) -> Iterator[Any]:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from batchllm_operator.web.headers import SecurityHeaders
+    from batchllm_operator.web.access import SecurityHeaders
 
     app = FastAPI()
     init_auth_manager(app)

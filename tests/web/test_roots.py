@@ -103,10 +103,10 @@ def test_the_setting_names_roots_by_team(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from batchllm_operator.web import roots
+    from batchllm_operator.web import plan_uri
 
     found = SimpleNamespace(get_team_name=lambda dag_id: "ads")
-    monkeypatch.setattr(roots, "DagModel", found)
+    monkeypatch.setattr(plan_uri, "DagModel", found)
     records.run().job(committed.folder.uri, outcome={})
     for team, status_code in (("ads", 200), ("ad*", 409), ("other", 409)):
         monkeypatch.setenv(SETTING, json.dumps({f"team:{team}": [str(tmp_path)]}))
