@@ -9,7 +9,7 @@ are disturbed, one that there was may come back. Kinds:
     kill_plan, kill_run, kill_commit    kill -9 at a time uniform over the command's usual one
     kill_..._at_write                   kill -9 before one of its file operations
     stop_run                            one SIGINT or SIGTERM, one to three times
-    zombie_run                          a run is paused, another takes its shard, the first goes on
+    zombie_run                          a run is paused, another takes its shards, the first goes on
     late_commit                         the same with commits, of an older plan and a newer one
     watched_commit                      a reader looks before each file operation of a commit
     damage                              staged parts and ledger entries are truncated or altered
@@ -17,7 +17,7 @@ are disturbed, one that there was may come back. Kinds:
     s3_500, s3_slow_down, s3_timeout, s3_lost_response    a burst of requests to S3 fails so
     s3_kill                             kill -9 at a request, before or after S3 has done it
 
-With `--workers`, the shards are run by two to nine workers, to which one to four things happen at
+One worker runs the shards. With `--workers`, two to nine do, to which one to four things happen at
 random moments, until one that is started last does the rest. Lost attempts are taken over 30 times
 as fast as usual, on S3 10 times: all times by which workers judge each other, and spill, are
 divided by that. Kinds:
@@ -50,9 +50,8 @@ command), as a share of their rows, and `regenerated_rows_max` the most after on
     0        of a process that ends well, by a signal, or by two while it drains
     S - 1    of one that is killed, or gets a third signal: the S-th row is finished only once the
              spill is written. The fake engine answers in order, so all are of one shard.
-    2 S + 3  of a worker whose shard another takes over, by shard: the entry of S rows may be
-             written just after the other has looked; the worker takes the next S-th row, too, and
-             up to 4 from the engine
+    2 S + 3  of a shard that is taken over from a worker: the entry of S rows may be written just
+             after the other has looked; the next S-th row is its end; it takes up to 4 more
 
 and, but for the first, beyond those that the process finished while its other thread wrote a spill.
 A worker may be taken over while it is paused, S3 fails or its owner's next try begins.
@@ -86,30 +85,18 @@ import batchllm_operator.lake.delta.table
 import batchllm_operator.lake.iceberg.table
 import batchllm_operator.plan.plan_job
 import batchllm_operator.run.run_shards  # noqa: F401
-from benchmarks.faults.series import SHARDS, WORKERS, Series, Suite
+from benchmarks.faults.series import STAGES, WORKERS, Series, Suite
 from benchmarks.faults.tables import FORMATS
 from benchmarks.faults.trial import FATAL
 from benchmarks.provenance import provenance
 
 _SUMMED: Final = (
-    "kills",
-    "faults",
-    "lost_rows",
-    "duplicate_rows",
-    "half_commits",
-    "wrong_rows",
-    "reads",
-    "reader_errors",
-    "zombies_published",
-    "overpaid_rows",
+    *("kills", "faults", "lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "reads"),
+    *("reader_errors", "zombies_published", "overpaid_rows"),
 )
 _RUNS_KILLED: Final = (
-    "kill_run",
-    "kill_run_at_write",
-    "s3_kill",
-    "workers_kill",
-    "workers_kill_at_write",
-    "workers_renumbered",
+    *("kill_run", "kill_run_at_write", "s3_kill"),
+    *("workers_kill", "workers_kill_at_write", "workers_renumbered"),
 )
 Jobs = Sequence[tuple[str, range]]
 """Formats, and the numbers of their trials."""
@@ -188,7 +175,7 @@ def main() -> int:
         parser.error(f"--formats: there is no {', '.join(unknown)}")
     root = args.root or Path(tempfile.mkdtemp(prefix="batchllm-faults-"))
     started_at = time.monotonic()
-    suite = WORKERS if args.workers else SHARDS
+    suite = WORKERS if args.workers else STAGES
     outcomes, is_whole = run_trials(
         root, suite, args.seed, formats, args.trials, num_processes=args.processes
     )

@@ -21,7 +21,7 @@ Truth = Mapping[str, tuple[str | None, str]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How the rows are cut."""
+    """How the rows are cut, and how fast the engine is."""
 
     num_shards: int
     part_rows: int
@@ -30,6 +30,7 @@ class Job:
 
 
 BY_ONE: Final = Job(num_shards=2, part_rows=10, delay_s=0.002)
+"""One worker does all of it."""
 BY_WORKERS: Final = Job(num_shards=8, part_rows=5, delay_s=0.04)
 
 
@@ -52,6 +53,7 @@ def input_rows(version: int) -> list[dict[str, str]]:
 
 def job_json(job: Job, tables: Any, staging: str) -> str:
     """The spec."""
+    engine = {"byte_tokens": True, "delay_s": job.delay_s, "max_in_flight": MAX_IN_FLIGHT}
     return json.dumps(
         {
             "spec_version": 1,
@@ -60,19 +62,8 @@ def job_json(job: Job, tables: Any, staging: str) -> str:
             "prompt": {"system": "Answer. ", "template": "{document}|{query}"},
             "model": {"path": "no-model"},
             "sampling": {"max_tokens": 8},
-            "output": {
-                "uri": tables.address("out"),
-                "carry": ["query"],
-                "staging_uri": staging,
-            },
-            "engine": {
-                "backend": "fake",
-                "extra_args": {
-                    "byte_tokens": True,
-                    "delay_s": job.delay_s,
-                    "max_in_flight": MAX_IN_FLIGHT,
-                },
-            },
+            "output": {"uri": tables.address("out"), "carry": ["query"], "staging_uri": staging},
+            "engine": {"backend": "fake", "extra_args": engine},
             "planner": {"num_shards": job.num_shards, "part_rows": job.part_rows},
         }
     )

@@ -122,7 +122,11 @@ class Place:
 
     def stages(self, plan_uri: str) -> dict[str, list[str]]:
         """Arguments of what comes after `plan`, in order."""
-        return {stage: [stage, "--plan", plan_uri] for stage in ("run", "commit")}
+        worker = ["--worker", "0", "--num-workers", "1", "--owner", "job"]
+        return {
+            "run": ["run", "--plan", plan_uri, *worker],
+            "commit": ["commit", "--plan", plan_uri],
+        }
 
     def end(self, child: Child) -> int:
         """Wait for a command."""
@@ -141,13 +145,17 @@ class Place:
             if code == ExitCode.OK:
                 return
             if code == ExitCode.INCOMPLETE and args[0] == "commit":
-                for name, run in self.stages(args[2]).items():
-                    if name != "commit":
-                        self.finish(run)
+                self.finish(self.stages(args[2])["run"])
             elif code in FINAL_EXIT_CODES:
                 raise StuckError(f"{args[0]} ended with {code}, which is final: see {self.log}")
             time.sleep(0.05 * attempt)
         raise StuckError(f"{args[0]} failed {MOST_TRIES} times: see {self.log}")
+
+    def do_all(self) -> None:
+        """All stages of the job."""
+        self.finish(self.plan_args())
+        for args in self.stages(self.plan_uri()).values():
+            self.finish(args)
 
     def requests(self, plan_uri: str) -> dict[int, list[int]]:
         """The requests of each shard."""

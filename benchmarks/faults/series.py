@@ -47,8 +47,8 @@ def warm_up(root: Path) -> None:
     spec = job_json(BY_ONE, tables, f"{root}/lake/staging")
     main(["plan", "--job-json", spec, "--ds", DS, "--result", str(result)])
     plan_uri = json.loads(result.read_text())["plan_uri"]
-    for stage in ("run", "commit"):
-        main([stage, "--plan", plan_uri])
+    main(["run", "--plan", plan_uri, "--worker", "0", "--num-workers", "1"])
+    main(["commit", "--plan", plan_uri])
     shutil.rmtree(root)
 
 
@@ -62,7 +62,7 @@ class Suite:
     on_s3: Sequence[str]
 
 
-SHARDS: Final = Suite(Trial, BY_ONE, ON_DISK, ON_S3)
+STAGES: Final = Suite(Trial, BY_ONE, ON_DISK, ON_S3)
 WORKERS: Final = Suite(WorkerTrial, BY_WORKERS, WORKERS_ON_DISK, WORKERS_ON_S3)
 
 

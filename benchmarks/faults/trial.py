@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -18,52 +18,26 @@ from benchmarks.faults.s3 import FaultyProxy
 
 STAGES: Final = ("plan", "run", "commit")
 ON_DISK: Final = (
-    "kill_commit",
-    "kill_run",
-    "stop_run",
-    "kill_run_at_write",
-    "kill_plan",
-    "zombie_run",
-    "kill_commit_at_write",
-    "damage",
-    "disk_full",
-    "late_commit",
-    "kill_plan_at_write",
+    *("kill_commit", "kill_run", "stop_run", "kill_run_at_write", "kill_plan", "zombie_run"),
+    *("kill_commit_at_write", "damage", "disk_full", "late_commit", "kill_plan_at_write"),
     "watched_commit",
 )
 ON_S3: Final = (
-    "s3_lost_response",
-    "s3_kill",
-    "s3_500",
-    "s3_slow_down",
-    "s3_timeout",
-    "zombie_run",
-    "damage",
-    "stop_run",
+    *("s3_lost_response", "s3_kill", "s3_500", "s3_slow_down", "s3_timeout", "zombie_run"),
+    *("damage", "stop_run"),
 )
-
-
 _ALSO_EARLIER: Final = (
-    "kill_plan",
-    "kill_plan_at_write",
-    "kill_commit",
-    "kill_commit_at_write",
-    "late_commit",
+    *("kill_plan", "kill_plan_at_write", "kill_commit", "kill_commit_at_write", "late_commit"),
 )
 FATAL: Final = (
-    "lost_rows",
-    "duplicate_rows",
-    "half_commits",
-    "wrong_rows",
-    "stuck",
-    "zombies_published",
+    *("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck", "zombies_published"),
     "overpaid_rows",
 )
+"""Fields of `Outcome` that are zero unless the product is wrong."""
 KILL_COSTS: Final = SPILL_ROWS - 1
-FENCE_COSTS: Final = 2 * SPILL_ROWS - 1
+FENCE_COSTS: Final = 2 * SPILL_ROWS - 1 + MAX_IN_FLIGHT
 """Most finished rows that are generated again, beside those finished while a spill is written: see
 the benchmark's docstring."""
-"""Fields of `Outcome` that are zero unless the product is wrong."""
 
 
 @dataclass(slots=True)
@@ -144,107 +118,101 @@ class Trial:
         return self.place.num_versions
 
     def _with_fault(self, kind: str) -> None:
-        if kind == "late_commit":
-            self._late_commit()
-        elif kind == "watched_commit":
-            self._watched_commit()
-        elif kind == "zombie_run":
-            self._job(lambda stage, args: self._zombie(args) if stage == "run" else None)
-            each_shard = FENCE_COSTS + MAX_IN_FLIGHT
-            self._count_rows({"run": self.place.job.num_shards * each_shard})
-        elif kind == "stop_run":
-            self._job(lambda stage, args: self._stopped(args) if stage == "run" else None)
-            self._count_rows({})
-        elif kind == "damage":
-            self._job(lambda stage, args: self._damage(args) if stage == "commit" else None)
-        elif kind == "disk_full":
-            self._disk_full()
-        elif kind.startswith("s3_"):
+        if kind.startswith("s3_"):
             self._s3(kind.removeprefix("s3_"))
-        else:
+        elif kind.startswith("kill_"):
             self._killed(kind.split("_")[1], at_write=kind.endswith("at_write"))
+        else:
+            getattr(self, f"_{kind}")()
 
-    def _job(self, before: Callable[[str, list[str]], object]) -> None:
-        """All stages, each until it ends well; `before` does its harm first."""
+    def _job(self, target: str, harm: Callable[[list[str]], object]) -> None:
+        """All stages, each until it ends well; `harm` is done before the target."""
         place = self.place
-        before("plan", place.plan_args())
-        place.finish(place.plan_args())
-        for stage, args in place.stages(place.plan_uri()).items():
-            if stage != "commit":
-                before(stage, args)
-                place.finish(args)
-                continue
-            with Onlooker(place, self.allowed) as onlooker:
-                before(stage, args)
-                onlooker.look()
-                place.finish(args)
-                onlooker.look()
-            self._note(onlooker)
+
+        def finish(stage: str, args: list[str]) -> None:
+            if stage == target:
+                harm(args)
+            place.finish(args)
+
+        finish("plan", place.plan_args())
+        stages = place.stages(place.plan_uri())
+        finish("run", stages["run"])
+        with Onlooker(place, self.allowed) as onlooker:
+            finish("commit", stages["commit"])
+            onlooker.look()
+        self._note(onlooker)
 
     def _watched_commit(self) -> None:
         """A reader looks before each file operation of the commit, which waits meanwhile."""
         place = self.place
         if place.published is None:  # an empty table is no half commit where there was none
-            self._job(lambda stage, args: None)
+            place.do_all()
             self.allowed = [self.version, place.num_versions]
             self.version = place.num_versions
             place.new_input(self.version)
         place.finish(place.plan_args())
-        run, commit = place.stages(place.plan_uri()).values()
-        place.finish(run)
+        stages = place.stages(place.plan_uri())
+        place.finish(stages["run"])
         onlooker = Onlooker(place, self.allowed)
-        self.outcome.faults += place.step_through(commit, onlooker.look)
+        self.outcome.faults += place.step_through(stages["commit"], onlooker.look)
         onlooker.look()
-        place.finish(commit)
+        place.finish(stages["commit"])
         self._note(onlooker)
 
-    def _killed(self, which: str, *, at_write: bool) -> None:
+    def _killed(self, target: str, *, at_write: bool) -> None:
         """kill -9 at a random time of the stage, or before a random one of its writes."""
 
-        def kill(stage: str, args: list[str]) -> None:
-            if stage != which:
-                return
+        def kill(args: list[str]) -> None:
             if at_write:
-                number = self.rng.randint(1, self.usual.writes[stage])
+                number = self.rng.randint(1, self.usual.writes[target])
                 child = self.place.start(*args, kill_at_write=number)
                 self.outcome.kills += self.place.end(child) == -signal.SIGKILL
                 return
             child = self.place.start(*args)
-            child.wait(self.rng.uniform(0, self.usual.seconds[stage]))
+            child.wait(self.rng.uniform(0, self.usual.seconds[target]))
             self.outcome.kills += child.kill()
 
-        self._job(kill)
-        self._count_rows({which: KILL_COSTS * self.outcome.kills})
+        self._job(target, kill)
+        self._count_rows(KILL_COSTS * self.outcome.kills if target == "run" else 0)
 
-    def _stopped(self, args: list[str]) -> None:
+    def _stop_run(self) -> None:
         """A run is stopped by a signal, one to three times."""
-        for _ in range(self.rng.randint(1, 3)):
-            number = self.rng.choice([signal.SIGINT, signal.SIGTERM])
-            child = self.place.start(*args)
-            child.wait(self.rng.uniform(0, self.usual.seconds["run"]))
-            child.send(number)
-            code = self.place.end(child)
-            self.outcome.faults += code == 128 + number
-            if code not in (ExitCode.OK, 128 + number, -number):  # the last: before it has begun
-                raise StuckError(f"a stopped run ended with {code}: see {self.place.log}")
 
-    def _zombie(self, args: list[str]) -> None:
-        """A run is paused, its owner's next one takes over, and the first one goes on."""
-        seconds, args = self.usual.seconds["run"], [*args, "--owner", "task"]
-        first = self.place.start(*args)
-        first.wait(self.rng.uniform(0, seconds))
-        self.outcome.faults += first.poll() is None
-        first.send(signal.SIGSTOP)
-        second = self.place.start(*args)
-        if self.rng.random() < 0.5:  # side by side
-            second.wait(self.rng.uniform(0, seconds))
-        elif second.wait(20) is None:  # it may wait for a lock that the first one holds
+        def stop(args: list[str]) -> None:
+            for _ in range(self.rng.randint(1, 3)):
+                number = self.rng.choice([signal.SIGINT, signal.SIGTERM])
+                child = self.place.start(*args)
+                child.wait(self.rng.uniform(0, self.usual.seconds["run"]))
+                child.send(number)
+                code = self.place.end(child)
+                self.outcome.faults += code == 128 + number
+                if code not in (ExitCode.OK, 128 + number, -number):  # the last: before its start
+                    raise StuckError(f"a stopped run ended with {code}: see {self.place.log}")
+
+        self._job("run", stop)
+        self._count_rows(0)
+
+    def _zombie_run(self) -> None:
+        """A run is paused, its owner's next one takes its shards, and the first one goes on."""
+
+        def pause(args: list[str]) -> None:
+            seconds = self.usual.seconds["run"]
+            first = self.place.start(*args)
+            first.wait(self.rng.uniform(0, seconds))
+            first.send(signal.SIGSTOP)
+            second = self.place.start(*args)
+            if self.rng.random() < 0.5:  # side by side
+                second.wait(self.rng.uniform(0, seconds))
+            elif second.wait(20) is None:  # it may wait for a lock that the first one holds
+                first.send(signal.SIGCONT)
             first.send(signal.SIGCONT)
-        first.send(signal.SIGCONT)
-        for child in (second, first):
-            code = self.place.end(child)
-            if code not in (ExitCode.OK, ExitCode.FAILURE):
-                raise StuckError(f"one of two runs ended with {code}: see {self.place.log}")
+            for child in (second, first):
+                if (code := self.place.end(child)) not in (ExitCode.OK, ExitCode.FAILURE):
+                    raise StuckError(f"one of two runs ended with {code}: see {self.place.log}")
+
+        self._job("run", pause)
+        self.outcome.faults += len(read_engine_log(self.place.engine_log).finished_by) > 1
+        self._count_rows(FENCE_COSTS * self.place.job.num_shards)
 
     def _late_commit(self) -> None:
         """An older plan is committed beside a newer one, or after it."""
@@ -272,45 +240,40 @@ class Trial:
             is_newest = not compare(place.tables.output().to_pylist(), computed_truth(self.version))
             self.outcome.zombies_published += not is_newest
             # As a scheduler would: the day is planned again, and ends with its own input.
-            place.finish(place.plan_args())
-            for args in place.stages(place.plan_uri()).values():
-                place.finish(args)
+            place.do_all()
         self._note(onlooker)
 
-    def _damage(self, args: list[str]) -> None:
+    def _damage(self) -> None:
         """Staged parts are cut off or altered; the commit must see it."""
-        self.outcome.faults += damage_parts(self.place, args[2], self.rng)
-        code = self.place.end(self.place.start(*args))
-        if code == ExitCode.OK:
-            return  # what was damaged wasn't needed, or the rows tell
-        if code != ExitCode.INCOMPLETE:
-            raise StuckError(f"a damaged part made commit end with {code}: see {self.place.log}")
+
+        def damage(args: list[str]) -> None:
+            self.outcome.faults += damage_parts(self.place, args[2], self.rng)
+            code = self.place.end(self.place.start(*args))
+            # OK if what was damaged wasn't needed, or the rows tell.
+            if code not in (ExitCode.OK, ExitCode.INCOMPLETE):
+                raise StuckError(f"a damaged part made commit end with {code}: {self.place.log}")
+
+        self._job("commit", damage)
 
     def _disk_full(self) -> None:
         """The disk fills up somewhere in a stage, which is tried three times before there is room.
 
         The file system is a small tmpfs; where none may be mounted, files have a size limit.
         """
-        target = self.rng.choice(STAGES)
 
-        def fill(stage: str, args: list[str]) -> None:
-            if stage == target:
-                with small_disk(self.place.root, self.rng) as limits:
-                    for _ in range(3):
-                        self.outcome.faults += self.place.end(self.place.start(*args, **limits)) > 0
+        def fill(args: list[str]) -> None:
+            with small_disk(self.place.root, self.rng) as limits:
+                for _ in range(3):
+                    self.outcome.faults += self.place.end(self.place.start(*args, **limits)) > 0
 
-        self._job(fill)
+        self._job(self.rng.choice(STAGES), fill)
 
     def _s3(self, kind: str) -> None:
         """A burst of requests fails in a random stage, or the command is killed at one."""
         assert self.proxy is not None, "only on S3"
         proxy, target = self.proxy, self.rng.choice(STAGES)
 
-        def fail(stage: str, args: list[str]) -> None:
-            if stage != target:
-                return
-            first = self.rng.randrange(self.usual.requests[stage])
-            length = self.rng.choice([1, 2, 5] if kind == "timeout" else [1, 2, 5, 20, 60])
+        def fail(args: list[str]) -> None:
             running: list[Any] = []
             is_running = threading.Event()
 
@@ -318,33 +281,37 @@ class Trial:
                 is_running.wait(10)
                 running[0].send(signal.SIGKILL)
 
-            if kind == "kill":
-                when = self.rng.choice(["kill_before", "kill_after"])
-                proxy.arm(when, range(first, first + 1), kill)
-            else:
-                proxy.arm(kind, range(first, first + length))
+            self._arm(kind, self.usual.requests[target], kill)
             running.append(self.place.start(*args))
             is_running.set()
-            killed = self.place.end(running[0]) == -signal.SIGKILL
-            self.outcome.kills += killed
+            self.outcome.kills += self.place.end(running[0]) == -signal.SIGKILL
             self.outcome.faults += proxy.num_faults
             proxy.arm()
 
-        self._job(fail)
+        self._job(target, fail)
         if kind == "kill":
-            self._count_rows({target: KILL_COSTS * self.outcome.kills})
+            self._count_rows(KILL_COSTS * self.outcome.kills if target == "run" else 0)
 
-    def _count_rows(self, may_cost: Mapping[str, int]) -> None:
-        """How many finished rows were generated again, and are no surprise, by stage."""
+    def _arm(self, kind: str, num_requests: int, kill: Callable[[], object]) -> None:
+        """A burst of requests fails, or the client is killed at one of them."""
+        assert self.proxy is not None, "only on S3"
+        first = self.rng.randrange(num_requests)
+        if kind == "kill":
+            when = self.rng.choice(["kill_before", "kill_after"])
+            self.proxy.arm(when, range(first, first + 1), kill)
+        else:
+            length = self.rng.choice([1, 2, 5] if kind == "timeout" else [1, 2, 5, 20, 60])
+            self.proxy.arm(kind, range(first, first + length))
+
+    def _count_rows(self, may_cost: int) -> None:
+        """How many finished rows were generated again, and how many more than they may."""
         log, outcome = read_engine_log(self.place.engine_log), self.outcome
         finished, beside_spills = log.finished, max(log.beside_spills.values(), default=0)
-        idxs = [idx for idxs in self.place.requests(self.place.plan_uri()).values() for idx in idxs]
-        again = sum(max(0, finished[idx] - 1) for idx in idxs)
-        outcome.rows += len(idxs)
+        requests = self.place.requests(self.place.plan_uri())
+        again = sum(max(0, finished[idx] - 1) for idxs in requests.values() for idx in idxs)
+        outcome.rows += sum(map(len, requests.values()))
         outcome.regenerated_rows += again
-        if cost := may_cost.get("run", 0):
-            cost += beside_spills
-        outcome.overpaid_rows += max(0, again - cost)
+        outcome.overpaid_rows += max(0, again - may_cost - (beside_spills if may_cost else 0))
         if outcome.kills:
             outcome.regenerated_rows_max = outcome.regenerated_rows
 

@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.inside import read_engine_log
-from benchmarks.faults.job import MAX_IN_FLIGHT, input_rows
+from benchmarks.faults.job import input_rows
 from benchmarks.faults.place import StuckError
 from benchmarks.faults.trial import FENCE_COSTS, KILL_COSTS, Trial
 from benchmarks.faults.zygote import Child
@@ -71,8 +71,7 @@ class Hand:
     def overpaid(self, in_vain: Counter[int], beside_spills: int) -> int:
         """Rows that it finished in vain, by shard, beyond those that it may have."""
         if self.may_be_fenced:
-            # It takes the rest of what is in the engine.
-            may_cost = FENCE_COSTS + MAX_IN_FLIGHT + beside_spills
+            may_cost = FENCE_COSTS + beside_spills
             return sum(max(0, rows - may_cost) for rows in in_vain.values())
         return max(0, in_vain.total() - self.may_be_killed * (KILL_COSTS + beside_spills))
 
@@ -85,14 +84,14 @@ class WorkerTrial(Trial):
         self._num_workers = (
             9 if kind == "workers_many" else self.rng.randint(2, 3 if self.proxy else 4)
         )
-        self._job(lambda stage, args: self._before(stage, args))
+        self._job("run", self._run)
         self._count_costs()
 
-    def _before(self, stage: str, args: list[str]) -> None:
-        if stage == "run":
-            self._plan_uri = args[args.index("--plan") + 1]
-            self._come_and_go()
-        elif stage == "commit" and (left := self._unfinished()):
+    def _run(self, args: list[str]) -> None:
+        self._plan_uri = args[args.index("--plan") + 1]
+        self._come_and_go()
+        self.place.finish(args)
+        if left := self._unfinished():
             raise StuckError(f"the last worker ended well, but left shards {left}")
 
     def _come_and_go(self) -> None:
@@ -100,7 +99,14 @@ class WorkerTrial(Trial):
         actions = _ACTIONS.get(kind, ("kill", "join"))
         have_started = threading.Event()
         if self._is_s3_fault:
-            self._arm(kind.removeprefix("workers_s3_"), have_started)
+            victim = self.rng.randrange(self._num_workers)
+
+            def kill() -> None:
+                have_started.wait(10)
+                self._hands[victim].may_be_killed = True
+                self._hands[victim].child.send(signal.SIGKILL)
+
+            self._arm(kind.removeprefix("workers_s3_"), self.usual.requests["run"], kill)
         for number in range(self._num_workers):
             self._start(number, **self._faults_at_start())
         have_started.set()
@@ -143,25 +149,6 @@ class WorkerTrial(Trial):
     @property
     def _is_s3_fault(self) -> bool:
         return self.outcome.kind.startswith("workers_s3_")
-
-    def _arm(self, kind: str, have_started: threading.Event) -> None:
-        """A burst of requests of any of the workers fails, or one of them is killed at it."""
-        assert self.proxy is not None, "only on S3"
-        first = self.rng.randrange(self.usual.requests["run"])
-        if kind != "kill":
-            length = self.rng.choice([1, 2, 5] if kind == "timeout" else [1, 2, 5, 20, 60])
-            self.proxy.arm(kind, range(first, first + length))
-            return
-        victim = self.rng.randrange(self._num_workers)
-
-        def kill() -> None:
-            have_started.wait(10)
-            hand = self._hands[victim]
-            hand.may_be_killed = True
-            hand.child.send(signal.SIGKILL)
-
-        when = self.rng.choice(["kill_before", "kill_after"])
-        self.proxy.arm(when, range(first, first + 1), kill)
 
     def _start(self, number: int, owner: str | None = None, **faults: Any) -> Hand:
         """Start a worker; half of them have an owner, as a task's try."""
