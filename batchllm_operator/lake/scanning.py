@@ -11,15 +11,26 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.dataset as pds
+from pyarrow import types
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.spec import FilterTerm
 
 _MAX_NAMED: Final = 30  # columns
-COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
+_COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
     **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le},
     **{">": operator.gt, ">=": operator.ge},
 }
+
+
+_COMPARABLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], tuple[type, ...]]]] = (
+    (types.is_integer, (int,)),
+    (types.is_float64, (int, float)),
+    (types.is_string, (str,)),
+    (types.is_boolean, (bool,)),
+)
+"""Types whose values Python compares as Arrow does, and the classes of the values."""
+_MOST_EXACT: Final = 2**53  # not every larger integer is a double
 
 
 def check_columns(
@@ -65,6 +76,26 @@ def row_condition(
     return reduce(and_, map(_expression, conditions)) if conditions else None
 
 
+def may_hold(
+    term: FilterTerm, lowest: Mapping[str, Any], highest: Mapping[str, Any], schema: pa.Schema
+) -> bool:
+    """Whether a file may have a row that meets the condition, by bounds of its columns' values."""
+    low, high = lowest.get(term.column), highest.get(term.column)
+    kind = schema.field(term.column).type
+    allowed = next((classes for is_such, classes in _COMPARABLE if is_such(kind)), ())
+    wanted: tuple[Any, ...] = term.value if isinstance(term.value, tuple) else (term.value,)
+    if any(type(value) not in allowed for value in (low, high, *wanted)):
+        return True
+    if low != low or high != high:  # NaN, which Spark sorts as the greatest
+        return True
+    if float in allowed and any(abs(value) > _MOST_EXACT for value in wanted):
+        return True
+    if term.op in ("==", "in"):
+        return any(low <= value <= high for value in wanted)
+    bound = {"<": low, "<=": low, ">": high, ">=": high}.get(term.op)
+    return bound is None or bool(_COMPARISONS[term.op](bound, wanted[0]))
+
+
 @contextmanager
 def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]:
     """Turn errors while reading a partition's data into this package's errors.
@@ -100,4 +131,4 @@ def _expression(term: FilterTerm) -> pds.Expression:
         assert isinstance(term.value, tuple)  # the spec checks it
         is_in = field.isin(list(term.value))
         return is_in if term.op == "in" else ~is_in
-    return COMPARISONS[term.op](field, term.value)
+    return _COMPARISONS[term.op](field, term.value)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -17,46 +18,45 @@ import pyarrow.parquet as pq
 DS: Final = "2026-01-31"
 BUCKET: Final = "faults"
 _NO_ROWS: Final = pa.table({})
-KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_KEY, _REGION = "test", "us-east-1"
 
 
 Rows = pa.Table | Sequence[Mapping[str, Any]]
 
 
-class Tables(Protocol):
+class Tables(ABC):
     """Input and output of a job in one format, in an empty place."""
+
+    def __init__(self, root: Path, endpoint: str | None) -> None:
+        """`endpoint` is S3's; None for the local disk."""
+        self._path = f"{BUCKET}/{root.name}" if endpoint else f"{root}/lake"
+        self._uri = f"s3://{self._path}" if endpoint else self._path
 
     def address(self, name: str) -> str:
         """What a spec calls the table."""
+        return f"{self._uri}/{name}"
 
+    @abstractmethod
     def replace_input(self, rows: Rows) -> None:
         """Put these rows in place of the input partition's."""
 
+    @abstractmethod
     def output(self) -> pa.Table:
         """The output partition's rows, by a reader that isn't ours; none if there is no table."""
 
 
 def s3_client(endpoint: str) -> pafs.S3FileSystem:
     """The storage behind `endpoint`, as pyarrow calls it."""
-    return pafs.S3FileSystem(
-        endpoint_override=endpoint,
-        access_key="test",
-        secret_key="test",
-        region="us-east-1",
-        allow_bucket_creation=True,
-    )
+    keys = {"access_key": _KEY, "secret_key": _KEY, "region": _REGION}
+    return pafs.S3FileSystem(endpoint_override=endpoint, allow_bucket_creation=True, **keys)
 
 
-class ParquetTables:
+class ParquetTables(Tables):
     """Plain datasets, `ds=<value>/*.parquet`."""
 
     def __init__(self, root: Path, endpoint: str | None) -> None:
+        super().__init__(root, endpoint)
         self._fs: pafs.FileSystem = s3_client(endpoint) if endpoint else pafs.LocalFileSystem()
-        self._path = f"{BUCKET}/{root.name}" if endpoint else f"{root}/lake"
-        self._uri = f"s3://{self._path}" if endpoint else self._path
-
-    def address(self, name: str) -> str:
-        return f"{self._uri}/{name}"
 
     def replace_input(self, rows: Rows) -> None:
         folder = f"{self._path}/documents/ds={DS}"
@@ -74,8 +74,8 @@ class ParquetTables:
         return found.to_table() if found.files else _NO_ROWS
 
 
-class IcebergTables:
-    """Tables of a SQL catalog in a file; `endpoint` None is the local disk."""
+class IcebergTables(Tables):
+    """Tables of a SQL catalog in a file."""
 
     def __init__(self, root: Path, endpoint: str | None) -> None:
         from pyiceberg.catalog.sql import SqlCatalog
@@ -116,22 +116,21 @@ class IcebergTables:
         return table.scan().to_arrow()
 
 
-class DeltaTables:
+class DeltaTables(Tables):
     """Tables in folders, read and written by delta-rs."""
 
     def __init__(self, root: Path, endpoint: str | None) -> None:
-        base = f"s3://{BUCKET}/{root.name}" if endpoint else f"{root}/lake"
-        self._base = base
+        super().__init__(root, endpoint)
         self._options = delta_options(endpoint) if endpoint else {}
 
     def address(self, name: str) -> str:
-        return f"delta+{self._base}/{name}"
+        return f"delta+{self._uri}/{name}"
 
     def replace_input(self, rows: Rows) -> None:
         from deltalake import write_deltalake
 
         write_deltalake(
-            f"{self._base}/documents",
+            f"{self._uri}/documents",
             _with_ds(rows),
             partition_by="ds",
             mode="overwrite",
@@ -143,7 +142,7 @@ class DeltaTables:
         from deltalake.exceptions import TableNotFoundError
 
         try:
-            table = DeltaTable(f"{self._base}/out", storage_options=self._options)
+            table = DeltaTable(f"{self._uri}/out", storage_options=self._options)
         except TableNotFoundError:
             return _NO_ROWS
         return pa.table(table.to_pyarrow_table())
@@ -165,9 +164,9 @@ def iceberg_settings(root: Path, endpoint: str | None) -> dict[str, str]:
     if endpoint:
         settings |= {
             "s3.endpoint": endpoint,
-            "s3.access-key-id": "test",
-            "s3.secret-access-key": "test",
-            "s3.region": "us-east-1",
+            "s3.access-key-id": _KEY,
+            "s3.secret-access-key": _KEY,
+            "s3.region": _REGION,
             "s3.request-timeout": "1",
         }
     return settings
@@ -177,9 +176,9 @@ def delta_options(endpoint: str) -> dict[str, str]:
     """How delta-rs reaches the storage."""
     return {
         "aws_endpoint": endpoint,
-        "aws_access_key_id": "test",
-        "aws_secret_access_key": "test",
-        "aws_region": "us-east-1",
+        "aws_access_key_id": _KEY,
+        "aws_secret_access_key": _KEY,
+        "aws_region": _REGION,
         "allow_http": "true",
         "conditional_put": "etag",
     }
@@ -203,9 +202,9 @@ def environment(root: Path, endpoint: str | None) -> dict[str, str]:
     if endpoint:
         found |= {
             "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": _KEY,
+            "AWS_SECRET_ACCESS_KEY": _KEY,
+            "AWS_DEFAULT_REGION": _REGION,
             "AWS_CONFIG_FILE": os.devnull,
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
             "AWS_MAX_ATTEMPTS": "2",

@@ -21,7 +21,7 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.delta.data import DeltaStaging, OutputFiles
 from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta.schema import FORBIDDEN_IN_NAMES, accepted
-from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
+from batchllm_operator.lake.delta.version import DataFile, TableVersion
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.publishing import (
@@ -32,6 +32,7 @@ from batchllm_operator.lake.publishing import (
     looking_again,
     publisher_in,
 )
+from batchllm_operator.lake.scanning import may_hold
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
 from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm, TableAddress
@@ -104,11 +105,9 @@ class DeltaTable(FolderTable):
     ) -> Iterator[pa.RecordBatch]:
         files = self._pinned(snapshot) if part is None else [self._file_of(snapshot, part)]
         for file in files:
-            if all(may_hold(term, file, schema) for term in conditions):
-                values = file.partition_values
-                yield from self._read(
-                    snapshot.partition, file.name, schema, values, condition, part
-                )
+            if all(may_hold(term, file.lowest, file.highest, schema) for term in conditions):
+                name, values = file.name, file.partition_values
+                yield from self._read(snapshot.partition, name, schema, values, condition, part)
 
     def published(self, partition: str) -> Publication | None:
         return self._published_in(self._log.latest(), partition)

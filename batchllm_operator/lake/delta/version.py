@@ -14,14 +14,11 @@ import pyarrow as pa
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.partition_order import CAN_NOT_NAME, shown_near
-from batchllm_operator.lake.scanning import COMPARISONS
-from batchllm_operator.spec import FilterTerm
 
 if TYPE_CHECKING:
     import deltalake
 
 _CONSTRAINT: Final = "delta.constraints."
-_MOST_EXACT: Final = 2**53  # not every larger integer is a double
 _COLUMN_RULES: Final = ("delta.invariants", "delta.generationExpression", "delta.identity.")
 
 
@@ -134,29 +131,6 @@ class TableVersion:
         except ValueError:
             return None
         return value if str(value) == partition else None
-
-
-def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
-    """Whether a row of the file may meet the condition, by the column's minimum and maximum.
-
-    Only integers, doubles and strings rule files out: Python compares them as Arrow does.
-    """
-    low, high = file.lowest.get(term.column), file.highest.get(term.column)
-    wanted: tuple[Any, ...] = term.value if isinstance(term.value, tuple) else (term.value,)
-    is_exact = pa.types.is_float64(schema.field(term.column).type)
-    comparable = (int, float) if is_exact else (type(low),)
-    if type(low) not in (int, float, str) or (type(low) is float and not is_exact):
-        return True
-    if any(type(value) not in comparable for value in (high, *wanted)):
-        return True
-    if low != low or high != high:  # NaN, which Spark sorts as the greatest
-        return True
-    if is_exact and any(abs(value) > _MOST_EXACT for value in wanted):
-        return True
-    if term.op in ("==", "in"):
-        return any(low <= value <= high for value in wanted)
-    bound = {"<": low, "<=": low, ">": high, ">=": high}.get(term.op)
-    return bound is None or bool(COMPARISONS[term.op](bound, wanted[0]))
 
 
 def _checks(raw: deltalake.DeltaTable) -> Iterator[str]:

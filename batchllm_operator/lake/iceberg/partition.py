@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as pds
 import pyarrow.parquet as pq
-from pyiceberg.expressions import (
-    And,
-    BooleanExpression,
-    EqualTo,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyiceberg.conversions import from_bytes
+from pyiceberg.expressions import EqualTo
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import BooleanType, DoubleType, IntegerType, LongType, NestedField, StringType
+from pyiceberg.types import NestedField
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import iceberg_errors
@@ -32,24 +24,9 @@ from batchllm_operator.lake.iceberg.read import IcebergFiles, read_metadata
 from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
 from batchllm_operator.lake.partition_order import in_order, shown_near
 from batchllm_operator.lake.publishing import RUN_ID, Publication, publisher_in
-from batchllm_operator.lake.scanning import reading
+from batchllm_operator.lake.scanning import may_hold, reading
 from batchllm_operator.lake.table import FilePart, InputFile
 from batchllm_operator.spec import FilterTerm
-
-_COMPARISONS: Final[dict[str, Any]] = {
-    "==": EqualTo,
-    "<": LessThan,
-    "<=": LessThanOrEqual,
-    ">": GreaterThan,
-    ">=": GreaterThanOrEqual,
-    "in": In,
-}  # only those by which statistics can rule out a file
-_LITERALS: Final[dict[type, tuple[type, ...]]] = {
-    bool: (BooleanType,),
-    int: (IntegerType, LongType, DoubleType),
-    float: (DoubleType,),
-    str: (StringType,),
-}  # column types that pyiceberg compares with such a value as Arrow does
 
 
 class PartitionView:
@@ -97,9 +74,16 @@ class PartitionView:
         """The files that may hold matching rows of the partition, sorted by name."""
         if self.snapshot_id is None:
             return []
+        # pyiceberg looks names up in the newest schema, where the column may have been renamed.
+        name = self._table.schema().find_column_name(self._field.field_id)
+        chosen = EqualTo(name, self.value)  # type: ignore[arg-type, call-arg]
         with iceberg_errors(self.uri):
-            scan = self._table.scan(self._row_filter(conditions), snapshot_id=self.snapshot_id)
-            tasks = list(scan.plan_files())
+            scan = self._table.scan(chosen, snapshot_id=self.snapshot_id)
+            tasks = [
+                task
+                for task in scan.plan_files()
+                if all(self._may_hold(term, task.file) for term in conditions)
+            ]
         # By the last part of the path first: folders of some layouts are a hash of it.
         return sorted(
             tasks, key=lambda task: (PurePosixPath(task.file.file_path).name, task.file.file_path)
@@ -179,16 +163,15 @@ class PartitionView:
         """Whether files of a partition spec hold one value of the column each."""
         return any(_is_identity(part, self._field.field_id) for part in spec.fields)
 
-    def _row_filter(self, conditions: Sequence[FilterTerm]) -> BooleanExpression:
-        """The filter by which statistics and partition values may rule out files."""
-        # pyiceberg looks names up in the newest schema, where the column may have been renamed.
-        now = self._table.schema()
-        name = now.find_column_name(self._field.field_id)
-        found: BooleanExpression = _COMPARISONS["=="](name, self.value)
-        for term in conditions:
-            if now == self._schema and (comparison := _pushed_down(term, now)) is not None:
-                found = And(found, comparison)
-        return found
+    def _may_hold(self, term: FilterTerm, file: DataFile) -> bool:
+        field: Any = next(field for field in self._schema.fields if field.name == term.column)
+        lowest, highest = (
+            {term.column: from_bytes(field.field_type, bounds[field.field_id])}
+            if bounds and field.field_id in bounds
+            else {}
+            for bounds in (file.lower_bounds, file.upper_bounds)
+        )
+        return may_hold(term, lowest, highest, self.arrow_schema)
 
 
 def partition_names(table: Table, uri: str, column: str) -> list[str]:
@@ -224,20 +207,3 @@ def _partition_field(table: Table, uri: str, column: str, schema: Schema) -> Nes
     ):
         raise TableError(f"table {uri}: isn't partitioned by {column!r}")
     return found[0]
-
-
-def _pushed_down(term: FilterTerm, schema: Schema) -> BooleanExpression | None:
-    """The condition as pyiceberg's expression; None if it might compare differently from Arrow."""
-    comparison = _COMPARISONS.get(term.op)
-    kind = next((type(f.field_type) for f in schema.fields if f.name == term.column), None)
-    values = term.value if isinstance(term.value, tuple) else (term.value,)
-    if comparison is None or "." in term.column or not values:
-        return None
-    if not all(kind in _LITERALS[type(value)] for value in values):
-        return None
-    if kind is DoubleType:
-        values = tuple(float(value) for value in values)
-    expression: BooleanExpression = comparison(
-        term.column, values if term.op == "in" else values[0]
-    )
-    return expression
