@@ -30,17 +30,17 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 def in_orders(names: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
     """The names of each column, ascending."""
-    return {column: tuple(in_order(each)) for column, each in names.items()}
+    return {column: tuple(in_order(values)) for column, values in names.items()}
 
 
 def before(names: Iterable[str], partition: str) -> list[str]:
-    """Those of the names that come before `partition`, ascending."""
+    """The names that come before `partition`, ascending."""
     ordered = in_order([*names, partition])
     return ordered[: ordered.index(partition)]
 
 
 def near(names: Iterable[str], partition: str, most: int = 3) -> list[str]:
-    """Those of the names that mean the same time, more or less exactly; else its neighbours.
+    """The names that mean the same time, more or less exactly; else the partition's neighbours.
 
     `2026-01-31` is near `2026-01-31 00:00:00`, `20260131` and `2026-01`.
     """
@@ -61,8 +61,8 @@ def near(names: Iterable[str], partition: str, most: int = 3) -> list[str]:
 
 def shown_near(names: Iterable[str], partition: str) -> str:
     """The end of an error's message: the nearest names that are there."""
-    found = ", ".join(map(repr, near(names, partition)))
-    return f"; the nearest partitions are {found}" if found else ""
+    nearest = ", ".join(map(repr, near(names, partition)))
+    return f"; the nearest partitions are {nearest}" if nearest else ""
 
 
 def name_one(value: str = "logical_date.strftime('%Y-%m-%d')") -> str:

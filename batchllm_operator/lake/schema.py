@@ -124,10 +124,10 @@ def check_names(where: str, columns: Sequence[pa.Field], forbidden: str) -> None
             full_name = f"{place}{name}"
             if not name:
                 raise TableError(f"{where}: there is a field without a name in {place[:-1]!r}")
-            if found := sorted(set(name) & set(forbidden)):
+            if characters := sorted(set(name) & set(forbidden)):
                 raise TableError(
-                    f"{where}: the name {full_name!r} has {', '.join(map(repr, found))}, which the"
-                    " table's format doesn't allow in names; rename it"
+                    f"{where}: the name {full_name!r} has {', '.join(map(repr, characters))}, which"
+                    " the table's format doesn't allow in names; rename it"
                 )
             if name.casefold() in known:
                 raise TableError(

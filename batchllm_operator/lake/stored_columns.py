@@ -102,8 +102,8 @@ def _is_in_calendar(column: pa.Array) -> bool:
     per_day = 1
     if not types.is_date32(kind):
         per_day = 86_400 * (1_000 if types.is_date64(kind) else _PER_SECOND[kind.unit])
-    found = pc.min_max(column.view(width)).as_py()
+    bounds = pc.min_max(column.view(width)).as_py()
     first, last = _DAYS
-    return found["min"] is None or (
-        found["min"] >= first * per_day and found["max"] < (last + 1) * per_day
+    return bounds["min"] is None or (
+        bounds["min"] >= first * per_day and bounds["max"] < (last + 1) * per_day
     )

@@ -37,12 +37,14 @@ _MOST_MESSAGE_CHARS: Final = 500
 
 
 class CommitRefusedError(Exception):
-    """The next version wasn't written, or the answer was lost; only the log tells which."""
+    """The next version wasn't written, or the answer was lost; only the log tells which.
+
+    If the storage failed (`is_storage`), the request may still arrive.
+    """
 
     def __init__(self, message: str, *, is_storage: bool) -> None:
         super().__init__(message)
         self.is_storage = is_storage
-        """Whether the storage failed, so that the request may still arrive."""
 
 
 class DeltaLog:
@@ -63,9 +65,9 @@ class DeltaLog:
             raise SpecError(f"{self.uri}: Delta tables can be on local disk or S3")
         # delta-rs decodes these twice, or reads another location.
         refused = {"%"} if folder.is_local else {"%", "?", "#"}
-        if found := refused & set(self._location):
+        if marks := refused & set(self._location):
             raise SpecError(
-                f"{self.uri}: a Delta table can't lie at a place with {min(found)!r} in its name"
+                f"{self.uri}: a Delta table can't lie at a place with {min(marks)!r} in its name"
             )
         import deltalake  # noqa: F401 - else the first use says that it is missing
 
@@ -130,13 +132,10 @@ class DeltaLog:
         *,
         replaces: bool,
     ) -> None:
-        """Write the version after `seen` to an empty copy of the table on local disk.
+        """Raise `CommitRefusedError` if `commit` would be refused.
 
-        The copy has its protocol, properties and columns, and a file of the partition if the commit
-        `replaces` any: what delta-rs refuses of a table shows without one.
-
-        Raises:
-            CommitRefusedError: `commit` would be refused.
+        The version after `seen` is written to a copy of the table on local disk, which has its
+        protocol, properties and columns, and a file of the partition if the commit `replaces` any.
         """
         from deltalake.transaction import AddAction
 

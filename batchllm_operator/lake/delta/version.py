@@ -76,7 +76,7 @@ class TableVersion:
             "writerFeatures": protocol.writer_features,
         }
         actions: list[dict[str, Any]] = [
-            {"protocol": {name: each for name, each in described.items() if each is not None}},
+            {"protocol": {name: value for name, value in described.items() if value is not None}},
             {
                 "metaData": {
                     "id": str(metadata.id),

@@ -199,11 +199,11 @@ def _is_identity(part: PartitionField, field_id: int) -> bool:
 
 
 def _partition_field(table: Table, uri: str, column: str, schema: Schema) -> NestedField:
-    found = [field for field in schema.fields if field.name == column]
-    if not found or not any(
-        part.source_id == found[0].field_id
+    fields = [field for field in schema.fields if field.name == column]
+    if not fields or not any(
+        part.source_id == fields[0].field_id
         for spec in table.specs().values()
         for part in spec.fields
     ):
         raise TableError(f"table {uri}: isn't partitioned by {column!r}")
-    return found[0]
+    return fields[0]

@@ -141,9 +141,9 @@ class IcebergFiles:
         places = [np.zeros(0, dtype=np.int64)]
         for file in task.delete_files:
             with _storage_errors():
-                found = _read_deletes(self._io, file).get(task.file.file_path)
-            if found is not None:
-                places.append(found.to_numpy().astype(np.int64))
+                deleted = _read_deletes(self._io, file).get(task.file.file_path)
+            if deleted is not None:
+                places.append(deleted.to_numpy().astype(np.int64))
         return np.concatenate(places)
 
 

@@ -21,9 +21,9 @@ _ASCII: Final = re.compile(r"[\x00-\x7f]+")
 
 def folder_name(column: str, value: str) -> str:
     """The folder of a partition, as `hive_values` reads it."""
-    safe = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", column)
+    safe = _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", column)
     # Spark and Hive read an escaped character that isn't ASCII as several others.
-    return f"{safe}={_ASCII.sub(lambda found: quote(found[0], safe=''), value)}"
+    return f"{safe}={_ASCII.sub(lambda match: quote(match[0], safe=''), value)}"
 
 
 def hive_values(name: str) -> dict[str, str | None]:
@@ -96,21 +96,21 @@ class Partitions:
         Raises:
             TableError: a file of the partition can't be read, and isn't skipped.
         """
-        found = {
+        files = {
             f"{name}/{below}": details
             for name in self.folders(partition)
             for below, details in self.folder.child(name).find().items()
         }
-        if not visible(found):
-            found = self.folder.find()
-        self._check(found, partition)
-        return visible(found)
+        if not visible(files):
+            files = self.folder.find()
+        self._check(files, partition)
+        return visible(files)
 
     def chosen(
         self, files: Mapping[str, dict[str, Any]], partition: str
     ) -> dict[str, dict[str, Any]]:
         """The partition's among some files."""
-        return {name: each for name, each in files.items() if self._is_in(name, partition)}
+        return {name: files[name] for name in files if self._is_in(name, partition)}
 
     def check_apart(self) -> None:
         """Refuse to write a table on top of another: readers would take both for one.
@@ -121,12 +121,12 @@ class Partitions:
             TableError: there is Parquet that isn't in a partition.
         """
         columns = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
-        folders = [f"{name}/" for name, found in columns.items() if self.column not in found]
+        folders = [f"{name}/" for name, values in columns.items() if self.column not in values]
         if len(folders) == len(columns):
             folders = [""]
         else:
             folders = [name for name in folders if columns[name[:-1]]]
-        for name in (f"{each}{below}" for each in folders for below in self._below(each)):
+        for name in (f"{folder}{below}" for folder in folders for below in self._below(folder)):
             raise TableError(
                 f"output {self.folder.uri}: holds {name!r}, but isn't partitioned by"
                 f" {self.column!r}; move it away or choose another output table"

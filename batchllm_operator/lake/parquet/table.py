@@ -80,7 +80,7 @@ class ParquetTable(FolderTable):
         last: pa.Schema | None = None
         pinned: list[InputFile] = []
         for schema, file in self._each(
-            chosen.items(), lambda each: self._look_into(*each, partition)
+            chosen.items(), lambda item: self._look_into(*item, partition)
         ):
             if last is None or not schema.equals(last, check_metadata=True):
                 schemas[file.name] = last = schema
@@ -213,8 +213,8 @@ class ParquetTable(FolderTable):
         own = folder_name(self.partition_column, partition)
         holding = {}
         for name in dict.fromkeys((own, *self._partitions.folders(partition))):
-            found = self._folder.child(name).find()
-            if files := {n: details for n, details in found.items() if is_visible(n)}:
+            below = self._folder.child(name).find()
+            if files := {n: details for n, details in below.items() if is_visible(n)}:
                 holding[name] = files
         if len(holding) > 1:
             raise TableError(
