@@ -49,7 +49,7 @@ def test_a_worker_loses_finished_rows_only_by_a_kill_or_a_fence() -> None:
     trial, worker_trial = load("faults.trial"), load("faults.worker_trial")
     hand = partial(worker_trial.Hand, child=None, number=0, owner=None)
     live, killed, zombie = hand(), hand(may_be_killed=True), hand(may_be_fenced=True)
-    kill, fence = trial.KILL_COSTS, trial.FENCE_COSTS + worker_trial.MAX_IN_FLIGHT
+    kill, fence = trial.KILL_COSTS, trial.FENCE_COSTS
     for each, most in ((live, 0), (killed, kill), (zombie, fence)):
         assert [each.overpaid(Counter({3: most + more}), 0) for more in (0, 1)] == [0, 1]
     two_shards = Counter({3: kill, 4: 1})

@@ -68,21 +68,27 @@ def test_a_spec_that_the_parser_cannot_read_names_no_root(
         assert "[batchllm] report_roots" in answer.text and "s3://BUCKET/TABLE" in answer.text
 
 
-def test_the_setting_names_roots_by_dag(
+def test_the_setting_names_roots_by_dag_and_by_team(
     anna: Browser,
     records: Records,
     committed: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from batchllm_operator.web import plan_uri
+
+    ads = SimpleNamespace(get_team_name=lambda dag_id: "ads")
+    monkeypatch.setattr(plan_uri, "DagModel", ads)
     records.run().job(committed.folder.uri, outcome={})
     lake = str(tmp_path)
     settings: list[tuple[Any, int]] = [
         ({"jo?": [lake]}, 200),
         ({"job": [], "j*": ["/nowhere", f"{lake}/out"]}, 200),
+        ({"team:ads": [lake]}, 200),
         ({"other": [lake]}, 409),
         ({"JOB": [lake]}, 409),
         ({"team:job": [lake]}, 409),
+        ({"team:ad*": [lake]}, 409),
         ({"job": []}, 409),
         ({"job": [f"{lake}-secret", "s3://lake"]}, 409),
         ({"job": lake}, 409),
@@ -94,20 +100,3 @@ def test_the_setting_names_roots_by_dag(
         assert anna.get(RUN).status_code == status_code, setting
     monkeypatch.setenv(SETTING, "s3://lake")
     assert "JSON object of lists" in anna.get(RUN).text
-
-
-def test_the_setting_names_roots_by_team(
-    anna: Browser,
-    records: Records,
-    committed: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from batchllm_operator.web import plan_uri
-
-    found = SimpleNamespace(get_team_name=lambda dag_id: "ads")
-    monkeypatch.setattr(plan_uri, "DagModel", found)
-    records.run().job(committed.folder.uri, outcome={})
-    for team, status_code in (("ads", 200), ("ad*", 409), ("other", 409)):
-        monkeypatch.setenv(SETTING, json.dumps({f"team:{team}": [str(tmp_path)]}))
-        assert anna.get(RUN).status_code == status_code, team

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -137,17 +137,10 @@ class CatalogTable:
                 f" variables such as {prefix}TYPE=rest and {prefix}URI=https://..."
             ) from cause
 
-    @contextmanager
-    def _catalog_errors(self, *but: type[Exception]) -> Iterator[None]:
-        """Turn errors into `StorageError`, except `but` and those of a missing table."""
-        try:
-            yield
-        # Any error: each catalog (SQL, REST, Glue, Hive) has its own, without a common base.
-        except Exception as error:
-            if isinstance(error, (NoSuchIcebergTableError, NoSuchTableError, *but)):
-                raise
-            failure, cause = _failure(self.uri, error)
-            raise failure from cause
+    def _catalog_errors(self, *passing: type[Exception]) -> AbstractContextManager[None]:
+        """Turn errors into `StorageError`, except `passing` and those of a missing table."""
+        missing = (NoSuchIcebergTableError, NoSuchTableError)
+        return iceberg_errors(self.uri, faults=(), passing=(*missing, *passing))
 
     @contextmanager
     def _namespace(self) -> Iterator[None]:
@@ -163,25 +156,31 @@ class CatalogTable:
 
 
 @contextmanager
-def iceberg_errors(uri: str) -> Iterator[None]:
+def iceberg_errors(
+    uri: str,
+    *,
+    faults: tuple[type[Exception], ...] = _FAULTS_OF_THE_TABLE,
+    passing: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
     """Turn what pyiceberg, its catalogs and its storage raise into this package's errors.
 
-    Raises:
-        TableError: the table is at fault, or doesn't support what was asked.
+    `faults` become a `TableError`, `passing` stay, and all others become a `StorageError`.
     """
     try:
         yield
-    except BatchLLMError as error:
-        text, cause = without_secrets(error, uri)
-        if cause is None:
-            raise type(error)(text) from None
+    except passing:
         raise
-    except _FAULTS_OF_THE_TABLE as error:
+    except Exception as error:  # each catalog (SQL, REST, Glue, Hive) has its own
         text, cause = without_secrets(error, uri)
-        raise TableError(f"table {uri}: pyiceberg refuses it: {text}") from cause
-    except Exception as error:  # noqa: BLE001 - all others are the catalog's or its storage's
-        failure, cause = _failure(uri, error)
-        raise failure from cause
+        if isinstance(error, BatchLLMError):
+            if cause is not None:
+                raise
+            raise type(error)(text) from None
+        if isinstance(error, faults):
+            raise TableError(f"table {uri}: pyiceberg refuses it: {text}") from cause
+        raise StorageError(
+            f"table {uri}: its catalog or storage fails ({type(error).__name__}): {text}"
+        ) from cause
 
 
 def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException | None]:
@@ -194,11 +193,3 @@ def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException 
     shown = "".join(traceback.format_exception(error))
     text = " ".join(masker(str(error)).split())
     return text, error if masker(shown) == shown else None
-
-
-def _failure(uri: str, error: Exception) -> tuple[StorageError, BaseException | None]:
-    """The error for a failure outside this package, and its cause."""
-    text, cause = without_secrets(error, uri)
-    return StorageError(
-        f"table {uri}: its catalog or storage fails ({type(error).__name__}): {text}"
-    ), cause
