@@ -64,8 +64,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import select
+import multiprocessing
 import shutil
 import sys
 import tempfile
@@ -73,6 +72,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,34 +126,21 @@ def idle_kinds(outcomes: Sequence[dict[str, Any]]) -> list[str]:
     return sorted(kind for kind, count in trials.items() if count >= _MANY and kind not in met)
 
 
-def work(root: Path, suite: Suite, seed: int, jobs: Jobs, out: int) -> None:
-    """Run trials and write an outcome a line to `out`."""
+def work(root: Path, suite: Suite, seed: int, jobs: Jobs) -> tuple[list[dict[str, Any]], bool]:
+    """Run trials; returns their outcomes, and whether the series has come to its end."""
+    outcomes = []
     series = Series(root, seed, suite)
     try:
         for table_format, numbers in jobs:
             for outcome in series.trials(table_format, numbers):
-                line = json.dumps({"format": table_format, **outcome.as_dict()}) + "\n"
-                os.write(out, line.encode())
+                outcomes.append({"format": table_format, **outcome.as_dict()})
+                print(_line(outcomes[-1]), file=sys.stderr, flush=True)
+        return outcomes, True
+    except Exception:  # noqa: BLE001 - what has been tried is told all the same
+        traceback.print_exc()
+        return outcomes, False
     finally:
         series.close()
-
-
-def start_series(root: Path, suite: Suite, seed: int, jobs: Jobs) -> tuple[int, int]:
-    """Pid and the pipe of outcomes of a process for these trials."""
-    here, there = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(there)
-        return pid, here
-    code = 1
-    try:
-        os.close(here)
-        work(root, suite, seed, jobs, there)
-        code = 0
-    except BaseException:  # noqa: BLE001 - nothing may come back to the process that forked
-        traceback.print_exc()
-    finally:
-        os._exit(code)
 
 
 def main() -> int:
@@ -213,25 +200,15 @@ def run_trials(
 ) -> tuple[list[dict[str, Any]], bool]:
     """All outcomes, and whether every series has come to its end."""
     num_processes = max(1, min(num_processes, num_trials))
-    all_series = []
-    for idx in range(num_processes):
-        part = range(num_trials * idx // num_processes, num_trials * (idx + 1) // num_processes)
-        jobs = [(table_format, part) for table_format in formats]
-        all_series.append(start_series(root / f"series-{idx}", suite, seed, jobs))
-    outcomes: list[dict[str, Any]] = []
-    lines = dict.fromkeys((pipe for _, pipe in all_series), b"")
-    while lines:
-        for pipe in select.select(list(lines), [], [])[0]:
-            data = os.read(pipe, 1 << 16)
-            *whole, lines[pipe] = (lines[pipe] + data).split(b"\n")
-            for line in whole:
-                outcomes.append(json.loads(line))
-                print(_line(outcomes[-1]), file=sys.stderr)
-            if not data:
-                os.close(pipe)
-                del lines[pipe]
-    codes = [os.waitpid(pid, 0)[1] for pid, _ in all_series]
-    return outcomes, not any(codes) and len(outcomes) == num_trials * len(formats)
+    bounds = [num_trials * idx // num_processes for idx in range(num_processes + 1)]
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork")) as pool:
+        all_series = [
+            pool.submit(work, root / f"series-{idx}", suite, seed, [(f, part) for f in formats])
+            for idx, part in enumerate(map(range, bounds, bounds[1:]))
+        ]
+        results = [series.result() for series in all_series]
+    outcomes = [outcome for of_series, _ in results for outcome in of_series]
+    return outcomes, all(is_whole for _, is_whole in results)
 
 
 def _line(outcome: dict[str, Any]) -> str:
