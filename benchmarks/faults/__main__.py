@@ -76,15 +76,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import deltalake  # noqa: F401 - so that no command has to
-import pyiceberg.catalog.sql  # noqa: F401
-import s3fs  # noqa: F401
-
-import batchllm_operator.commit.commit_run
-import batchllm_operator.lake.delta.table
-import batchllm_operator.lake.iceberg.table
-import batchllm_operator.plan.plan_job
-import batchllm_operator.run.run_shards  # noqa: F401
 from benchmarks.faults.series import STAGES, WORKERS, Series, Suite
 from benchmarks.faults.tables import FORMATS
 from benchmarks.faults.trial import FATAL

@@ -24,7 +24,7 @@ from benchmarks.faults.job import (
     job_json,
 )
 from benchmarks.faults.tables import BUCKET, DS, FORMATS, s3_client
-from benchmarks.faults.zygote import Child, Command, Zygote
+from benchmarks.faults.zygote import Child, Command
 
 MOST_TRIES: Final = 12
 _MOST_S: Final = 120.0  # for one command
@@ -42,11 +42,10 @@ class Place:
         root: Path,
         table_format: str,
         job: Job,
-        zygote: Zygote,
         endpoints: tuple[str, str] | None,
     ) -> None:
         """`endpoints` are S3's: the commands', and the one that never fails, for looking on."""
-        self.root, self.job, self.zygote = root, job, zygote
+        self.root, self.job = root, job
         self.endpoint, direct = endpoints or (None, None)
         self.pace = 30.0 if endpoints is None else 10.0  # moto's server answers slowly
         """How many times as fast as usual workers take over lost shards."""
@@ -89,7 +88,7 @@ class Place:
             pace=self.pace,
             **faults,
         )
-        return self.zygote.start(command)
+        return Child(command)
 
     def step_through(self, args: Sequence[str], look: Callable[[], object]) -> int:
         """Give a command, and look before each of its file operations; how many there were."""

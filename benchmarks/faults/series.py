@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
-from batchllm_operator.cli import main
 from benchmarks.faults.damage import mount_disk, unmount_disk
 from benchmarks.faults.inside import read_engine_log
 from benchmarks.faults.job import (
@@ -21,35 +17,17 @@ from benchmarks.faults.job import (
     Job,
     compare,
     computed_truth,
-    input_rows,
-    job_json,
 )
 from benchmarks.faults.place import Place
 from benchmarks.faults.s3 import FaultyProxy, S3Server
-from benchmarks.faults.tables import DS, ParquetTables, set_environment
 from benchmarks.faults.trial import ON_DISK, ON_S3, Outcome, Trial, Usual
 from benchmarks.faults.worker_trial import WORKERS_ON_DISK, WORKERS_ON_S3, WorkerTrial
-from benchmarks.faults.zygote import Zygote
+from benchmarks.faults.zygote import start_server
 
 _NUM_MEASURED: Final = 2
 _TRIALS_PER_LAKE: Final = 12
 _S3_EVERY: Final = 6
 """One trial in so many is on S3."""
-
-
-def warm_up(root: Path) -> None:
-    """Do a small job in this process, so that what it imports and compiles is there."""
-    (root / "tmp").mkdir(parents=True)
-    set_environment(root, None)
-    tables = ParquetTables(root, None)
-    tables.replace_input(input_rows(0))
-    result = root / "plan.json"
-    spec = job_json(BY_ONE, tables, f"{root}/lake/staging")
-    main(["plan", "--job-json", spec, "--ds", DS, "--result", str(result)])
-    plan_uri = json.loads(result.read_text())["plan_uri"]
-    main(["run", "--plan", plan_uri, "--worker", "0", "--num-workers", "1"])
-    main(["commit", "--plan", plan_uri])
-    shutil.rmtree(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +50,7 @@ class Series:
     def __init__(self, root: Path, seed: int, suite: Suite) -> None:
         """Forks processes: the caller has no thread yet."""
         self._root, self._seed, self._suite = root, seed, suite
-        self._zygote = Zygote(partial(warm_up, root / "warm-up"))
+        start_server()
         self._server = S3Server()
         self._proxy = FaultyProxy(self._server.address)
         self._num_places = 0
@@ -99,8 +77,7 @@ class Series:
         """End what was started and remove what was written, but for lakes with a fault in them."""
         for place, _ in self._places.values():
             self._remove(place)
-        self._server.close()  # first: it was forked with a copy of the other's socket
-        self._zygote.close()
+        self._server.close()
 
     def _measured(self, table_format: str, is_s3: bool) -> Usual:
         """Undisturbed jobs in a clean lake: their outputs are right, and they say how long commands
@@ -148,7 +125,7 @@ class Series:
         if not is_s3:
             mount_disk(root)
         endpoints = (self._proxy.endpoint, f"http://{self._server.address}") if is_s3 else None
-        return Place(root, table_format, self._suite.job, self._zygote, endpoints)
+        return Place(root, table_format, self._suite.job, endpoints)
 
     def _remove(self, place: Place) -> None:
         unmount_disk(place.root)

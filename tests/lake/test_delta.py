@@ -515,17 +515,6 @@ def test_rules_for_new_rows_are_named(folder: Folder, table: DeltaTable, tmp_pat
         table.publish(by("b"), outputs(tmp_path, by("b"), -1), replaces=by("a"))
 
 
-def test_a_table_that_is_only_appended_to(
-    folder: Folder, table: DeltaTable, tmp_path: Path
-) -> None:
-    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
-    only = {"delta.appendOnly": "true"}
-    edit_log(folder, 0, "metaData", lambda meta: meta.update(configuration=only))
-    with pytest.raises(TableError, match="wasn't published"):
-        table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
-    assert values(table) == [1]
-
-
 def test_outputs_go_to_tables_partitioned_by_one_column(
     folder: Folder, table: DeltaTable, tmp_path: Path
 ) -> None:
