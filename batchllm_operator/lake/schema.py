@@ -84,27 +84,23 @@ def _disagreement(schemas: Mapping[str, pa.Schema]) -> str:
     raise AssertionError("no column is in two files with types that don't fit")
 
 
-def check_cases(where: str, names: Sequence[str]) -> None:
-    """Raise `TableError` if two columns differ by case only: some formats can't hold both."""
+def check_own(where: str, column: str, rows: pa.Schema) -> None:
+    """Check the rows' columns without looking at the table; `column` is the partition column.
+
+    Raises:
+        TableError: the rows have the partition column, too, or two columns differ by case only,
+            which some formats can't hold.
+    """
+    if column in rows.names:
+        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
     known: dict[str, str] = {}
-    for name in names:
+    for name in (column, *rows.names):
         other = known.setdefault(name.casefold(), name)
         if other != name:
             raise TableError(
                 f"{where}: the job's column {name!r} differs from its column {other!r} by case"
                 " only, which the table can't hold; rename one in a view of the input"
             )
-
-
-def check_own(where: str, column: str, rows: pa.Schema) -> None:
-    """Check the rows' columns without looking at the table; `column` is the partition column.
-
-    Raises:
-        TableError: no table can have such columns.
-    """
-    if column in rows.names:
-        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
-    check_cases(where, [column, *rows.names])
 
 
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str) -> None:
@@ -190,23 +186,32 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
     return new
 
 
-def check_required(where: str, table: pa.Schema, written: Sequence[str]) -> None:
-    """Raise `TableError` if a column of the table may not be null, and none is written to it."""
-    for field in table:
-        if not field.nullable and field.name not in written:
-            raise TableError(
-                f"{where}: column {field.name!r} may not be null, and the job doesn't write it"
-            )
+def check_takes(
+    where: str, table: pa.Schema | None, column: str, rows: pa.Schema, *, add_columns: bool
+) -> pa.Schema:
+    """The columns of `rows` that the table lacks; `table` is None before there is one.
 
-
-def check_typed(where: str, new: Sequence[pa.Field]) -> None:
-    """Raise `TableError` if a new column has no type, as no row has a value in it."""
+    Raises:
+        TableError: see `check_fit`; or a column of the table may not be null and isn't written,
+            other than the partition `column`; or a new column has no type, as no row has a value
+            in it.
+    """
+    new = rows
+    if table is not None:
+        names = check_fit(where, table, rows, add_columns=add_columns)
+        new = pa.schema([rows.field(name) for name in names])
+        for field in table:
+            if not field.nullable and field.name not in (*rows.names, column):
+                raise TableError(
+                    f"{where}: column {field.name!r} may not be null, and the job doesn't write it"
+                )
     for field in new:
         if types.is_null(field.type):
             raise TableError(
                 f"{where}: no row has a value in a new column, {field.name!r}, so it has no type;"
                 " cast it in a view of the input, or leave it out of output.carry"
             )
+    return new
 
 
 def _has_required_parts(kind: pa.DataType) -> bool:

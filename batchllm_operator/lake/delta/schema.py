@@ -12,11 +12,9 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.schema import (
-    check_fit,
     check_names,
     check_own,
-    check_required,
-    check_typed,
+    check_takes,
     holds,
     nested_type,
     plain_type,
@@ -70,20 +68,18 @@ def accepted(
     columns = pa.schema([(field.name, _delta_type(where, field, field.type)) for field in rows])
     if seen is None:
         _check_free(folder, where)
-        new = columns
     else:
         _check_partition(where, seen, column, value)
-        names = check_fit(where, seen.schema, columns, add_columns=add_columns)
-        check_required(where, seen.schema, [*columns.names, column])
-        new = pa.schema([columns.field(name) for name in names])
-        if not seen.takes_local_time and any(holds(kind, _is_local_time) for kind in new.types):
-            raise TableError(
-                f"{where}: a new column holds timestamps without a time zone, for which the table"
-                " lacks the Delta feature timestampNtz; add it, or give the column a zone"
-            )
-    check_typed(where, new)
+    table = None if seen is None else seen.schema
+    new = check_takes(where, table, column, columns, add_columns=add_columns)
+    takes_local_time = seen is None or seen.takes_local_time
+    if not takes_local_time and any(holds(kind, _is_local_time) for kind in new.types):
+        raise TableError(
+            f"{where}: a new column holds timestamps without a time zone, for which the table"
+            " lacks the Delta feature timestampNtz; add it, or give the column a zone"
+        )
     check_names(where, new, "\0")  # delta-rs writes all others
-    known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
+    known = {field.name: field for field in [*(table or ()), *new]}
     return pa.schema([known[name] for name in columns.names]), new
 
 

@@ -22,7 +22,7 @@ from batchllm_operator.lake.iceberg.partition import PartitionView
 from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles
 from batchllm_operator.lake.publishing import Publication, Refusal, StagedRows, looking_again
-from batchllm_operator.lake.schema import check_fit, check_own, check_required, check_typed
+from batchllm_operator.lake.schema import check_own, check_takes
 from batchllm_operator.lake.stored_columns import StoredColumns
 
 _NEWEST_FORMAT: Final = 2
@@ -165,7 +165,7 @@ class Publisher:
         """
         table, view = self._table, self._view
         old = [task.file for task in view.tasks()]
-        check_takes(table, view, old, self._rows, add_columns=self._add_columns)
+        check_replace(table, view, old, self._rows, add_columns=self._add_columns)
         overwrite = Overwrite(table, self._rows)
         if self._staged is None or self._staged.schema != overwrite.metadata.schema():
             self.close()
@@ -183,7 +183,7 @@ class Publisher:
         return overwrite
 
 
-def check_takes(
+def check_replace(
     table: Table,
     view: PartitionView,
     old: Sequence[DataFile],
@@ -215,9 +215,7 @@ def check_takes(
             f" partitioned by {view.column!r}; rewrite them first"
         )
     columns = schema_to_pyarrow(table.schema())
-    check_required(where, columns, [*rows.names, view.column])
-    new = check_fit(where, columns, rows, add_columns=add_columns)
-    check_typed(where, [rows.field(name) for name in new])
+    check_takes(where, columns, view.column, rows, add_columns=add_columns)
 
 
 def stored_columns(uri: str, table: Table | None, rows: pa.Schema) -> StoredColumns:

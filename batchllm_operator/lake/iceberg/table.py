@@ -18,7 +18,12 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
 from batchllm_operator.lake.iceberg.partition import PartitionView, partition_names
-from batchllm_operator.lake.iceberg.publish import Overwrite, Publisher, check_takes, stored_columns
+from batchllm_operator.lake.iceberg.publish import (
+    Overwrite,
+    Publisher,
+    check_replace,
+    stored_columns,
+)
 from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles, check_writer
 from batchllm_operator.lake.publishing import Publication, StagedRows, Staging, check_name
@@ -154,7 +159,7 @@ class IcebergTable(LakeTable):
             return stored_columns(self.uri, None, rows)
         view = PartitionView.now(table, self.uri, self.partition_column, partition)
         old = [task.file for task in view.tasks()]
-        check_takes(table, view, old, rows, add_columns=add_columns)
+        check_replace(table, view, old, rows, add_columns=add_columns)
         with iceberg_errors(self.uri):
             check_writer(table, Overwrite(table, rows).metadata)
         return stored_columns(self.uri, table, rows)
