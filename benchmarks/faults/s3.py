@@ -14,7 +14,8 @@ from typing import Any, Final
 
 FAULTS: Final = ("500", "timeout", "slow_down", "lost_response")
 _SILENCE_S: Final = 2.0  # the clients' own limit is 1 s, where they have one that can be set
-_ERRORS: Final = {"500": (500, "InternalError"), "slow_down": (503, "SlowDown")}
+_ERROR: Final = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>no</Message></Error>"
+_ERRORS: Final = {"500": (500, _ERROR % b"InternalError"), "slow_down": (503, _ERROR % b"SlowDown")}
 
 
 class S3Server:
@@ -66,6 +67,8 @@ class FaultyProxy(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._kind, self._burst = "", range(0)
         self._kill: Callable[[], object] | None = None
+        self.errors: dict[str, tuple[int, bytes]] = dict(_ERRORS)
+        """Status and body of answers, by kind of fault."""
         self.num_seen = 0
         """Requests since it was armed."""
         self.num_faults = 0
@@ -90,8 +93,8 @@ class FaultyProxy(ThreadingHTTPServer):
             self._kind, self._burst, self._kill = kind, burst, kill
             self.num_seen = self.num_faults = 0
 
-    def fault_of_next(self) -> str:
-        """What happens to a request that has just come; nothing, mostly."""
+    def fault_of(self, command: str, path: str) -> str:
+        """The kind of fault for a request that has just come; "" for none."""
         with self._lock:
             self.num_seen += 1
             if self.num_seen - 1 not in self._burst:
@@ -117,13 +120,12 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         proxy = self.server
         body = self.read_body()
-        kind = proxy.fault_of_next()
+        kind = proxy.fault_of(self.command, self.path)
         if kind == "kill_before":
             proxy.kill_client()
-        if kind in _ERRORS:
-            status, code = _ERRORS[kind]
-            text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>"
-            self.answer(status, {"Content-Type": "application/xml"}, text.encode())
+        if kind in proxy.errors:
+            status, text = proxy.errors[kind]
+            self.answer(status, {"Content-Type": "application/xml"}, text)
             return
         if kind == "timeout":
             time.sleep(_SILENCE_S)

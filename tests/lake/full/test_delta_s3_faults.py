@@ -2,75 +2,40 @@
 
 from __future__ import annotations
 
-import http.client
-import threading
 import traceback
-from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lake.test_delta import DS, by, outputs, values
+from support.benchmark_modules import load
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.lake.delta.table import DeltaTable
 from batchllm_operator.storage import Folder
 
+s3: Any = load("faults.s3")
 
-class LossyProxy(ThreadingHTTPServer):
+
+class LossyProxy(s3.FaultyProxy):  # type: ignore[misc]  # loaded by its name
     """Hands requests on to an S3 server, and loses answers to commits while it is told to."""
 
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(("127.0.0.1", 0), LossyHandler)
-        self.upstream = endpoint.removeprefix("http://")
-        self.answers_to_lose = 0
-        self.is_cut = False
-        self.refusal: tuple[int, str, bytes] | None = None
+    answers_to_lose = 0
+    is_cut = False
+    refused = ""
+    """A part of the paths that are answered with `errors["refused"]`."""
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are no news."""
-
-
-class LossyHandler(BaseHTTPRequestHandler):
-    server: LossyProxy
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-    def handle_any(self) -> None:
-        proxy = self.server
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if proxy.is_cut:
-            self.connection.close()
-            return
-        if proxy.refusal is not None and proxy.refusal[1] in self.path:
-            self.answer(proxy.refusal[0], {}, proxy.refusal[2])
-            return
-        upstream = http.client.HTTPConnection(proxy.upstream)
-        upstream.request(self.command, self.path, body, dict(self.headers))
-        reply = upstream.getresponse()
-        data = reply.read()
-        upstream.close()
-        if self.command == "PUT" and "_delta_log/" in self.path and proxy.answers_to_lose:
-            proxy.answers_to_lose -= 1
-            proxy.is_cut = proxy.is_cut or proxy.answers_to_lose > 9
-            self.connection.close()
-            return
-        self.answer(reply.status, dict(reply.getheaders()), data)
-
-    def answer(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
-        self.send_response_only(status)
-        for name, value in headers.items():
-            if name.lower() not in ("connection", "transfer-encoding", "content-length"):
-                self.send_header(name, value)
-        length = headers.get("Content-Length", str(len(data)))
-        self.send_header("Content-Length", length if self.command == "HEAD" else str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any  # noqa: N815
+    def fault_of(self, command: str, path: str) -> str:
+        if self.is_cut:
+            return "kill_before"  # the connection, here
+        if "refused" in self.errors and self.refused in path:
+            return "refused"
+        if command == "PUT" and "_delta_log/" in path and self.answers_to_lose:
+            self.answers_to_lose -= 1
+            self.is_cut = self.answers_to_lose > 9
+            return "lost_response"
+        return ""
 
 
 @pytest.fixture
@@ -79,13 +44,10 @@ def proxy(
 ) -> Iterator[LossyProxy]:
     """What delta-rs talks to; s3fs is connected to the server behind, and stays so."""
     Folder.open(s3_bucket).exists("any")
-    server = LossyProxy(s3_endpoint)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.server_port}")
+    server = LossyProxy(s3_endpoint.removeprefix("http://"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
     yield server
     server.shutdown()
-    thread.join()
     server.server_close()
 
 
@@ -137,7 +99,8 @@ def test_s3_that_refuses_requests(
     table = DeltaTable(f"{s3_bucket}/table", "ds")
     table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
     snapshot = table.snapshot(DS)
-    proxy.refusal = (status, request_path, b"<Error><Code>SlowDown</Code></Error>")
+    proxy.refused = request_path
+    proxy.errors["refused"] = (status, b"<Error><Code>SlowDown</Code></Error>")
     for action in (lambda: table.published(DS), lambda: list(table.scan(snapshot, ["n"]))):
         with pytest.raises(StorageError):
             action()
@@ -151,7 +114,7 @@ def test_no_secret_gets_into_errors(
         monkeypatch.setenv(name, f"canary-{name}")
     table = DeltaTable(f"{s3_bucket}/table", "ds")
     body = b"<Error><Code>InvalidToken</Code><Token-0>canary-AWS_SESSION_TOKEN</Token-0></Error>"
-    proxy.refusal = (403, "", body)
+    proxy.errors["refused"] = (403, body)
     with pytest.raises(StorageError) as caught:
         table.published(DS)
     assert "InvalidToken" in str(caught.value)
