@@ -107,7 +107,7 @@ class Staging(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedCommit:
     """Why a commit wasn't made, or the loss of its answer: only the table tells which."""
 
     text: str
@@ -139,7 +139,7 @@ class Attempt(Protocol):
         Also the attempt's own publication if the table's history has it.
         """
 
-    def commit(self) -> Refusal | None:
+    def commit(self) -> RefusedCommit | None:
         """Replace the partition in the table as it was looked at; None if that has happened.
 
         Raises:
@@ -155,7 +155,7 @@ def publish_once(
 
     Raises: see `LakeTable.publish`.
     """
-    refusal: Refusal | None = None
+    refusal: RefusedCommit | None = None
     published = attempt.look()
     for pause_s in pauses_s():
         if is_published(uri, published, publication, replaces):

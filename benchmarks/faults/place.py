@@ -121,11 +121,9 @@ class Place:
 
     def stages(self, plan_uri: str) -> dict[str, list[str]]:
         """Arguments of what comes after `plan`, in order."""
-        worker = ["--worker", "0", "--num-workers", "1", "--owner", "job"]
-        return {
-            "run": ["run", "--plan", plan_uri, *worker],
-            "commit": ["commit", "--plan", plan_uri],
-        }
+        # The next try of an owner takes over at once.
+        run = ["run", "--plan", plan_uri, "--owner", "job"]
+        return {"run": run, "commit": ["commit", "--plan", plan_uri]}
 
     def end(self, child: Child) -> int:
         """Wait for a command."""

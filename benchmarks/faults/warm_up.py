@@ -31,8 +31,8 @@ def do_job(root: Path) -> None:
     spec = job_json(BY_ONE, tables, f"{root}/lake/staging")
     main(["plan", "--job-json", spec, "--ds", DS, "--result", str(result)])
     plan_uri = json.loads(result.read_text())["plan_uri"]
-    main(["run", "--plan", plan_uri, "--worker", "0", "--num-workers", "1"])
-    main(["commit", "--plan", plan_uri])
+    for stage in ("run", "commit"):
+        main([stage, "--plan", plan_uri])
 
 
 with (

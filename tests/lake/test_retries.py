@@ -12,7 +12,7 @@ from support.pauses import MANY, Clock, check_pauses
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import publishing
 from batchllm_operator.lake.delta import log as delta_log
-from batchllm_operator.lake.publishing import Publication, Refusal
+from batchllm_operator.lake.publishing import Publication, RefusedCommit
 from batchllm_operator.storage import Folder
 from batchllm_operator.storage import folder as folder_module
 
@@ -43,8 +43,8 @@ class Refused:
     def look(self) -> None:
         """The partition stays empty."""
 
-    def commit(self) -> Refusal:
-        return Refusal("not now")
+    def commit(self) -> RefusedCommit:
+        return RefusedCommit("not now")
 
 
 def test_commits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

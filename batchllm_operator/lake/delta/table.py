@@ -27,7 +27,7 @@ from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.publishing import (
     RUN_ID,
     Publication,
-    Refusal,
+    RefusedCommit,
     StagedRows,
     looking_again,
     publisher_in,
@@ -155,16 +155,16 @@ class DeltaTable(FolderTable):
         finally:
             rows.remove()
 
-    def _refusal(self, error: CommitRefusedError) -> Refusal:
+    def _refusal(self, error: CommitRefusedError) -> RefusedCommit:
         """A commit that was refused without a concurrent commit."""
         if error.is_storage:  # on S3 the request may still arrive
             may_arrive = not self._folder.is_local
-            return Refusal(str(error), may_arrive=may_arrive, may_repeat=False)
+            return RefusedCommit(str(error), may_arrive=may_arrive, may_repeat=False)
         text = (
             f"deltalake can't write such a version of the table: {error}; drop what it lacks from"
             " the table, or choose another output table"
         )
-        return Refusal(text, may_repeat=False, kind=TableError)
+        return RefusedCommit(text, may_repeat=False, kind=TableError)
 
     def _published_in(self, version: TableVersion | None, partition: str) -> Publication | None:
         """The publication that the partition holds in this version; see `publisher_in`."""
@@ -249,7 +249,7 @@ class _Commit:
         self._seen = self._table._log.latest()
         return self._table._published_in(self._seen, self._publication.partition)
 
-    def commit(self) -> Refusal | None:
+    def commit(self) -> RefusedCommit | None:
         table, seen, rows = self._table, self._seen, self._rows
         place = (table.partition_column, self._publication.partition)
         stored, new = accepted(
@@ -267,5 +267,5 @@ class _Commit:
                 now = table._log.latest()
             if (now and now.number) == (seen and seen.number):
                 return table._refusal(error)
-            return Refusal("another commit to the table came first")
+            return RefusedCommit("another commit to the table came first")
         return None

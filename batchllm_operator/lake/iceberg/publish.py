@@ -21,7 +21,7 @@ from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors,
 from batchllm_operator.lake.iceberg.partition import PartitionView
 from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles
-from batchllm_operator.lake.publishing import Publication, Refusal, StagedRows, looking_again
+from batchllm_operator.lake.publishing import Publication, RefusedCommit, StagedRows, looking_again
 from batchllm_operator.lake.schema import check_own, check_takes
 from batchllm_operator.lake.stored_columns import StoredColumns
 
@@ -127,7 +127,7 @@ class Publisher:
         self._view = PartitionView.now(self._table, self._uri, self._column, partition)
         return self._view.published()
 
-    def commit(self) -> Refusal | None:
+    def commit(self) -> RefusedCommit | None:
         with iceberg_errors(self._uri):
             overwrite = self._prepare()
         if overwrite is None:
@@ -146,7 +146,7 @@ class Publisher:
             self._is_open = was_open
             overwrite.clean_up()
         text, cause = without_secrets(failure, self._uri)
-        return Refusal(text, cause, may_arrive=self._is_open)
+        return RefusedCommit(text, cause, may_arrive=self._is_open)
 
     def close(self) -> None:
         """Remove the data files, unless a snapshot may refer to them."""

@@ -28,7 +28,7 @@ from batchllm_operator.lake.parquet.partitions import (
 )
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
-from batchllm_operator.lake.publishing import Publication, Refusal, StagedRows, check_name
+from batchllm_operator.lake.publishing import Publication, RefusedCommit, StagedRows, check_name
 from batchllm_operator.lake.scanning import reading
 from batchllm_operator.lake.schema import check_fit, merge_schemas
 from batchllm_operator.lake.stored_columns import StoredColumns
@@ -276,14 +276,14 @@ class _Replacement:
         self._folder, publication, self._etag = self._table._look(self._partition)
         return publication
 
-    def commit(self) -> Refusal | None:
+    def commit(self) -> RefusedCommit | None:
         try:
             replace_file(self._folder, self._source, DATA_FILE, etag=self._etag)
         except FileChangedError as error:  # also if S3 has met another write under way
-            return Refusal(str(error), error)
+            return RefusedCommit(str(error), error)
         except (CommitUnknownError, StorageError) as error:
             may_arrive = isinstance(error, CommitUnknownError)
-            return Refusal(str(error), error, may_arrive, may_repeat=False)
+            return RefusedCommit(str(error), error, may_arrive, may_repeat=False)
         return None
 
 
