@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.answers import Answers, PlannedAnswers
-from batchllm_operator.commit.partition import read_all
-from batchllm_operator.shards.buckets import Outputs
+from batchllm_operator.shards.buckets import Outputs, read_all
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.run_report import AnswerSummary
 

@@ -11,17 +11,18 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.answers import Answers
-from batchllm_operator.commit.outcomes import outcomes
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import LakeTable, gather, published_schema, write_files
 from batchllm_operator.row_error import RowError
-from batchllm_operator.shards.buckets import Outputs, spread
-from batchllm_operator.shards.outputs import model_name, output_schema
+from batchllm_operator.shards.buckets import Outputs, read_all, spread
+from batchllm_operator.shards.outputs import STATUS_COLUMN, model_name, output_schema
 from batchllm_operator.shards.parts import PartEntry, errors_in, part_schema, read_ledger
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.tasks import INVALID_OUTPUT
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -57,12 +58,6 @@ class FinishedShard:
         entries = [entry for entry in self.entries if entry.num_failed_rows]
         for part in replace(self, entries=entries).parts(["row_idxs", "error"]):
             yield from errors_in(part)
-
-
-def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.Table]:
-    """The parts of all sources; see `Outputs.parts`."""
-    for source in sources:
-        yield from source.parts(columns)
 
 
 def stored_shards(plan: StoredPlan) -> list[FinishedShard]:
@@ -226,9 +221,32 @@ def _join(
             joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
         columns = {name: joined[name] for name in joined.column_names}
         columns |= answers.columns(joined)
-        columns |= outcomes(spec, some[ERROR_COLUMN], joined)
+        columns |= _outcomes(spec, some[ERROR_COLUMN], joined)
         for name, value in constants.items():  # zero-copy
             columns[name] = value.slice(0, some.num_rows)
         for name in some.column_names:
             columns.setdefault(name, some[name])
         yield pa.table([columns[field.name].cast(field.type) for field in schema], schema=schema)
+
+
+def _outcomes(
+    spec: JobSpec, rejected: pa.ChunkedArray, outputs: pa.Table
+) -> dict[str, pa.ChunkedArray]:
+    """The columns `error` and `status`, by name.
+
+    Args:
+        spec: the job's.
+        rejected: why a row can't be prompted; null if it can.
+        outputs: the rows' outputs, with the columns of a part; all null without one.
+    """
+    failed = outputs[ERROR_COLUMN]
+    errors = pc.coalesce(rejected, failed)
+    is_cut_off = pc.equal(outputs["finish_reason"], "length")
+    conditions = {
+        "rejected": pc.is_valid(rejected),
+        INVALID_OUTPUT: pc.equal(pc.struct_field(errors, "kind"), INVALID_OUTPUT),
+        "failed": pc.is_valid(failed),
+        "cut_off": pc.and_(is_cut_off, pa.scalar(spec.ends_answers)),
+    }
+    status = pc.case_when(pc.make_struct(*conditions.values()), *conditions, "ok")
+    return {ERROR_COLUMN: errors, STATUS_COLUMN: status}

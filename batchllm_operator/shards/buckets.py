@@ -90,9 +90,15 @@ def _read_bucket(path: Path) -> pa.Table:
         return outputs.take(pc.sort_indices(outputs["row_idx"]))
 
 
+def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.Table]:
+    """The parts of all sources; see `Outputs.parts`."""
+    for source in sources:
+        yield from source.parts(columns)
+
+
 def _merged(sources: Sequence[Outputs], names: Sequence[str]) -> Iterator[pa.Table]:
     """The parts of all sources; small ones are merged, as each costs as much as a large one."""
-    parts = (part for source in sources for part in source.parts(["row_idxs", *names]))
+    parts = read_all(sources, ["row_idxs", *names])
     rows = (_SLICE_ROWS, attrgetter("num_rows"))
     size = (_SLICE_BYTES, pa.Table.get_total_buffer_size)
     yield from map(pa.concat_tables, batches_of(parts, rows, size))
