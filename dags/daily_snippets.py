@@ -13,7 +13,8 @@ from batchllm_operator.operators import batchllm_task_group
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
 # nvidia or amd: shards are generated in pods with such GPUs. Unset: in the worker, on what it has.
 GPU = os.environ.get("BATCHLLM_GPU") or None
-# Pods of one run, each of which takes shards until none is left. Unset: a task for each shard.
+# Workers of one run, each of which takes shards until none is left. Unset: one for each shard, if
+# the spec says how many there are, else one.
 NUM_WORKERS = int(os.environ.get("BATCHLLM_NUM_WORKERS") or 0) or None
 
 

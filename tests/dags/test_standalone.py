@@ -77,6 +77,7 @@ def test_a_day_that_is_over_is_run_and_committed(standalone: Standalone, schedul
     assert {task["task_id"].rpartition(".")[2]: task["pool"] for task in tasks} == {
         "plan": "default_pool",
         "generate": "batchllm_gpu",
+        "ended": "default_pool",
         "commit": "default_pool",
         "report": "default_pool",
     }
@@ -226,7 +227,7 @@ def test_pages_can_be_read_by_everybody_everywhere(tab: Tab, scheduled: str, arr
 
 @pytest.fixture(scope="module")
 def frozen(in_pods: PodRun) -> list[str]:
-    """Its pods, one for each shard, while the tasks are deferred."""
+    """Its pods, one for each worker, while the tasks are deferred."""
     pods = freeze(in_pods)
     for shard in (0, 1):
         in_pods.wait_until_parked(shard)
@@ -264,16 +265,16 @@ def test_progress_moves_until_the_report_takes_its_place(
     done = page.locator("#live progress").first
     before = float(done.get_attribute("value") or 0)
     in_pods.thaw(frozen[0])
-    in_pods.wait_for(0, "success")
     in_pods.wait(lambda: float(done.get_attribute("value") or 0) > before, "more rows are done")
     assert page.evaluate("window.loadedOnce")
-    evict(in_pods, frozen)
+    evict(in_pods, frozen)  # before the other worker takes over what has stood still
+    in_pods.wait_for(0, "success")
     page.get_by_role("heading", name="What was saved").wait_for()
     tab.check()
 
 
 def evict(run: PodRun, pods: list[str]) -> None:
-    """Evict the pod of shard 1 and let that of shard 0 go on, unless they are gone."""
+    """Evict the pod of worker 1 and let that of worker 0 go on, unless they are gone."""
     agent = run.airflow.cluster.agent
     if not run.is_ending(0, pods[0]):
         agent.thaw(pods[0])
