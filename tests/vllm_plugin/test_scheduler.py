@@ -115,21 +115,6 @@ def test_what_the_next_group_begins_with_stays_cached() -> None:
     assert num_computed(engine) == 81 + 49 + 2 * 199
 
 
-def test_a_member_that_never_comes_holds_nothing_up() -> None:
-    engine = EngineSteps(num_blocks=20)
-    engine.add_group(0, 1, prefix=160, distinct=8, output=2, told_size=5)
-    engine.add_group(1, 2, prefix=160, distinct=8, output=60)
-    engine.run()
-    assert sorted(engine.finished) == ["0.0", "1.0", "1.1"]
-
-
-def test_a_group_may_be_larger_than_told() -> None:
-    engine = EngineSteps(num_blocks=40)
-    engine.add_group(0, 6, prefix=64, distinct=16, output=20, told_size=2)
-    engine.run()
-    assert len(engine.finished) == 6
-
-
 def test_a_held_prefix_gives_way_to_a_request_that_needs_its_room() -> None:
     engine = EngineSteps(num_blocks=20)
     engine.add_group(0, 1, prefix=160, distinct=8, output=1, told_size=2)
@@ -349,6 +334,17 @@ def test_without_hints_a_request_is_a_group_of_its_own() -> None:
         engine.add(f"plain-{idx}", [idx] * 50, 20)
     engine.run()
     assert len(engine.finished) == 10 and engine.preempted == []
+
+
+def test_requests_that_a_reset_of_the_cache_preempts_give_their_blocks_back() -> None:
+    engine = EngineSteps(num_blocks=60, settings=NO_PACE)
+    engine.add_group(0, 4, prefix=64, distinct=16, output=10)
+    engine.step()
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.num_planned_blocks == 0
+    engine.run()
+    assert len(engine.finished) == 4
 
 
 def test_the_prefix_cache_can_be_reset_while_a_prefix_is_held() -> None:

@@ -73,7 +73,8 @@ class Reservations:
         has_drafts: bool,
         num_requests: int | None,
     ) -> None:
-        self._block_size, self._shares = block_size, shares
+        self.block_size, self.pool = block_size, kv_cache_manager.block_pool
+        self._shares = shares
         self._delay, self._has_drafts = delay, has_drafts
         self.projection = BlockProjection(block_size)
         self.groups = Groups(kv_cache_manager, self.projection, block_size)
@@ -100,7 +101,7 @@ class Reservations:
         """The average waiting request; there must be one."""
         share = self._num_guessed / self._waiting.num_requests
         scale = share * self._guessed.scale + (1 - share) * self._given.scale
-        return self._waiting.average(scale, self._block_size, self._speed)
+        return self._waiting.average(scale, self.block_size, self._speed)
 
     # One request.
 
@@ -111,7 +112,7 @@ class Reservations:
             SpecError: its hints aren't valid. Nothing has changed then.
         """
         hints = RequestHints.of(request)
-        size = self._block_size
+        size = self.block_size
         group = None
         if hints is not None and self._shares and reads_prefix_cache(request):
             num_shared = min(hints.num_prefix_tokens, request.num_prompt_tokens - 1) // size
@@ -150,7 +151,7 @@ class Reservations:
         num_found = group.num_prefix_blocks - self.groups.num_new_blocks(group, request)
         if group.num_counted and not group.is_complete:
             num_found = 0  # its leader went before the end of the prefix
-        return request.num_tokens - num_found * self._block_size
+        return request.num_tokens - num_found * self.block_size
 
     def num_prefix_tokens(self, request: Request) -> int:
         """Tokens that it shares with its group; 0 if the request is unknown."""
@@ -214,7 +215,7 @@ class Reservations:
     def computed_work(self, request: Request) -> int:
         """Tokens that a running request would have to compute again after a preemption."""
         group = self._entries[request.request_id].group
-        shared = group.num_prefix_blocks * self._block_size if group.num_running > 1 else 0
+        shared = group.num_prefix_blocks * self.block_size if group.num_running > 1 else 0
         return max(request.num_computed_tokens - shared, 0)
 
     # All requests.

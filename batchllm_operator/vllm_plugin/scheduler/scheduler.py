@@ -29,7 +29,7 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.compat import is_ready
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace
-from batchllm_operator.vllm_plugin.scheduler.preemption import Preemption, put_decodes_first
+from batchllm_operator.vllm_plugin.scheduler.preemption import choose_victims, put_decodes_first
 from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
 from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow, StepState
 
@@ -85,9 +85,6 @@ class BatchLLMScheduler(AsyncScheduler):
             delay=1 if self.scheduler_config.async_scheduling else 0,
             has_drafts=self.num_spec_tokens > 0,
             num_requests=settings.num_requests,
-        )
-        self._preemption = Preemption(
-            self._pool, self._reservations, self.block_size, self._num_kv_groups
         )
         self._pace = Pace(self._num_blocks, self.chunk_size, settings.step_cost)
         self._prefilling: dict[str, Request] = {}
@@ -252,7 +249,13 @@ class BatchLLMScheduler(AsyncScheduler):
         put_decodes_first(self.running, self._prefilling)
         self._limit_tokens()
         self._make_room_for_first()
-        self._preemption.choose_victims(self.running, self._prefilling, self._now.prefill_budget)
+        choose_victims(
+            self.running,
+            self._prefilling,
+            self._now.prefill_budget,
+            self._reservations,
+            self._num_kv_groups,
+        )
 
     def _make_room_for_first(self) -> None:
         """Unpin unused prefixes that block the first waiting request."""
@@ -264,14 +267,11 @@ class BatchLLMScheduler(AsyncScheduler):
             return
         group, groups = self._reservations.group_of(first), self._reservations.groups
         if groups.is_pinned_beside(group):
-            missing = self._num_missing_blocks(first) > self._pool.get_num_free_blocks()
-            if missing or not self._has_room_for(first):
+            size = self.block_size
+            num_missing = -(-first.num_tokens // size) - first.num_computed_tokens // size
+            free = self._pool.get_num_free_blocks()
+            if num_missing * self._num_kv_groups > free or not self._has_room_for(first):
                 groups.unpin_all(but=group)
-
-    def _num_missing_blocks(self, request: Request) -> int:
-        """Blocks of a request's tokens that it doesn't hold yet."""
-        num_blocks = -(-request.num_tokens // self.block_size)
-        return (num_blocks - request.num_computed_tokens // self.block_size) * self._num_kv_groups
 
     def _limit_tokens(self) -> None:
         """Set how many tokens the step may have."""
@@ -288,8 +288,7 @@ class BatchLLMScheduler(AsyncScheduler):
             )
         self._now.prefill_budget = max(1, min(self.chunk_size - num_decode, num_prefill))
         self._now.later_prefill_budget = max(1, min(self._now.prefill_budget, later))
-        limit = num_decode + num_prefill
-        self.max_num_scheduled_tokens = max(1, min(self.chunk_size, limit))
+        self.max_num_scheduled_tokens = max(1, min(self.chunk_size, num_decode + num_prefill))
 
     # After vLLM's own step.
 
