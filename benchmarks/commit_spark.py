@@ -29,7 +29,7 @@ from batchllm_operator.spec.loading import parse_spec_json
 from benchmarks.faults.tables import DS, FORMATS, Tables, set_environment
 from benchmarks.lake import Job
 from benchmarks.lake_stage import make_input
-from benchmarks.plan_stage import git_sha
+from benchmarks.provenance import git_sha
 from benchmarks.spark_cluster import CONF, Cluster, spark_cluster
 
 KINDS: Final = ("delta", "iceberg")

@@ -153,10 +153,8 @@ class TritonUnified:
     name = "triton_unified"
 
     def __init__(self) -> None:
-        try:
-            from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-        except ImportError:  # until vLLM 0.13
-            from vllm.attention.ops.triton_unified_attention import unified_attention
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
         self._attend: Any = unified_attention
         self._known = set(inspect.signature(unified_attention).parameters)
 
@@ -221,7 +219,8 @@ class FlashInferCascade:
         grouped = {row for prefix in step.prefixes for row in prefix.requests}
         all_groups = [(prefix.requests, prefix.num_tokens // size) for prefix in step.prefixes]
         alone = [((row,), 0) for row in range(step.batch.num_requests) if row not in grouped]
-        ends, pages, last = ([0], [0]), ([0], [0]), ([], [])  # of both levels
+        ends, pages = ([0], [0]), ([0], [0])  # of both levels
+        last: tuple[list[int], list[int]] = ([], [])
         blocks: tuple[list[Tensor], list[Tensor]] = ([], [])
         tokens: list[Tensor] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def time_all(
             failures[contender.name] = f"{type(error).__name__}: {error}"
             torch.cuda.synchronize()
             continue
-        runs[f"{contender.name}/eager"] = lambda calls=calls: [call() for call in calls]
+        runs[f"{contender.name}/eager"] = partial(_call_all, calls)
         runs[f"{contender.name}/graph"] = graph.replay
     spreads = kernel_timing.time_in_turn(runs, warmup=bench.warmup, repetitions=bench.repetitions)
     times: dict[str, dict[str, Any]] = {}
@@ -133,6 +134,10 @@ def time_all(
         contender_name, _, mode = name.partition("/")
         times.setdefault(contender_name, {})[mode] = spread.over(num_layers).row("ms")
     return times, failures
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> list[object]:
+    return [call() for call in calls]
 
 
 def compare(

@@ -37,12 +37,12 @@ from benchmarks.memory import peak_rss_bytes
 from benchmarks.plan_stage import (
     DS,
     WARM_UP_ROWS,
-    git_sha,
     make_model,
     make_spec,
     make_table,
     train_tokenizer,
 )
+from benchmarks.provenance import git_sha
 from benchmarks.spark_cluster import CONF, spark_cluster
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     texts = [document.text for document in demo_documents(10**9)]
     tokenizer = train_tokenizer(texts, args.vocab_size)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        found = []
+        found: list[dict[str, Any]] = []
         for name, num_rows in (("third", args.rows // 3), ("whole", args.rows)):
             lake = Path(folder, name)
             make_model(lake / "model", tokenizer)
@@ -148,7 +148,7 @@ def main() -> None:
 
     def marginal(*names: str) -> float:
         both = [sum(row[name] for name in names) for row in found]
-        return float(both[1] - both[0]) / (whole["rows"] - third["rows"])
+        return float((both[1] - both[0]) / (whole["rows"] - third["rows"]))
 
     line = json.dumps(
         {

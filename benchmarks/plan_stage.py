@@ -34,6 +34,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -183,7 +184,7 @@ def time_plans(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
     for repetition in range(args.repetitions):
         spec = make_spec(lake, str(repetition), args.num_shards)
         shutil.rmtree(lake / f"out-{repetition}", ignore_errors=True)
-        times.append(timed(lambda spec=spec: plan_job(spec, DS)))
+        times.append(timed(partial(plan_job, spec, DS)))
     found = {"times": times, "peak_bytes": peak_rss_bytes()}
     found["budget_bytes"] = spec.planner.memory_budget_bytes
     return found | {"steps_s": time_steps(make_spec(lake, "steps", args.num_shards))}

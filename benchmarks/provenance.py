@@ -17,12 +17,12 @@ _CODE_SUFFIXES = (".py", ".json", ".toml")
 
 
 def provenance() -> dict[str, Any]:
-    """Code, commit, versions, device. `GIT_SHA` names the commit where there is no repository."""
+    """Code, commit, versions, device."""
     import torch
 
     found: dict[str, Any] = {
         "code": code_digest(),
-        "git_sha": os.environ.get("GIT_SHA") or _first_line("git", "rev-parse", "HEAD"),
+        "git_sha": git_sha(),
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: _version(name) for name in _PACKAGES if _version(name)},
@@ -39,6 +39,11 @@ def provenance() -> dict[str, Any]:
     else:
         found["device"] = "cpu"
     return found
+
+
+def git_sha() -> str | None:
+    """The commit; `GIT_SHA` names it where there is no repository."""
+    return os.environ.get("GIT_SHA") or _first_line("git", "rev-parse", "HEAD")
 
 
 def code_digest(root: Path | None = None) -> str:

@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-def random_error(outputs: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+def random_error(outputs: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
     """Up to 30 % off, either way, each request on its own."""
     return np.rint(outputs * np.random.default_rng(seed).uniform(0.7, 1.3, len(outputs)))
 

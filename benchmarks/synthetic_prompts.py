@@ -11,11 +11,11 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.prefixes.jit import compiled
 
 VOCABULARY = 50_000
 _BATCH = 4096  # prompts made at a time
@@ -74,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-@numba.njit(cache=True)
+@compiled
 def _fill(
     rows: NDArray[np.int32],
     numbers: NDArray[np.int64],

@@ -157,8 +157,8 @@ def test_output_lengths_come_from_one_place() -> None:
     assert not parse(**{field: 5}).planner.learns_output_tokens
     for wrong in ({}, {"learned": False}, {"column": "a", "learned": True}, {"columns": "a"}):
         assert "planner.estimated_output_tokens" in refusal(changed(**{field: wrong}))
-    for wrong in (0, "x", 1.5, [1]):
-        message = refusal(changed(**{field: wrong}))
+    for value in (0, "x", 1.5, [1]):
+        message = refusal(changed(**{field: value}))
         assert message.count("planner.estimated_output_tokens: ") == 1
 
 

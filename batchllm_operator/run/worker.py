@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -82,7 +82,7 @@ class Worker:
         self.reports: dict[int, ShardReport] = {}
         holder.drain.num_open_parts = lambda: sum(run.num_open_parts for run in self._runs)
 
-    def steps(self) -> Iterator[float]:
+    def steps(self) -> Generator[float, None, None]:
         """Run shards until none is left; the caller may do other things between the steps.
 
         Yields:

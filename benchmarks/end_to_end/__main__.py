@@ -139,12 +139,12 @@ def expected_s(
     vLLM with rows as given, which may save nothing; else the tokens.
     """
     alike = [row for row in rows if row["workload"] == workload]
-    same = [row["total_s"] for row in alike if row["policy"] == policy]
+    same = [float(row["total_s"]) for row in alike if row["policy"] == policy]
     if same:
         return _MARGIN * max(same)
     if alike:
         factor = 2 if POLICIES[policy].order == "as_given" else 1
-        return factor * _MARGIN * max(row["total_s"] for row in alike)
+        return factor * _MARGIN * max(float(row["total_s"]) for row in alike)
     shape = scaled(WORKLOADS[workload], args.share)
     if args.model == TINY:
         shape = shrunk(shape)

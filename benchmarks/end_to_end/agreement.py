@@ -144,7 +144,7 @@ def generate(task: Task, workload: str) -> Outputs:
         planned = make_requests(prompts.tokens, order, prompts.output_tokens, size)
         for request in planned.requests:
             _add(llm, request, prompts.output_tokens)
-        by_idx = {}
+        by_idx: dict[int, Any] = {}
         while llm.has_unfinished_requests():
             by_idx |= {
                 int(each.request_id): each.outputs[0] for each in llm.step() if each.finished

@@ -61,7 +61,9 @@ class RunWork:
     ) -> RunWork:
         """Repetitions of a run, and what the simulator says its steps do."""
         return cls(
-            *(rows[0][name] for name in ("workload", "policy", "settings")),
+            workload=rows[0]["workload"],
+            policy=rows[0]["policy"],
+            settings=rows[0]["settings"],
             measured_s=statistics.median(row["generate_s"] - row["admission_s"] for row in rows),
             measured_steps=statistics.median(row["num_steps"] for row in rows),
             measured_prefill_tokens=statistics.median(row["num_prefill_tokens"] for row in rows),

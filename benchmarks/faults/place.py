@@ -46,6 +46,7 @@ class Place:
     ) -> None:
         """`endpoints` are S3's: the commands', and the one that never fails, for looking on."""
         self.root, self.job = root, job
+        self.endpoint: str | None
         self.endpoint, direct = endpoints or (None, None)
         self.pace = 30.0 if endpoints is None else 10.0  # moto's server answers slowly
         """How many times as fast as usual workers take over lost shards."""

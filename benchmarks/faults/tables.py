@@ -8,7 +8,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -21,7 +21,7 @@ _NO_ROWS: Final = pa.table({})
 _KEY, _REGION = "test", "us-east-1"
 
 
-Rows = pa.Table | Sequence[Mapping[str, Any]]
+Rows: TypeAlias = pa.Table | Sequence[Mapping[str, Any]]
 
 
 class Tables(ABC):
@@ -104,7 +104,8 @@ class IcebergTables(Tables):
                 "ns.documents", schema, partition_spec=PartitionSpec(field)
             ).append(table)
             return
-        self._catalog.load_table("ns.documents").overwrite(table, EqualTo("ds", DS))
+        day = EqualTo("ds", DS)  # type: ignore[arg-type, call-arg]
+        self._catalog.load_table("ns.documents").overwrite(table, day)
 
     def output(self) -> pa.Table:
         from pyiceberg.exceptions import NoSuchTableError

@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--simulated", action="store_true", help="only at the size of a GPU")
     parser.add_argument("--measured", action="store_true", help="only on this machine")
     parser.add_argument("--rows", type=int, default=3000, help="rows to simulate")
-    parser.add_argument("--documents", type=int, default=120, help="documents to measure")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the JSON object to this file")
     args = parser.parse_args()
@@ -55,7 +54,7 @@ def main() -> None:
         report["measured"] = []
         for name in TEMPLATES:
             with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-                shape = prepare(Path(folder), name, args.documents)
+                shape = prepare(Path(folder), name)
                 try:
                     rows = measured(shape, args.repetitions)
                 except GateError as error:

@@ -72,9 +72,10 @@ def stock(job: dict[str, Any]) -> dict[str, Any]:
     llm.generate(["warm-up"], params, use_tqdm=False)
     prompts = [{"prompt_token_ids": each} for each in job["prompts"]]
     watch = Stopwatch()
-    watch.watch(llm.llm_engine.engine_core.engine_core.scheduler)
+    core: Any = llm.llm_engine.engine_core
+    watch.watch(core.engine_core.scheduler)
     with watch:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs: Any = llm.generate(prompts, params, use_tqdm=False)
     wanted = given.get("logprob_token_ids") or ()
     return {
         **watch.result(),
@@ -99,11 +100,12 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
 
     class TimedEngine(VLLMEngine):
         def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-            with self.unpaced() as engine:  # vLLM compiles what gathers log-probabilities
+            engine = self.llm_engine
+            with self._unpaced():  # vLLM compiles what gathers log-probabilities
                 engine.add_request("warm-up", {"prompt_token_ids": [1, 2]}, self._answers.params)
                 while engine.has_unfinished_requests():
                     engine.step()
-            watch.watch(self.llm_engine.engine_core.engine_core.scheduler)
+            watch.watch(engine.engine_core.engine_core.scheduler)
             with watch:
                 yield from super().stream(requests)
 

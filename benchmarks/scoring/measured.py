@@ -57,9 +57,9 @@ class GateError(Exception):
     """Policies differ in what they answer: there are no figures."""
 
 
-def prepare(folder: Path, name: str, num_documents: int) -> Shape:
+def prepare(folder: Path, name: str) -> Shape:
     """A table, a model and a plan in `folder`."""
-    build_demo_table(folder / "documents", ds=DS, max_documents=num_documents)
+    build_demo_table(folder / "documents", ds=DS)
     build_demo_model(folder / "model")
     template = TEMPLATES[name]
     plan = plan_job(parse_spec(_spec(folder, name), source="benchmark"), DS)

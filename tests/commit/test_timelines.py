@@ -128,9 +128,9 @@ def test_long_runs_keep_their_means_and_peaks(
     assert found is not None
     assert len(found.kv_used) == len(found.num_decode_tokens) == min(num_bins, len(rows))
     assert max(found.kv_used) == pytest.approx(max(row.num_used_blocks for row in rows) / 100)
-    tokens = [row.num_decode_tokens for row in rows]
-    assert min(tokens) - 0.1 <= min(found.num_decode_tokens)
-    assert max(found.num_decode_tokens) <= max(tokens) + 0.1
+    decoded = [row.num_decode_tokens for row in rows]
+    assert min(decoded) - 0.1 <= min(found.num_decode_tokens)
+    assert max(found.num_decode_tokens) <= max(decoded) + 0.1
     assert found.bin_s * len(found.kv_used) == pytest.approx(found.duration_s, abs=1e-3)
 
 

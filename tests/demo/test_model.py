@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_greedy_choices_are_clear_and_depend_on_the_prompt(folder: Path) -> None
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert model.dtype == torch.float32
     texts, margins, noises = set(), [], []

@@ -15,7 +15,9 @@ DS = "2026-01-31"
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return pq.ParquetFile(folder / f"ds={DS}" / "part-0.parquet").read().to_pylist()
+    table = pq.ParquetFile(folder / f"ds={DS}" / "part-0.parquet").read()
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
 
 
 @pytest.fixture(scope="module")

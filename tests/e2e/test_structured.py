@@ -12,7 +12,7 @@ from support.demo_job import Demo, snippet_prompt
 from support.stock_answers import WITHOUT_SPACES
 
 FIRST = {"filter": [{"column": "package", "op": "<", "value": "d"}]}
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "title": {"type": "string", "maxLength": 12},

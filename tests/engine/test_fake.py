@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from support.fake_job import fake_spec
 
@@ -47,7 +49,7 @@ def test_an_output_ends_where_the_model_does() -> None:
 def test_requests_are_taken_as_they_are_needed() -> None:
     taken = []
 
-    def source():
+    def source() -> Iterator[EngineRequest]:
         for request in requests(*([n] for n in range(10))):
             taken.append(request.request_idx)
             yield request

@@ -32,10 +32,12 @@ class DoubleLLM:
 
     def add_request(
         self, request_id: str, prompt: Mapping[str, Any], params: object, lora_request: None
-    ) -> None:
+    ) -> str:
+        """Returns the request's id, as vLLM does."""
         if not prompt["prompt_token_ids"]:
             raise ValueError("the prompt is empty")
         self.held.append(request_id)
+        return request_id
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.held)
@@ -61,7 +63,8 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         super().__init__(fake_spec("/no/lake"), EngineJob(64))
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any], job: EngineJob) -> None:
-        self._engine, self._adapters, self._splitter = self.llm, {}, None
+        self._engine, self._splitter = self.llm, None
+        self._adapters: dict[str, Any] = {}
 
 
 class SamplingLLM(DoubleLLM):

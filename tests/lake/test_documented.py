@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import deltalake
 import pyarrow as pa
@@ -77,6 +78,7 @@ def test_the_iceberg_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run_spec("# iceberg\n", lake, tmp_path)
     written = catalog.load_table("search.snippets")
     assert sorted(field.name for field in written.schema().fields) == sorted([*COLUMNS, "ds"])
-    assert written.current_snapshot().summary["batchllm.job"] == "snippets"
+    snapshot: Any = written.current_snapshot()
+    assert snapshot.summary["batchllm.job"] == "snippets"
     assert len(written.scan().to_arrow()) == 12
     assert not (lake / "warehouse" / "_batchllm").exists()

@@ -68,7 +68,11 @@ def test_a_hub_out_of_reach_leaves_what_its_cache_has(hub: Any, tmp_path: Path) 
     folder = publish(tmp_path, NAME, COMMITS[0])
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     files = ModelFiles(NAME)
-    assert (files.is_cached, files.folder, files.names) == (True, folder, {"config.json"})
+    assert (files.is_cached, files.folder, files.names) == (
+        True,
+        folder,
+        frozenset({"config.json"}),
+    )
     assert files.read_json("config.json") == {"model_type": "qwen2"}
 
 

@@ -172,7 +172,7 @@ def test_a_value_that_does_not_fit_is_named_with_its_row(tmp_path: Path) -> None
 
 def delta_table(lake: Lake, protocol: dict[str, Any], **configuration: str) -> None:
     """A table of another program, whose protocol asks for more than delta-rs can write."""
-    fields = [
+    fields: list[dict[str, Any]] = [
         {"name": name, "type": "string", "nullable": True, "metadata": {}}
         for name in ("row_key", "run_id", "ds")
     ]

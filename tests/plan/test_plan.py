@@ -27,7 +27,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def requests(plan: StoredPlan) -> list[dict[str, object]]:
+def requests(plan: StoredPlan) -> list[dict[str, Any]]:
     """All requests of a plan, shard after shard."""
     return [
         row
@@ -213,9 +213,12 @@ def test_token_ids_that_prove_wrong_are_all_made_again(
     monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
     budgets: list[MemoryBudget] = []
     check = MemoryBudget.check
-    monkeypatch.setattr(
-        MemoryBudget, "check", lambda self, *sizes: (budgets.append(self), check(self, *sizes))[1]
-    )
+
+    def check_and_note(self: MemoryBudget, *sizes: Any) -> None:
+        budgets.append(self)
+        check(self, *sizes)
+
+    monkeypatch.setattr(MemoryBudget, "check", check_and_note)
     assert plan_job(fake_spec(tmp_path), DS).manifest == expected
     assert num_calls == 2
     assert len(set(budgets)) == 1  # what the first attempt had in memory doesn't count

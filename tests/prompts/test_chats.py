@@ -51,7 +51,9 @@ def found(rendered: RenderedPrompts) -> list[Any]:
 def texts_of(tokenizer: Tokenizer, spec: JobSpec, rows: list[Any]) -> list[Any]:
     """The texts that the chat template gives to rows of a JSON column."""
     batch = pa.record_batch({"chat": [json.dumps(row) for row in rows]})
-    return tokenizer.apply_chat_template(renderer_of(spec.prompt).render(batch)).texts.to_pylist()
+    rendered = tokenizer.apply_chat_template(renderer_of(spec.prompt).render(batch))
+    texts: list[Any] = rendered.texts.to_pylist()
+    return texts
 
 
 def chat_job(folder: Path, template: str, **prompt: Any) -> JobSpec:

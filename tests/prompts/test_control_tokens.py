@@ -21,6 +21,7 @@ from batchllm_operator.prompts import load_tokenizer, renderer_of
 from batchllm_operator.prompts.control_tokens import MARK, ControlTokens, Spellings
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import PromptRenderer
+from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec, PromptSpec
 
 CALL, ENDCALL = "<tool_call>", "</tool_call>"
@@ -54,7 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def planned(spec: JobSpec, columns: dict[str, Any]) -> tuple[list[list[int]], dict[int, str], int]:
+def planned(
+    spec: JobSpec, columns: dict[str, Any]
+) -> tuple[list[list[int]], dict[int, RowError], int]:
     """Token ids of the rows that have some, errors, and the number of rows with control tokens."""
     tokenizer = load_tokenizer(spec, "2026-01-31")
     rendered = renderer_of(spec.prompt, tokenizer.control_tokens).render(pa.record_batch(columns))
@@ -69,13 +72,13 @@ def without_added_tokens(model: Path) -> Tokenizer:
 
 def pieces(model: Path, parts: Sequence[str]) -> list[int]:
     """Control tokens by their ids, and what is between them by a tokenizer that has none."""
-    backend = Tokenizer.from_file(str(model / "tokenizer.json"))
+    vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
     without = without_added_tokens(model)
     return [
         token_id
         for part in parts
         for token_id in (
-            [backend.token_to_id(part)]
+            [vocabulary[part]]
             if part in (START, END, CALL, ENDCALL, "<think>", WORD)
             else without.encode(part).ids
         )

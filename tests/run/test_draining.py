@@ -178,7 +178,8 @@ def test_a_part_that_is_being_written_is_finished(
     plan_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM while the last open part is uploaded."""
-    publish, hit = Folder.publish_file, []
+    publish = Folder.publish_file
+    hit: list[str] = []
 
     def slow_upload(self: Folder, source: Path, name: str) -> None:
         if name.startswith("part-") and not hit:

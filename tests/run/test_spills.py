@@ -263,7 +263,8 @@ def test_a_signal_while_something_is_written_loses_nothing(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch, stem: str, step: str, when: str
 ) -> None:
     monkeypatch.setattr(open_parts, "SPILL_ROWS", 3)
-    original, hit = getattr(Folder, step), []
+    original = getattr(Folder, step)
+    hit: list[str] = []
 
     def signalled(folder: Folder, *args: Any) -> Any:
         name = next(arg for arg in args if isinstance(arg, str))

@@ -18,7 +18,7 @@ from batchllm_operator.vllm_plugin import compat
 
 def config(**changes: Any) -> tuple[Any, Any]:
     """An engine's configuration, as far as it is looked at."""
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "parallel": {"world_size": 1},
         "cache": {"enable_prefix_caching": True, "calculate_kv_scales": False},
         "scheduler": {"max_num_batched_tokens": 512, "long_prefill_token_threshold": 0},
@@ -72,7 +72,7 @@ def test_a_long_prompts_share_of_a_step_is_the_limit_of_a_chunk() -> None:
 
 def engine_fingerprint(**changes: Any) -> dict[str, Any]:
     """Of an engine that is like others but for some things."""
-    has = {
+    has: dict[str, Any] = {
         "dtype": torch.float32,
         "cache_dtype": "auto",
         "block_size": 16,
@@ -91,7 +91,8 @@ def engine_fingerprint(**changes: Any) -> dict[str, Any]:
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
     )
     connector.blocks = KVBlocks({name: torch.zeros(has["shape"]) for name in has["layers"]}, 4)
-    return connector.fingerprint()
+    fingerprint: dict[str, Any] = connector.fingerprint()
+    return fingerprint
 
 
 def bare_connector(limits: ChainLimits) -> Any:

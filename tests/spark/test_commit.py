@@ -84,7 +84,8 @@ def published(spec: JobSpec) -> list[dict[str, Any]]:
     table = open_table(spec.output.uri, spec.input.partition_column)
     snapshot = table.snapshot(DS)
     names = [n for n in snapshot.schema.names if n not in ("run_id", "num_cached_tokens")]
-    return pa.Table.from_batches(table.scan(snapshot, names)).to_pylist()
+    rows: list[dict[str, Any]] = pa.Table.from_batches(table.scan(snapshot, names)).to_pylist()
+    return rows
 
 
 def test_the_same_rows_as_a_local_commit(tmp_path: Path, make_spec: MakeSpec) -> None:

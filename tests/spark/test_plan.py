@@ -397,9 +397,11 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_errors_of_tasks(spark: SparkSession) -> None:
-    def refuse(batches: Batches) -> Iterator[Any]:
+    def refuse_key(_: object) -> None:
         raise KeyColumnError("key 'ä' is:\n[\"odd\"]")
-        yield from batches
+
+    def refuse(batches: Batches) -> Iterator[Any]:
+        yield from map(refuse_key, batches)
 
     def fail(batches: Batches) -> Iterator[Any]:
         yield from (1 // len([]) for _ in batches)

@@ -87,7 +87,10 @@ def test_a_delta_table_at_a_store_that_ignores_conditions_is_refused(
 def test_a_store_without_conditions_is_told_from_one_that_fails(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
+    answer: dict[str, dict[str, Any]] = {
+        "Error": {"Code": "NotImplemented"},
+        "ResponseMetadata": {"HTTPStatusCode": 501},
+    }
 
     def around(arguments: dict[str, Any]) -> None:
         if "IfNoneMatch" in arguments:
@@ -96,7 +99,7 @@ def test_a_store_without_conditions_is_told_from_one_that_fails(
     watch_puts(monkeypatch, around)
     with pytest.raises(StorageError, match="doesn't know conditional writes"):
         Folder.open(s3_bucket).create("claim.json", b"mine")
-    answer["ResponseMetadata"]["HTTPStatusCode"] = 403  # type: ignore[assignment, call-overload]
+    answer["ResponseMetadata"]["HTTPStatusCode"] = 403
     with pytest.raises(StorageError, match=r"claim\.json: refused"):
         Folder.open(s3_bucket).create("claim.json", b"mine")
 

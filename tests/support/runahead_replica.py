@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
@@ -146,31 +147,34 @@ class Replica:
 
     def send_late(self) -> None:
         """As where attention writes its own keys and values: a layer is sent after it."""
-        get_kv_transfer_group().writes_first = False
+        connector: Any = get_kv_transfer_group()
+        connector.writes_first = False
 
     def zero_received(self) -> None:
         """From now on zeros are written in place of the KV that comes."""
 
-        def scatter(blocks: Any, layer_idx: int, block_ids: Any, payload: Any) -> None:
-            _scatter(blocks, layer_idx, block_ids, payload.zero_())
+        def scatter(
+            self: KVBlocks, layer_idx: int, block_ids: Sequence[int], payload: Tensor
+        ) -> None:
+            _scatter(self, layer_idx, block_ids, payload.zero_())
 
         KVBlocks.scatter = scatter  # type: ignore[method-assign]
 
     def fail_at_message(self, number: int, how: str) -> None:
         """At the so-manieth message, from 0: `die`, `stall` until `heal`, or `raise`."""
-        count = iter(range(1 << 30))
+        count, released = iter(range(1 << 30)), self._released
 
-        def broadcast(*args: Any) -> None:
+        def broadcast(self: Chain, message: Tensor, owner: int) -> None:
             if next(count) < number:
-                _broadcast(*args)
+                _broadcast(self, message, owner)
             elif how == "die":
                 os._exit(9)
             elif how == "stall":
-                self._released.wait()
+                released.wait()
             else:
                 raise RuntimeError("a fault on purpose")
 
-        self._released.clear()
+        released.clear()
         Chain._broadcast = broadcast  # type: ignore[method-assign]
 
     def break_step(self) -> None:

@@ -107,7 +107,8 @@ class BusyReplicas:
     """Answers like replicas whose steps take longer the longer they are, once enough are timed."""
 
     def __init__(self, enough: int) -> None:
-        self.enough, self.asked = enough, []
+        self.enough = enough
+        self.asked: list[int] = []
 
     def ask(self, calls: list[dict[str, Any]]) -> list[list[float]]:
         self.asked.append(calls[0]["repetitions"])

@@ -41,6 +41,7 @@ LAYOUTS = ("heads first", "tokens first", "halves apart, tokens first", "halves 
 def make_cache(layout: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """A cache full of NaN (zeros for bytes), in one of vLLM's shapes and orders in memory."""
     size: tuple[int, ...]
+    order: tuple[int, ...]
     if layout == "heads first":  # 0.27 and later; HND
         size, order = (NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), (0, 1, 2, 3)
     elif layout == "tokens first":  # NHD

@@ -9,7 +9,8 @@ from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_
 
 
 def test_an_engine_begins_with_a_few_and_takes_some_more_in_each_step() -> None:
-    held, fed = 0, []
+    held = 0
+    fed: list[int] = []
     while len(fed) < 64:
         fed.append(num_to_feed(held, 0, 2048))
         held += fed[-1]

@@ -63,9 +63,10 @@ def test_a_route_beside_the_dependency_would_be_found(nobody: Browser, more_page
 def test_a_route_that_is_added_to_the_application_has_the_dependency(
     nobody: Browser, more_pages: Any
 ) -> None:
-    @more_pages.get("/new")
     def show_new() -> str:
         return "all of it"
+
+    more_pages.get("/new")(show_new)
 
     assert nobody.get("/new", accept="*/*").status_code == 401
 

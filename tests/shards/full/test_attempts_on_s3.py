@@ -5,10 +5,8 @@ from __future__ import annotations
 from shards.test_attempts import (
     plan,
     plan_of_slow_requests,
-    test_a_damaged_part_is_made_again_beside_the_old_one,
     test_a_later_claim_fences_and_an_earlier_one_does_not,
     test_a_zombie_stops_when_another_has_taken_over,
-    test_an_attempt_of_another_task_that_gives_no_sign_is_taken_over,
     test_an_entry_that_comes_late_is_a_part_like_any_other,
     test_killed_between_a_parts_file_and_its_entry,
     test_numbers_are_won_once,

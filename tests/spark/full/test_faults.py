@@ -127,7 +127,11 @@ def test_executors_killed_in_each_phase(jobs: Jobs, undisturbed: StoredPlan) -> 
     driver = jobs.start(jobs.spec("killed", logged(jobs, "killed")))
     killed_in = []
     for phase, num_shuffles in enumerate((2, 1, 2, 1), start=1):
-        wait_for(driver, lambda phase=phase: driver.num_phases >= phase)
+
+        def has_begun(phase: int = phase) -> bool:
+            return driver.num_phases >= phase
+
+        wait_for(driver, has_begun)
         before = set(jobs.shuffled())
 
         def written(before: set[int] = before, wanted: int = num_shuffles) -> Path | None:
