@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from support.runahead import splits
+from hypothesis import strategies as st
+from support.runahead import COST, splits
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.runahead.groups import ChainLimits, RunaheadGroup
+from batchllm_operator.runahead.prediction import Chain
 
 BLOCK = 32
 LIMITS = ChainLimits(block_size=BLOCK, num_blocks=100, max_chunk=512, max_model_len=2048)
@@ -48,7 +50,7 @@ def test_a_prefix_too_long_for_the_engine_is_refused(limits: ChainLimits, reason
         group(512, 512).check(2, limits)
 
 
-@given(split=splits(BLOCK))
+@given(split=st.integers(1, 5).flatmap(lambda p: splits(Chain(COST, p, 1e9, block_size=BLOCK))))
 def test_each_whole_block_of_a_prefix_is_computed_by_one_replica(split: tuple[int, ...]) -> None:
     made = group(*split)
     extents = made.extents(BLOCK)
