@@ -170,10 +170,13 @@ class Worker:
             self._meet(run)
         engine = self._running_engine(run)
         if self._progress is None:
-            self._expected = {run.shard_idx, *self._later(run)}
-            total = sum(self._plan.shard(idx).num_rows for idx in self._expected)
-            line = Progress(f"worker {self._shards.worker}", total)
+            self._expected = set(self._later(run))
+            num_later = sum(self._plan.shard(idx).num_rows for idx in self._expected)
+            num_left = run.shard.num_rows - run.tally.num_rows_before
+            line = Progress(f"worker {self._shards.worker}", num_left + num_later)
             self._progress = lines.enter_context(line)
+        else:
+            self._expect(run)
         self._holder.lap.begin()
         for output in self._retries.stream(engine, self._requests(run)):
             self._keep(output)
@@ -197,10 +200,11 @@ class Worker:
 
     def _requests(self, run: ShardRun | None) -> Iterator[EngineRequest]:
         while run is not None:
-            self._expect(run)
             requests = run.requests()
             yield from requests if self._replicas is None else self._replicas.noted(requests)
             run = self._claim() if self._replicas is None else None
+            if run is not None:
+                self._expect(run)
 
     def _expect(self, run: ShardRun) -> None:
         """Count the rows that a shard has left in the progress line."""

@@ -523,13 +523,19 @@ def verify_shards(plan: StoredPlan) -> set[int]:
     return {idx for idx in range(NUM_SHARDS) if plan.run_folder(idx).exists("report.json")}
 
 
+@pytest.mark.parametrize(("num_shards", "num_workers"), [(1, 1), (NUM_SHARDS, 2)])
 def test_the_progress_line_counts_what_is_generated(
-    plan: StoredPlan, capfd: pytest.CaptureFixture[str]
+    lake_uri: str, capfd: pytest.CaptureFixture[str], num_shards: int, num_workers: int
 ) -> None:
+    plan = plan_one_shard(lake_uri, planner={"num_shards": num_shards})
     with pytest.raises(EngineError):
-        run_worker(plan.folder.uri, 0, 2, start=Engines(at=7, act=_fail))
+        run_worker(plan.folder.uri, 0, num_workers, start=Engines(at=7, act=_fail))
     capfd.readouterr()
-    finished = sum(plan.shard(idx).num_rows for idx in verify_shards(plan))
-    run_worker(plan.folder.uri, 0, 2)
+    engines = Engines()
+    run_worker(plan.folder.uri, 0, num_workers, start=engines)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("worker 0")]
-    assert f"{30 - finished}/{30 - finished} rows (100 %)" in lines[-1]
+    num_left = engines.num_answers
+    assert num_left < 30
+    assert f"{num_left}/{num_left} rows (100 %)" in lines[-1]
+    if num_workers == 1:  # or it doesn't know yet what it will do of the others' work
+        assert lines[0] == f"worker 0: {num_left} rows"
