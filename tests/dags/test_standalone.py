@@ -245,10 +245,23 @@ def test_shards_are_generated_while_their_tasks_are_deferred(
     assert secrets_of_pods(standalone) == sorted(frozen)
 
 
+@pytest.fixture(scope="module")
+def replacement(in_pods: PodRun, frozen: list[str]) -> str:
+    """The pod in place of worker 1's, which has been evicted; it waits for its image.
+
+    Worker 0 stands still until then, or it would do the shard itself.
+    """
+    agent = in_pods.airflow.cluster.agent
+    agent.hold_images("job:1")
+    agent.evict(frozen[1])
+    in_pods.wait_until_parked(1, times=2)
+    return in_pods.pod(1)
+
+
 def test_progress_moves_until_the_report_takes_its_place(
-    tab: Tab, in_pods: PodRun, frozen: list[str]
+    tab: Tab, in_pods: PodRun, frozen: list[str], replacement: str
 ) -> None:
-    """Of its pods one goes on, and one is evicted."""
+    """The replacement goes on, and then the other pod."""
     page, run = tab.page, address("deferring", in_pods.run_id)
     page.goto(f"{run}/tasks/job.generate/0")
     page.wait_for_url("**/jobs/**")
@@ -264,39 +277,33 @@ def test_progress_moves_until_the_report_takes_its_place(
     tab.screenshot("progress")
     done = page.locator("#live progress").first
     before = float(done.get_attribute("value") or 0)
-    in_pods.thaw(frozen[0])
+    in_pods.airflow.cluster.agent.release_images("job:1")
     in_pods.wait(lambda: float(done.get_attribute("value") or 0) > before, "more rows are done")
     assert page.evaluate("window.loadedOnce")
-    evict(in_pods, frozen)  # before the other worker takes over what has stood still
-    in_pods.wait_for(0, "success")
+    in_pods.thaw(frozen[0])
+    in_pods.check_success()
     page.get_by_role("heading", name="What was saved").wait_for()
     tab.check()
 
 
-def evict(run: PodRun, pods: list[str]) -> None:
-    """Evict the pod of worker 1 and let that of worker 0 go on, unless they are gone."""
-    agent = run.airflow.cluster.agent
-    if not run.is_ending(0, pods[0]):
-        agent.thaw(pods[0])
-    if not run.is_ending(1, pods[1]):
-        agent.hold_images("job:1")
-        agent.evict(pods[1])
-        run.wait_until_parked(1, times=2)
-        agent.release_images("job:1")
-
-
 def test_a_pod_that_is_evicted_is_replaced(
-    standalone: Standalone, in_pods: PodRun, frozen: list[str]
+    standalone: Standalone, in_pods: PodRun, frozen: list[str], replacement: str
 ) -> None:
-    evict(in_pods, frozen)
+    """In the same try, and it goes on where the other one was."""
+    if not in_pods.is_ending(0, frozen[0]):
+        before = in_pods.parts(1)
+        standalone.cluster.agent.release_images("job:1")
+        in_pods.wait(lambda: in_pods.parts(1) != before, "the replacement has gone on")
+        in_pods.thaw(frozen[0])
     in_pods.check_success()
-    assert in_pods.num_resumed_parts(0) == 0
     assert in_pods.num_resumed_parts(1) >= 1
-    assert {in_pods.task(shard)["try_number"] for shard in (0, 1)} == {1}
-    for shard, pod in enumerate(frozen):
-        log = in_pods.log(shard)
-        assert any(f"Made pod {pod}" in line for line in log)
-        told = [line for line in log if line.startswith((f"worker {shard}: ", f"Pod {pod}: "))]
+    assert {in_pods.task(worker)["try_number"] for worker in (0, 1)} == {1}
+    for worker, pods in enumerate(([frozen[0]], [frozen[1], replacement])):
+        log = in_pods.log(worker)
+        made = [line.split()[2] for line in log if line.startswith("Made pod ")]
+        assert made == pods
+        starts = (f"worker {worker}: ", *(f"Pod {pod}: " for pod in pods))
+        told = [line for line in log if line.startswith(starts)]
         assert len(told) > 5
         assert [line for line, count in Counter(told).items() if count > 1] == []
 

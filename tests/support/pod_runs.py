@@ -81,7 +81,7 @@ class PodRun:
             ends = log.read_text(errors="replace").count(f"TaskInstance Finished: dag_id={end}")
             if ends < times or self.task(shard)["state"] != "deferred":
                 return False
-            return any(line.startswith(("Pod ", "shard ")) for line in self.log(shard))
+            return any(line.startswith(("Pod ", "worker ")) for line in self.log(shard))
 
         self.wait(is_parked, f"shard {shard} is deferred")
 
