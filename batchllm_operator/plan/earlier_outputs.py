@@ -35,13 +35,9 @@ from batchllm_operator.shards.reuse_index import (
 )
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD, FINGERPRINTS_FILE, REUSED_FILE
+from batchllm_operator.stored_plan.publications import check_publisher, earlier_publications
 from batchllm_operator.stored_plan.row_groups import RowGroupWriter
-from batchllm_operator.stored_plan.stored_plan import (
-    StoredPlan,
-    check_publisher,
-    earlier_publications,
-    plan_folder,
-)
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES: Final = 1 << 20

@@ -23,12 +23,11 @@ from batchllm_operator.shards.outputs import STATUS_COLUMN, output_schema
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder, check_conditional_writes
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.publications import check_publisher, earlier_publications
 from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import (
     StoredPlan,
     check_partition,
-    check_publisher,
-    earlier_publications,
     job_folder,
     plan_folder,
 )

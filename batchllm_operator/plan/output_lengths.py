@@ -15,7 +15,7 @@ from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.prefixes import PrefixGroups, Requests
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
-from batchllm_operator.stored_plan.stored_plan import earlier_publications
+from batchllm_operator.stored_plan.publications import earlier_publications
 
 _NUM_BUCKETS = 64
 

@@ -12,9 +12,10 @@ from batchllm_operator.errors import MissingLibraryError, PlanError, SpecError
 from batchllm_operator.lake import open_table
 from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.stored_plan.counts import Count
+from batchllm_operator.stored_plan.publications import check_publisher
 from batchllm_operator.stored_plan.run_report import ErrorKind
 from batchllm_operator.stored_plan.stored_json import StoredJson
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 COMMITTED_FILE: Final = "committed.json"
 REFUSED_FILE: Final = "refused.json"

@@ -10,7 +10,8 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.stored_plan.publications import check_publisher
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
 
 
 @pytest.fixture
