@@ -94,7 +94,8 @@ def group_tasks(group: str) -> dict[str, list[str]]:
     """Each task of a job with those after it."""
     return {
         f"{group}.plan": [f"{group}.commit", f"{group}.generate", f"{group}.report"],
-        f"{group}.generate": [f"{group}.commit"],
+        f"{group}.generate": [f"{group}.ended"],
+        f"{group}.ended": [f"{group}.commit"],
         f"{group}.commit": [f"{group}.report"],
         f"{group}.report": [],
     }
