@@ -20,6 +20,7 @@ CODES = {
     "KeyColumnError": 2,
     "ModelError": 2,
     "PlanError": 2,
+    "DamagedFileError": 2,
     "EmptyPartitionError": 3,
     "FailedRowsError": 4,
     "IncompleteRunError": 5,

@@ -92,7 +92,6 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
         (["status"], "one of the arguments --plan --job is required"),
         (["simulate", "--ds", DS], "simulate: --ds goes with --job"),
         (["simulate", "--job", "x", "--ds", DS, "--degree", "2"], "--degree is for made-up"),
-        (["simulate", "--runahead", "--job", "x"], "--job isn't for --runahead"),
         (["verify", "--job", "x"], "verify: give --plan, or --job and --ds; or --record"),
         (["verify", "--job-json", "{}", "--ds", DS], "verify: give --plan, or --job"),
     ],

@@ -123,6 +123,8 @@ USERS_OF_PROCESSES = {
     "benchmarks/plan_stage.py",
     "benchmarks/planner.py",
     "benchmarks/runahead/__main__.py",  # settings so; what is said afterwards is JSON
+    "benchmarks/faults/__main__.py",
+    "benchmarks/faults/zygote.py",
     "benchmarks/runahead/replica.py",
     "benchmarks/scheduler.py",
 }
