@@ -113,7 +113,9 @@ def check_stop(job: Path, how: signal.Signals, batchllm: Batchllm, commands: For
 
 
 def test_a_command_stopped_among_its_imports_ends_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "argparse.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*COMMAND, "schema"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -109,8 +109,11 @@ class Records:
         `planned` are the plan's counts and predictions.
         """
         where: dict[str, Any] = {"dag_id": dag_id, "run_id": run_id}
-        shards = [{"plan_uri": plan_uri, "shard_idx": idx} for idx in range(num_shards)]
-        noted = {"plan_uri": plan_uri, "return_value": shards}
+        workers = [
+            {"plan_uri": plan_uri, "worker": idx, "num_workers": num_shards}
+            for idx in range(num_shards)
+        ]
+        noted = {"plan_uri": plan_uri, "return_value": workers}
         if planned is not None:
             noted["plan"] = planned
         self.task(f"{group}.plan", **noted, **where)

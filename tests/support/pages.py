@@ -43,10 +43,11 @@ def pods_of(code: str, values: Values, folder: Path) -> dict[str, dict[str, Any]
         names = {"batchllm_task_group": batchllm_task_group}
         exec(compile(code.replace(MOUNTED_AT, str(folder)), "a page", "exec"), names)
     generate: Any = dag.get_task("batchllm.generate")
-    shard = {"plan_uri": "s3://lake/out/_batchllm/job/ds/plan-0", "shard_idx": 0}
+    plan_uri = "s3://lake/out/_batchllm/job/ds/plan-0"
+    worker = {"plan_uri": plan_uri, "worker": 0, "num_workers": 1}
     tasks: dict[str, Any] = {
         "plan": dag.get_task("batchllm.plan"),
-        "generate": generate.unmap(shard),
+        "generate": generate.unmap(worker),
     }
     return {name: _pod(task) for name, task in tasks.items() if task.runner == "kubernetes"}
 
