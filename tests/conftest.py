@@ -45,7 +45,16 @@ os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotl
 # the tests', would go into looking through it for garbage.
 gc.disable()
 
-ROOMS_THAT_COMMIT = {"answers", "commit", "inspect", "jobs", "plan", "run", "runahead", "shards"}
+ROOMS_THAT_COMMIT = {
+    "answers",
+    "commit",
+    "inspections",
+    "jobs",
+    "plan",
+    "run",
+    "runahead",
+    "shards",
+}
 FORKING_ENGINES = (
     "tests/e2e/",
     "tests/vllm_plugin/full/test_trace.py",

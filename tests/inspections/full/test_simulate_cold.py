@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from inspect.test_simulate import SMALL
 from pathlib import Path
+
+from inspections.test_simulate import SMALL
 
 
 def test_nothing_but_progress_stands_beside_the_table(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect.test_gc import (
+from inspections.test_gc import (
     plan,
     test_a_folder_without_a_manifest_goes,
     test_a_plan_without_a_commit_goes_when_it_is_old,
@@ -10,7 +10,6 @@ from inspect.test_gc import (
     test_of_a_published_plan_the_parts_and_shards_go,
     test_what_changes_between_looking_and_removing_stays,
 )
-
 from support.lake_tables import ON_S3
 
 pytestmark = ON_S3
