@@ -67,11 +67,14 @@ class LakeReader:
         try:
             data = _bounded(plan.folder, REPORT_FILE)
         except FileNotFoundError:
-            if plan.folder.exists(COMMITTED_FILE):
+            if not plan.folder.exists(COMMITTED_FILE):
+                return None
+            try:  # committed between the two looks, perhaps
+                data = _bounded(plan.folder, REPORT_FILE)
+            except FileNotFoundError:
                 raise PageError(
                     404, f"The plan is committed, but its {REPORT_FILE} isn't there any more."
                 ) from None
-            return None
         report = RunReport.from_bytes(data, source=self._uri.uri)
         if report.run_id != plan.manifest.run_id:
             raise PlanError(f"report of plan {self._uri.uri}: belongs elsewhere")

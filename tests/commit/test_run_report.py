@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_the_bill_counts_gpus_of_all_attempts(tmp_path: Path) -> None:
     plan = plan_job(fake_spec(tmp_path), DS)
 
     def start(spec: JobSpec, job: EngineJob) -> Engine:
+        time.sleep(0.2)  # of two GPUs
         raise EngineError("no device")
 
     with pytest.raises(EngineError):
