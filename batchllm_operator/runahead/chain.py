@@ -83,7 +83,7 @@ class Transfer:
             self._condition.notify_all()
 
     def end(self) -> None:
-        """Let nobody wait any longer."""
+        """End every replica's wait for this chain."""
         with self._condition:
             self._is_over = True
             self._condition.notify_all()

@@ -2,7 +2,7 @@
 
 Replicas are processes of one machine, and each runs shards of its own. As long as shards with
 marked prefixes are left, all meet before each shard, with empty engines. A replica without a shard
-comes too, and helps. Nobody waits for a replica that has ended.
+comes too, and helps. The others don't wait for a replica that has ended.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Rounds:
             return []
 
     def close(self) -> None:
-        """Let nobody wait for this replica."""
+        """Tell the other replicas not to wait for this one."""
         self.is_over = True
         self._meeting.close()
 

@@ -75,7 +75,7 @@ class ChainedEngine:
         them. If the chain fails, the prefix cache is empty instead.
 
         Returns:
-            Why the chain has failed, for good; None if it works.
+            The reason why the chain has failed permanently; None if it works.
 
         Raises:
             RunaheadError: the chain has failed, and the prefix cache can't be emptied.

@@ -335,7 +335,7 @@ def test_without_the_earlier_plan_lengths_are_all_there_is(
     assert learned is not None and learned.by_group is None
     assert "without groups" in caplog.text
     assert plan_job(spec, DS).manifest.learned == learned.by_length
-    run_and_commit(fake_spec(tmp_path), "2026-01-30")  # by a plan that wasn't to be learned from
+    run_and_commit(fake_spec(tmp_path), "2026-01-30")  # its plan keeps nothing to learn from
     with caplog.at_level("INFO"):
         learned = learn_output_lengths(spec, DS)
     assert learned is not None and learned.by_group is None
