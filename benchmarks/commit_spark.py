@@ -56,7 +56,7 @@ def committed(plan_uri: str, *arguments: str) -> dict[str, Any]:
 
 
 def rows_of(tables: Tables) -> pa.Table:
-    """The partition by its keys, without the columns that name their plan and model."""
+    """The partition by its keys, without `run_id`."""
     return tables.output().drop_columns(["run_id"]).sort_by("row_key").combine_chunks()
 
 

@@ -80,7 +80,7 @@ def finished(spec: JobSpec, make: Callable[[JobSpec, str], StoredPlan] = plan_jo
 
 
 def published(spec: JobSpec) -> list[dict[str, Any]]:
-    """The partition's rows in their order, without the columns that name their plan and model."""
+    """The partition's rows in their order, without `run_id` and `num_cached_tokens`."""
     table = open_table(spec.output.uri, spec.input.partition_column)
     snapshot = table.snapshot(DS)
     names = [n for n in snapshot.schema.names if n not in ("run_id", "num_cached_tokens")]
