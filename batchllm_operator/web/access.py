@@ -17,7 +17,7 @@ from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
 from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
 from airflow.api_fastapi.core_api.security import get_user
 from airflow.models.dag import DagModel
-from fastapi import Depends, HTTPException, Request, status
+from fastapi import Depends, HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchllm_operator.secrets import Masker
@@ -38,7 +38,7 @@ _POLICY: Final = (
     " form-action 'none'; frame-ancestors 'self'"
 )
 CSP: Final = "content-security-policy"
-
+NO_PAGE: Final = "There is no such page."
 _ALWAYS: Final = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "same-origin",
@@ -47,12 +47,11 @@ _ALWAYS: Final = {
 }
 
 
-class PageError(Exception):
+class PageError(HTTPException):
     """A page can't be shown; its message can, as secrets are masked in it."""
 
     def __init__(self, status_code: int, text: str, *, secrets: Iterable[str] = ()) -> None:
-        super().__init__(Masker.of(os.environ, secrets=secrets)(text))
-        self.status_code = status_code
+        super().__init__(status_code, Masker.of(os.environ, secrets=secrets)(text))
 
 
 def may_read(user: BaseUser, dag_id: str) -> bool:
@@ -65,29 +64,30 @@ def may_read(user: BaseUser, dag_id: str) -> bool:
 
 
 def readable_dag(request: Request, user: CurrentUser) -> None:
-    """Refuse a request whose user may not read the DAG in its path.
-
-    Raises:
-        HTTPException: 404 if an id in the path is invalid; 403 without permission.
-    """
+    """Refuse a request whose user may not read the DAG in its path; see `check_readable`."""
     ids = [request.path_params[name] for name in _IDS if name in request.path_params]
     check_readable(user, request.path_params["dag_id"], *ids)
 
 
 def check_readable(user: BaseUser, dag_id: str, *ids: str) -> None:
-    """Raise like `readable_dag`; `ids` are the request's other ids."""
+    """Check that the user may read the DAG; `ids` are the request's other ids.
+
+    Raises:
+        PageError: 404 if an id is invalid; 403 without permission.
+    """
     if not all(map(_can_be_id, (dag_id, *ids))):
-        raise HTTPException(status.HTTP_404_NOT_FOUND, "There is no such page.")
+        raise PageError(404, NO_PAGE)
     if not may_read(user, dag_id):
-        raise HTTPException(
-            status.HTTP_403_FORBIDDEN, "You may not read this DAG, its runs, tasks or XComs."
-        )
+        raise PageError(403, "You may not read this DAG, its runs, tasks or XComs.")
+
+
+def links_of(request: Request) -> Links:
+    return Links(request.scope.get("root_path", ""))
 
 
 def login_url(request: Request) -> str:
     """Airflow's login page, which returns to the request's page."""
-    links = Links(request.scope.get("root_path", ""))
-    airflow_root = links.root.rpartition("/")[0]
+    airflow_root = links_of(request).root.rpartition("/")[0]
     next_url = quote(request.scope["path"])
     if request.url.query:
         next_url += f"?{request.url.query}"
@@ -108,19 +108,18 @@ def live_policy(nonce: str) -> str:
     return f"{_POLICY}; script-src 'nonce-{nonce}'; connect-src 'self'"
 
 
-class SecurityHeaders:
-    """Wraps an ASGI application and adds the headers to each response."""
+def with_security_headers(app: ASGIApp) -> ASGIApp:
+    """The ASGI application, with our headers in each response."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def secured(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": _completed(message.get("headers", ()))}
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        await app(scope, receive, send_with_headers)
+
+    return secured
 
 
 def _completed(given: Any) -> list[tuple[bytes, bytes]]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from airflow.models.taskinstance import TaskInstance
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from batchllm_operator.amounts import counted
@@ -14,9 +18,9 @@ from batchllm_operator.web.runs import (
     FAILED,
     GENERATE,
     PLANS,
-    JobInRun,
-    TaskState,
-    task_states,
+    JobRun,
+    group_of,
+    state_name,
 )
 
 
@@ -28,53 +32,54 @@ class JobState:
     """Id and map index of the task whose log tells more; None if no single one does."""
 
 
-def job_state(session: Session, job: JobInRun) -> JobState:
+def job_state(session: Session, job: JobRun) -> JobState:
     """The job's stage, and whether it has failed there.
 
     The job's tasks are those in the task group of its plan task. If several plan tasks share a
     group, or have none, or are mapped, the others can't be assigned, and only the plan task counts.
     """
-    ref = job.ref
+    ref, task = job.ref, TaskInstance
     if job.state != "success":
-        stage = _stage("planning", "planned", job.state)
-        return replace(stage, logging_task=(ref.task_id, ref.map_index))
-    tasks = [
-        task
-        for task in task_states(session, ref.dag_id, ref.run_id, (*PLANS, GENERATE, COMMIT))
-        if task.task_id.rpartition(".")[0] == ref.group
-    ]
-    if sum(task.operator in PLANS for task in tasks) > 1:
+        return _stage("planning", "planned", job.state, (ref.task_id, ref.map_index))
+    rows = session.execute(
+        select(task.task_id, task.map_index, task.operator, task.state)
+        .where(task.dag_id == ref.dag_id, task.run_id == ref.run_id)
+        .where(task.operator.in_((*PLANS, GENERATE, COMMIT)))
+        .order_by(task.task_id, task.map_index)
+    )
+    tasks = [row for row in rows if group_of(row.task_id) == group_of(ref.task_id)]
+    if sum(row.operator in PLANS for row in tasks) > 1:
         return JobState("planned")
-    commit = next((task for task in tasks if task.operator == COMMIT), None)
-    if commit and (commit.state in ("success", "failed") or commit.state in ACTIVE):
-        stage = _stage("committing", "committed", commit.state)
-        return replace(stage, logging_task=(commit.task_id, commit.map_index))
-    return _generating([task for task in tasks if task.operator == GENERATE])
+    for row in tasks:
+        state = state_name(row.state)
+        if row.operator == COMMIT and state in ("success", "failed", *ACTIVE):
+            return _stage("committing", "committed", state, (row.task_id, row.map_index))
+    return _generating([row for row in tasks if row.operator == GENERATE])
 
 
-def _generating(tasks: list[TaskState]) -> JobState:
-    """Tasks are workers."""
-    counts = Counter(task.state for task in tasks)
-    all_tasks = counted(len(tasks), "task")
+def _generating(workers: Sequence[Any]) -> JobState:
+    counts = Counter(state_name(worker.state) for worker in workers)
+    all_tasks = counted(len(workers), "task")
     done = f"{counts['success']:,} of {all_tasks}"
     if num_failed := sum(counts[state] for state in FAILED):
         text = f"generating failed ({num_failed:,} of {all_tasks})"
         # A task that failed because of another one before it has no log.
-        failed = next((task for task in tasks if task.state == "failed"), None)
-        log = None if failed is None else (failed.task_id, failed.map_index)
-        return JobState(text, is_failed=True, logging_task=log)
+        logs = (
+            (worker.task_id, worker.map_index) for worker in workers if worker.state == "failed"
+        )
+        return JobState(text, is_failed=True, logging_task=next(logs, None))
     if any(counts[state] for state in ACTIVE):
         return JobState(f"generating ({done})")
     return JobState("planned" if not counts["success"] else f"generated ({done})")
 
 
-def _stage(doing: str, done: str, state: str) -> JobState:
-    if state == "success":
-        return JobState(done)
+def _stage(doing: str, done: str, state: str, task: tuple[str, int]) -> JobState:
     if state in FAILED:
-        return JobState(f"{doing} failed", is_failed=True)
+        return JobState(f"{doing} failed", is_failed=True, logging_task=task)
     if state in ("none", "scheduled", "queued"):
-        return JobState(f"waiting for {doing}")
-    if state in ACTIVE:
-        return JobState(f"{doing}{' again' if state == 'up_for_retry' else ''}")
-    return JobState(f"{doing}: {state}")
+        text = f"waiting for {doing}"
+    elif state in ACTIVE:
+        text = f"{doing}{' again' if state == 'up_for_retry' else ''}"
+    else:
+        text = done if state == "success" else f"{doing}: {state}"
+    return JobState(text, logging_task=task)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from airflow.models.connection import Connection
 from airflow.providers.common.compat.sdk import AirflowException
@@ -24,78 +27,128 @@ from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import RUNS_FOLDER, StoredPlan
 from batchllm_operator.web.access import PageError
 from batchllm_operator.web.files_without_links import LINKS, FilesWithoutLinks
-from batchllm_operator.web.kept import Kept
 from batchllm_operator.web.plan_uri import PlanURI
 
 _T = TypeVar("_T")
 
-CONNECTION_SETTING: Final = "BATCHLLM_AWS_CONN_ID"
+_CONNECTION_SETTING: Final = "BATCHLLM_AWS_CONN_ID"
 """Environment variable: the Airflow connection whose AWS credentials read the lake."""
-
+_S3_OPTIONS: Final = (
+    ("AWS_ACCESS_KEY_ID", "key"),
+    ("AWS_SECRET_ACCESS_KEY", "secret"),
+    ("AWS_SESSION_TOKEN", "token"),
+    ("AWS_ENDPOINT_URL", "endpoint_url"),
+)
 _MAX_BYTES: Final = 64 << 20
 """Upper bound of a manifest or report: larger ones aren't ours, or would crash the API server."""
-_PLANS: Final[Kept[tuple[StoredPlan, frozenset[str]]]] = Kept(30.0)
-"""Each with the secrets that opened it, to mask them in later messages."""
-_REPORTS: Final[Kept[RunReport | None]] = Kept(2.0)
-_STATUSES: Final[Kept[JobStatus | None]] = Kept(2.0)
+_MAX_ENTRIES: Final = 64
 _READERS: Final = threading.BoundedSemaphore(8)
 """A storage that doesn't answer blocks at most this many threads of the API server."""
 _READER_WAIT_S: Final = 5.0
 _SLOW: Final = "The lake takes long to answer; look again in a moment."
 
 
-class LakeReader:
-    """Reads one plan, if it is below one of `roots`. Its methods block: call them in a thread.
+@dataclass(slots=True)
+class _Entry:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    made_at: float = float("-inf")
+    value: Any = None
 
-    Each raises PageError: 404 if the plan is missing, 409 if a file is wrong, 503 if the lake can't
-    be read.
+
+class Kept(Generic[_T]):
+    """Values by key, each computed again once it is older than `keep_s` seconds.
+
+    Many viewers cost no more than one: while a value is computed, other callers wait for it, but
+    not for long, as their threads are Airflow's. Exceptions aren't cached.
     """
+
+    def __init__(
+        self, keep_s: float, *, wait_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._keep_s, self._wait_s, self._clock = keep_s, wait_s, clock
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """The value of `key`, computed by `make` if there is no recent one.
+
+        Raises:
+            TimeoutError: the wait for another thread's computation took more than `wait_s` seconds.
+        """
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            while len(self._entries) > _MAX_ENTRIES:
+                self._entries.popitem(last=False)
+        if not entry.lock.acquire(timeout=self._wait_s):
+            raise TimeoutError
+        try:
+            if self._clock() - entry.made_at >= self._keep_s:
+                entry.value, entry.made_at = make(), self._clock()
+            value: _T = entry.value
+            return value
+        finally:
+            entry.lock.release()
+
+
+_PLANS: Final[Kept[tuple[StoredPlan, frozenset[str]]]] = Kept(30.0)
+"""Each with the secrets that opened it, to mask them in later messages."""
+_LOOKS: Final[Kept[RunReport | JobStatus]] = Kept(2.0)
+
+
+class LakeReader:
+    """Reads one plan, if it is below one of `roots`."""
 
     def __init__(self, uri: PlanURI, roots: tuple[str, ...]) -> None:
         self._uri, self._roots = uri, roots
         self._secrets: frozenset[str] = frozenset()
 
-    def report(self) -> RunReport | None:
-        return self._kept(_REPORTS, self._read_report)
+    def look(self) -> RunReport | JobStatus:
+        """The run's status until the commit, its report afterwards. Blocks: call it in a thread.
 
-    def status(self) -> JobStatus | None:
-        """The run's status; None after the commit, as the report has everything then."""
-        return self._kept(_STATUSES, self._read_status)
-
-    def _read_report(self) -> RunReport | None:
-        plan = self._plan()
+        Raises:
+            PageError: 404 if the plan or the report is missing, 409 if a file is wrong, 503 if the
+                lake can't be read.
+        """
         try:
-            data = _bounded(plan.folder, REPORT_FILE)
-        except FileNotFoundError:
-            if not plan.folder.exists(COMMITTED_FILE):
-                return None
-            try:  # committed between the two looks, perhaps
-                data = _bounded(plan.folder, REPORT_FILE)
-            except FileNotFoundError:
-                raise PageError(
-                    404, f"The plan is committed, but its {REPORT_FILE} isn't there any more."
-                ) from None
-        report = RunReport.from_bytes(data, source=self._uri.uri)
-        if report.run_id != plan.manifest.run_id:
-            raise PlanError(f"report of plan {self._uri.uri}: belongs elsewhere")
-        return report
-
-    def _read_status(self) -> JobStatus | None:
-        plan = self._plan()
-        if plan.folder.exists(COMMITTED_FILE):  # reading on would open the output table
-            return None
-        if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
-            raise PlanError(LINKS)
-        return read_status(plan)
+            return _LOOKS.get(self._key, self._guarded_look)
+        except TimeoutError:
+            raise PageError(503, _SLOW) from None
 
     @property
     def _key(self) -> tuple[PlanURI, tuple[str, ...]]:
         """A cached plan is shared only by DAGs with the same roots."""
         return self._uri, self._roots
 
-    def _plan(self) -> StoredPlan:
-        plan, self._secrets = _PLANS.get(self._key, self._open_plan)
-        return plan
+    def _guarded_look(self) -> RunReport | JobStatus:
+        if not _READERS.acquire(timeout=_READER_WAIT_S):
+            raise PageError(503, _SLOW)
+        try:
+            plan, self._secrets = _PLANS.get(self._key, self._open_plan)
+            if plan.folder.exists(COMMITTED_FILE):  # the status would open the output table
+                return self._read_report(plan)
+            if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
+                raise PlanError(LINKS)
+            return read_status(plan)
+        except StorageError as error:
+            text = f"The lake can't be read: {error}"
+            raise PageError(503, text, secrets=self._secrets) from error
+        except (BatchLLMError, AirflowException) as error:
+            raise PageError(409, f"{error}", secrets=self._secrets) from error
+        finally:
+            _READERS.release()
+
+    def _read_report(self, plan: StoredPlan) -> RunReport:
+        try:
+            data = _bounded(plan.folder, REPORT_FILE)
+        except FileNotFoundError:
+            raise PageError(
+                404, f"The plan is committed, but its {REPORT_FILE} isn't there any more."
+            ) from None
+        report = RunReport.from_bytes(data, source=self._uri.uri)
+        if report.run_id != plan.manifest.run_id:
+            raise PlanError(f"report of plan {self._uri.uri}: belongs elsewhere")
+        return report
 
     def _open_plan(self) -> tuple[StoredPlan, frozenset[str]]:
         folder = Folder.open(self._uri.place(self._roots), **self._options())
@@ -117,7 +170,7 @@ class LakeReader:
 
     def _options(self) -> dict[str, Any]:
         """Options for S3 that override the API server's own environment."""
-        conn_id = os.environ.get(CONNECTION_SETTING)
+        conn_id = os.environ.get(_CONNECTION_SETTING)
         if not conn_id or self._uri.local_path is not None:
             return {}
         from batchllm_operator.operators.credentials import Credentials  # a second to import
@@ -132,34 +185,6 @@ class LakeReader:
         if region := variables.get("AWS_DEFAULT_REGION"):
             options["client_kwargs"] = {"region_name": region}
         return options
-
-    def _kept(self, kept: Kept[_T], read: Callable[[], _T]) -> _T:
-        """The cached value, or the one that this thread reads now."""
-        try:
-            return kept.get(self._key, lambda: self._guarded(read))
-        except TimeoutError:
-            raise PageError(503, _SLOW) from None
-
-    def _guarded(self, read: Callable[[], _T]) -> _T:
-        if not _READERS.acquire(timeout=_READER_WAIT_S):
-            raise PageError(503, _SLOW)
-        try:
-            return read()
-        except StorageError as error:
-            text = f"The lake can't be read: {error}"
-            raise PageError(503, text, secrets=self._secrets) from error
-        except (BatchLLMError, AirflowException) as error:
-            raise PageError(409, f"{error}", secrets=self._secrets) from error
-        finally:
-            _READERS.release()
-
-
-_S3_OPTIONS: Final = (
-    ("AWS_ACCESS_KEY_ID", "key"),
-    ("AWS_SECRET_ACCESS_KEY", "secret"),
-    ("AWS_SESSION_TOKEN", "token"),
-    ("AWS_ENDPOINT_URL", "endpoint_url"),
-)
 
 
 def _bounded(folder: Folder, name: str) -> bytes:

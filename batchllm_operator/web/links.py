@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from batchllm_operator.web.runs import JobRef
 
-_PREFIX: Final = "/batchllm"
+PREFIX: Final = "/batchllm"
+"""Mount point of the pages in Airflow's API server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,9 @@ class Links:
     root: str
     """Path without a slash at its end, such as `/batchllm`."""
 
-    @property
-    def jobs(self) -> str:
-        return f"{self.root}/"
-
     def trail(self, ref: JobRef | None = None) -> tuple[tuple[str, str], ...]:
         """Text and address of the pages above that of a job's run, or above any other page."""
-        jobs = ("Jobs", self.jobs)
+        jobs = ("Jobs", f"{self.root}/")
         return (jobs, (f"Run {ref.run_id}", self.run(ref.dag_id, ref.run_id))) if ref else (jobs,)
 
     def run(self, dag_id: str, run_id: str) -> str:
@@ -41,13 +38,6 @@ class Links:
         place = f"jobs/{_quoted(ref.task_id)}/{ref.map_index}"
         return f"{self.run(ref.dag_id, ref.run_id)}/{place}"
 
-    def live_job(self, ref: JobRef) -> str:
-        """The part of a job's page that changes."""
-        return f"{self.job(ref)}/live"
-
-    def report_file(self, ref: JobRef) -> str:
-        return f"{self.job(ref)}/report.html"
-
     def comparison(self, before: JobRef, after: JobRef) -> str:
         """The comparison of two committed jobs."""
         return f"{self.root}/compare?{urlencode({'before': str(before), 'after': str(after)})}"
@@ -55,15 +45,12 @@ class Links:
     def job_shard(self, ref: JobRef, shard_idx: int) -> str:
         return f"{self.job(ref)}/shards/{shard_idx}"
 
-    def live_shard(self, ref: JobRef, shard_idx: int) -> str:
-        return f"{self.job_shard(ref, shard_idx)}/live"
-
     def log(self, ref: JobRef, task: tuple[str, int]) -> str:
         """Airflow's own page of a task of the job's run, by id and map index: its log."""
         task_id, map_index = task
         run = f"/dags/{_quoted(ref.dag_id)}/runs/{_quoted(ref.run_id)}"
         mapped = f"/mapped/{map_index}" if map_index >= 0 else ""
-        return f"{self.root.removesuffix(_PREFIX)}{run}/tasks/{_quoted(task_id)}{mapped}"
+        return f"{self.root.removesuffix(PREFIX)}{run}/tasks/{_quoted(task_id)}{mapped}"
 
     def task(self, dag_id: str, run_id: str, task_id: str, map_index: int) -> str:
         return f"{self.run(dag_id, run_id)}/tasks/{_quoted(task_id)}/{map_index}"
@@ -102,12 +89,7 @@ class LiveProgressLink(BaseOperatorLink):
 def pages_root() -> str:
     """Path of the pages in a browser: Airflow may be below the host's root."""
     base_url = conf.get("api", "base_url", fallback="") or ""
-    return urlsplit(base_url).path.rstrip("/") + _PREFIX
-
-
-def run_template() -> str:
-    """The address of a run's page, with placeholders for Airflow's interface."""
-    return f"{pages_root()}/dags/{{DAG_ID}}/runs/{{RUN_ID}}"
+    return urlsplit(base_url).path.rstrip("/") + PREFIX
 
 
 def _quoted(text: str) -> str:

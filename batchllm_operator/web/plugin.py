@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from airflow.plugins_manager import AirflowPlugin
 
-from batchllm_operator.web.links import LiveProgressLink, pages_root, run_template
+from batchllm_operator.web.links import PREFIX, LiveProgressLink, pages_root
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-URL_PREFIX: Final = "/batchllm"
-"""Mount point of the pages in Airflow's API server."""
 
 
 class LazyApp:
@@ -38,10 +35,10 @@ class LazyApp:
 
 
 def _build() -> ASGIApp:
-    from batchllm_operator.web.access import SecurityHeaders
+    from batchllm_operator.web.access import with_security_headers
     from batchllm_operator.web.app import create_app
 
-    return SecurityHeaders(create_app())
+    return with_security_headers(create_app())
 
 
 class BatchLLMPlugin(AirflowPlugin):
@@ -50,7 +47,7 @@ class BatchLLMPlugin(AirflowPlugin):
     name = "batchllm"
     # Airflow declares these as instance variables, but also reads them from the class.
     fastapi_apps: list[Any] = [  # noqa: RUF012
-        {"app": LazyApp(), "url_prefix": URL_PREFIX, "name": "BatchLLM"}
+        {"app": LazyApp(), "url_prefix": PREFIX, "name": "BatchLLM"}
     ]
     external_views: list[Any] = [  # noqa: RUF012
         {
@@ -62,7 +59,7 @@ class BatchLLMPlugin(AirflowPlugin):
         },
         {
             "name": "BatchLLM",
-            "href": run_template(),
+            "href": f"{pages_root()}/dags/{{DAG_ID}}/runs/{{RUN_ID}}",
             "destination": "dag_run",
             "url_route": "batchllm-run",
         },

@@ -1,4 +1,4 @@
-"""Jobs in one DAG run, from Airflow's database: their plan tasks, and the plans' URIs from XComs.
+"""Jobs in DAG runs, from Airflow's database: their plan tasks, and what those have noted in XComs.
 
 Tasks are recognised by the class of their operator, which Airflow stores with each task of a run.
 Subclasses of our operators aren't recognised.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final
 
 from airflow.models.dagrun import DagRun
 from airflow.models.renderedtifields import RenderedTaskInstanceFields
 from airflow.models.taskinstance import TaskInstance
 from airflow.models.xcom import XComModel
-from sqlalchemy import ColumnElement, and_, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, and_, null, select
+from sqlalchemy.orm import Session, aliased
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.web.plan_uri import PlanURI
@@ -33,16 +34,18 @@ REPORT: Final = "BatchLLMReportOperator"
 
 PLAN_URI_KEY: Final = "plan_uri"
 """As in `operators.plan`, which takes long to import."""
-SUMMARY_KEY: Final = "plan"
+_SUMMARY_KEY: Final = "plan"
 """The plan's counts and predictions; as in `operators.planning`."""
-RETURN_KEY: Final = "return_value"
-
-_MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
 
 ACTIVE: Final = ("scheduled", "queued", "running", "restarting", "deferred", "up_for_retry")
 FAILED: Final = ("failed", "upstream_failed")
-ENDED: Final = ("success", "failed")
+_ENDED: Final = ("success", "failed")
 """Final states of a DAG run."""
+
+_MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
+_MAX_NAME_CHARS: Final = 250
+_MOST: Final = 1e24
+"""Upper bound of an outcome's numbers: tasks can return anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,117 +69,139 @@ class JobRef:
             return None
         return cls(dag_id, run_id, task_id, int(index))
 
-    @property
-    def group(self) -> str:
-        """The id of the task group with the job's tasks; empty outside of groups."""
-        return self.task_id.rpartition(".")[0]
-
 
 @dataclass(frozen=True, slots=True)
-class JobInRun:
-    """A job in a DAG run, by its plan task."""
+class JobRun:
+    """One run of a job: its plan task in a DAG run."""
 
     ref: JobRef
     state: str
     """State of the plan task; `none` until Airflow schedules it."""
-    noted: Any = None
+    run_state: str
+    run_after: datetime
+    noted: Any
     """The plan task's XCom with the plan's URI; None if there is none."""
-
-    def plan_uri(self) -> PlanURI | None:
-        """The checked URI; None before there is one. Raises `PlanError` if it isn't a plan's."""
-        return None if self.noted is None else PlanURI.parse(self.noted)
+    plan_uri: PlanURI | None
+    """None before there is a plan, and if `noted` isn't the URI of one."""
+    partition: str | None
+    """That of its plan, or, before there is a plan, the expected one if known."""
+    planned: Mapping[str, Any]
+    """The plan's counts and predictions."""
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+    """The return values of commit and report; `number` reads numbers from it."""
 
     @property
     def title(self) -> str:
         """The job's name and partition if known, else the task's id."""
-        plan_uri = readable_uri(self.noted)
-        name = self.ref.task_id if plan_uri is None else f"{plan_uri.job}, {plan_uri.ds}"
-        return name if self.ref.map_index < 0 or plan_uri else f"{name} [{self.ref.map_index}]"
+        if self.plan_uri is not None:
+            return f"{self.plan_uri.job}, {self.plan_uri.ds}"
+        mapped = f" [{self.ref.map_index}]" if self.ref.map_index >= 0 else ""
+        return f"{self.ref.task_id}{mapped}"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.run_state in _ENDED
+
+    @property
+    def may_be_planned(self) -> bool:
+        """Whether there is a plan, or may still be one."""
+        return self.plan_uri is not None or not self.has_ended
+
+    @property
+    def is_failed(self) -> bool:
+        return self.run_state in FAILED
+
+    def number(self, name: str) -> float | None:
+        """A number of the outcome or, before it, of the plan; None for anything else."""
+        value = (self.outcome or self.planned).get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return value if abs(value) < _MOST else None  # excludes NaN, infinity and huge integers
 
 
-def readable_uri(noted: Any) -> PlanURI | None:
-    try:
-        return PlanURI.parse(noted)
-    except PlanError:
-        return None
-
-
-def run_state(session: Session, dag_id: str, run_id: str) -> str | None:
-    state = session.scalar(
-        select(DagRun.state).where(DagRun.dag_id == dag_id, DagRun.run_id == run_id)
-    )
-    return None if state is None else str(getattr(state, "value", state))
-
-
-def jobs_of_run(session: Session, dag_id: str, run_id: str) -> list[JobInRun]:
+def job_runs(
+    session: Session, *which: ColumnElement[bool], limit: int | None = None
+) -> list[JobRun]:
+    """The latest `limit` runs whose plan tasks meet all conditions, the latest last."""
+    task, fields = TaskInstance, RenderedTaskInstanceFields
+    uri, summary = aliased(XComModel), aliased(XComModel)
+    partition_key = getattr(DagRun, "partition_key", null())  # from Airflow 3.2 on
     rows = session.execute(
-        select(TaskInstance.task_id, TaskInstance.map_index, TaskInstance.state, XComModel.value)
-        .join(XComModel, and_(same_task(XComModel), XComModel.key == PLAN_URI_KEY), isouter=True)
-        .where(
-            TaskInstance.dag_id == dag_id,
-            TaskInstance.run_id == run_id,
-            TaskInstance.operator.in_(PLANS),
+        select(
+            *(task.dag_id, task.run_id, task.task_id, task.map_index, task.state),
+            *(DagRun.state.label("run_state"), DagRun.run_after, DagRun.conf, DagRun.logical_date),
+            partition_key.label("partition_key"),
+            uri.value.label("plan_uri"),
+            summary.value.label("summary"),
+            fields.rendered_fields,
         )
-        .order_by(TaskInstance.task_id, TaskInstance.map_index)
+        .join(DagRun, and_(DagRun.dag_id == task.dag_id, DagRun.run_id == task.run_id))
+        .join(uri, and_(same_task(uri), uri.key == PLAN_URI_KEY), isouter=True)
+        .join(summary, and_(same_task(summary), summary.key == _SUMMARY_KEY), isouter=True)
+        .join(fields, and_(same_task(fields), uri.key.is_(None)), isouter=True)
+        .where(task.operator.in_(PLANS), *which)
+        .order_by(
+            DagRun.run_after.desc(), DagRun.id.desc(), task.task_id.desc(), task.map_index.desc()
+        )
+        .limit(limit)
+    ).all()
+    return [_job_run(row) for row in reversed(rows)]
+
+
+def _job_run(row: Any) -> JobRun:
+    noted = decoded_xcom(row.plan_uri)
+    try:
+        uri = PlanURI.parse(noted)
+    except PlanError:
+        uri = None
+    return JobRun(
+        ref=JobRef(row.dag_id, row.run_id, row.task_id, row.map_index),
+        state=state_name(row.state),
+        run_state=state_name(row.run_state),
+        run_after=row.run_after,
+        noted=noted,
+        plan_uri=uri,
+        partition=_expected_ds(row) if uri is None else uri.ds,
+        planned=_mapping(decoded_xcom(row.summary)),
     )
-    return [
-        JobInRun(JobRef(dag_id, run_id, task_id, map_index), state_name(state), decoded_xcom(value))
-        for task_id, map_index, state, value in rows
-    ]
 
 
-@dataclass(frozen=True, slots=True)
-class TaskState:
-    """A task of a run; of a mapped one, one of its instances."""
-
-    task_id: str
-    map_index: int
-    operator: str
-    state: str
-
-
-def task_states(
-    session: Session, dag_id: str, run_id: str, operators: Collection[str]
-) -> list[TaskState]:
-    """The tasks of a run whose operator is among `operators`."""
-    task = TaskInstance
-    rows = session.execute(
-        select(task.task_id, task.map_index, task.operator, task.state)
-        .where(task.dag_id == dag_id, task.run_id == run_id, task.operator.in_(operators))
-        .order_by(task.task_id, task.map_index)
-    )
-    return [
-        TaskState(task_id, map_index, str(operator), state_name(state))
-        for task_id, map_index, operator, state in rows
-    ]
+def jobs_of_run(session: Session, dag_id: str, run_id: str) -> list[JobRun]:
+    """The jobs in a DAG run, by task and map index."""
+    return job_runs(session, TaskInstance.dag_id == dag_id, TaskInstance.run_id == run_id)
 
 
 def job_of_task(
     session: Session, dag_id: str, run_id: str, task_id: str, map_index: int
-) -> JobInRun | None:
+) -> JobRun | None:
     """A generate task's job; None if unknown. A task that has begun has rendered fields."""
+    task, fields = TaskInstance, RenderedTaskInstanceFields
     row = session.execute(
-        select(RenderedTaskInstanceFields.rendered_fields, TaskInstance.task_id)
-        .select_from(TaskInstance)
-        .join(RenderedTaskInstanceFields, same_task(RenderedTaskInstanceFields), isouter=True)
+        select(task.task_id, fields.rendered_fields)
+        .join(fields, same_task(fields), isouter=True)
         .where(
-            TaskInstance.dag_id == dag_id,
-            TaskInstance.run_id == run_id,
-            TaskInstance.task_id == task_id,
-            TaskInstance.map_index == map_index,
-            TaskInstance.operator == GENERATE,
+            task.dag_id == dag_id,
+            task.run_id == run_id,
+            task.task_id == task_id,
+            task.map_index == map_index,
+            task.operator == GENERATE,
         )
     ).first()
     jobs = [job for job in jobs_of_run(session, dag_id, run_id) if job.noted is not None]
     if row is None or not jobs:
         return None
-    rendered = row[0] if isinstance(row[0], Mapping) else {}
+    rendered_uri = _mapping(row.rendered_fields).get("plan_uri")
     for job in jobs:
-        if rendered.get("plan_uri") == job.noted:
+        if rendered_uri == job.noted:
             return job
-    group = task_id.rpartition(".")[0]
-    candidates = jobs if len(jobs) == 1 else [job for job in jobs if job.ref.group == group]
-    return candidates[0] if len(candidates) == 1 else None
+    if len(jobs) > 1:
+        jobs = [job for job in jobs if group_of(job.ref.task_id) == group_of(task_id)]
+    return jobs[0] if len(jobs) == 1 else None
+
+
+def group_of(task_id: str) -> str:
+    """The id of the task's group; empty outside of groups."""
+    return task_id.rpartition(".")[0]
 
 
 def decoded_xcom(value: Any) -> Any:
@@ -193,11 +218,28 @@ def decoded_xcom(value: Any) -> Any:
 
 
 def state_name(state: Any) -> str:
-    """A task's state; `none` until Airflow schedules it."""
+    """The state of a run or task; `none` until Airflow schedules the task."""
     return "none" if state is None else str(getattr(state, "value", state))
 
 
 def same_task(table: Any) -> ColumnElement[bool]:
     """The join condition that a row of `table` belongs to the task instance."""
-    columns: Iterable[str] = ("dag_id", "run_id", "task_id", "map_index")
+    columns = ("dag_id", "run_id", "task_id", "map_index")
     return and_(*(getattr(table, name) == getattr(TaskInstance, name) for name in columns))
+
+
+def _expected_ds(row: Any) -> str | None:
+    """The partition that a task will plan: by its rendered fields, or else by its run.
+
+    All of them can hold anything.
+    """
+    date = None if row.logical_date is None else row.logical_date.strftime("%Y-%m-%d")
+    rendered, given = (_mapping(value).get("ds") for value in (row.rendered_fields, row.conf))
+    for name in (rendered, given, row.partition_key, date):
+        if isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable():
+            return name
+    return None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -3,46 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from batchllm_operator.report.page import render_report
-from batchllm_operator.report.pages import mean, ratio, render, usd
+from batchllm_operator.report.pages import Trail, mean, ratio, render, usd
 from batchllm_operator.secrets import Masker
 from batchllm_operator.shards.status import JobStatus, ShardStatus
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.web.job_state import JobState
 from batchllm_operator.web.jobs import Job
 from batchllm_operator.web.links import Links
-from batchllm_operator.web.runs import JobInRun, JobRef
-from batchllm_operator.web.sparkline import Sparkline, sparkline
+from batchllm_operator.web.runs import JobRef, JobRun
 
-EVERY_MS: Final = 5000
+_EVERY_MS: Final = 5000
 """Milliseconds between two polls of a live page."""
 _MAX_NOTES: Final = 20
+_WIDTH: Final = 160
+_HEIGHT: Final = 36
+_MARGIN: Final = 3
 
 
 def jobs_page(jobs: list[Job], links: Links) -> str:
     return render("web_jobs.html.j2", jobs=jobs, links=links, trends=_trends)
 
 
-def _trends(job: Job) -> list[tuple[str, Sparkline]]:
-    """Named sparklines of a job's outcomes over its partitions."""
-    plotted = job.by_partition.values()
-    measures: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-        ("Prompt tokens saved", "Prompt tokens saved", "achieved_saving_ratio", ratio),
-        ("Rows/s", "Rows per second", "rows_per_s", mean),
-        ("Cost", "Cost", "cost_usd", usd),
-    )
-    found = (
-        (name, sparkline(what, [run.number(key) for run in plotted], shown))
-        for name, what, key, shown in measures
-    )
-    return [(name, line) for name, line in found if line is not None]
-
-
-def choice_page(jobs: list[JobInRun], dag_id: str, run_id: str, links: Links) -> str:
+def choice_page(jobs: list[JobRun], dag_id: str, run_id: str, links: Links) -> str:
     trail = links.trail()
     return render(
         "web_choice.html.j2", trail=trail, jobs=jobs, links=links, dag_id=dag_id, run_id=run_id
@@ -55,105 +42,89 @@ def message_page(heading: str, text: str, links: Links) -> str:
 
 def report_page(report: RunReport, ref: JobRef, links: Links) -> str:
     """A report with links to the pages above it and to its file."""
-    actions = (("Download this report", links.report_file(ref)),)
+    actions = (("Download this report", f"{links.job(ref)}/report.html"),)
     return render_report(report, trail=links.trail(ref), actions=actions)
 
 
 @dataclass(frozen=True, slots=True)
-class LiveJob:
-    """The page of a running job."""
+class LivePage:
+    """A page with a fragment that a script replaces until the DAG run has ended."""
 
-    job: JobInRun
-    stage: JobState
-    status: JobStatus | None
+    ref: JobRef
+    url: str
+    trail: Trail
+    heading: str
+    template: str
+    """Of the fragment."""
+    values: Mapping[str, Any]
+    """What the fragment shows."""
     is_final: bool
     """Whether the DAG run has ended, so that nothing changes any more."""
 
-    @property
-    def _values(self) -> dict[str, Any]:
-        status, masker = self.status, Masker.of(os.environ)
-        share = 0.0 if status is None else _share(status.done.num_rows, status.num_rows)
-        summary = self.stage.text
-        if status is not None and not self.stage.is_failed:
-            summary = f"{self.stage.text}, {_tenths(share)} of the rows are done"
-        return {
-            "stage": self.stage,
-            "status": status,
-            "share": share,
-            "summary": f"{summary[:1].upper()}{summary[1:]}.",
-            "is_final": self.is_final,
-            "notes": [masker(note) for note in status.notes[:_MAX_NOTES]] if status else [],
-            "refused": self._refused(masker),
-            "faults": self._faults(masker),
-            "ref": self.job.ref,
-        }
-
-    def _refused(self, masker: Masker) -> str | None:
-        """Why the last commit published nothing."""
-        if self.status is None or self.status.refusal is None:
-            return None
-        return masker(self.status.refusal.reason)
-
-    def _faults(self, masker: Masker) -> list[tuple[int, str]]:
-        """Shards whose latest attempt has failed, and why."""
-        shards = () if self.status is None else self.status.shards
-        failed = [(shard.shard_idx, shard.error) for shard in shards if shard.state == "failed"]
-        return [(idx, masker(error)) for idx, error in failed if error is not None][:_MAX_NOTES]
-
-    def fragment(self, links: Links) -> str:
-        return render("web_job_live.html.j2", links=links, **self._values)
-
-    def page(self, links: Links, nonce: str) -> str:
-        ref = self.job.ref
-        return render(
-            "web_live.html.j2",
-            trail=links.trail(ref),
-            heading=self.job.title,
-            fragment="web_job_live.html.j2",
-            live_url="" if self.is_final else links.live_job(ref),
-            links=links,
-            **_page_values(ref, nonce),
-            **self._values,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LiveShard:
-    """The page of a running shard."""
-
-    job: JobInRun
-    shard: ShardStatus
-    is_final: bool
-
-    @property
-    def _values(self) -> dict[str, Any]:
-        share = _share(self.shard.done.num_rows, self.shard.num_rows)
-        return {
-            "shard": self.shard,
-            "share": share,
-            "summary": f"{self.shard.state.capitalize()}, {_tenths(share)} of the rows are done.",
-            "is_final": self.is_final,
-            "error": None if self.shard.error is None else Masker.of(os.environ)(self.shard.error),
-        }
-
     def fragment(self) -> str:
-        return render("web_shard_live.html.j2", **self._values)
+        return render(self.template, is_final=self.is_final, **self.values)
 
-    def page(self, links: Links, nonce: str) -> str:
-        ref, shard_idx = self.job.ref, self.shard.shard_idx
+    def page(self, nonce: str) -> str:
         return render(
             "web_live.html.j2",
-            trail=(*links.trail(ref), (self.job.title, links.job(ref))),
-            heading=f"Shard {shard_idx} of {self.job.title}",
-            fragment="web_shard_live.html.j2",
-            live_url="" if self.is_final else links.live_shard(ref, shard_idx),
-            **_page_values(ref, nonce),
-            **self._values,
+            trail=self.trail,
+            heading=self.heading,
+            fragment=self.template,
+            live_url="" if self.is_final else f"{self.url}/live",
+            dag_id=self.ref.dag_id,
+            run_id=self.ref.run_id,
+            nonce=nonce,
+            every_ms=_EVERY_MS,
+            is_final=self.is_final,
+            **self.values,
         )
 
 
-def _page_values(ref: JobRef, nonce: str) -> dict[str, Any]:
-    return {"dag_id": ref.dag_id, "run_id": ref.run_id, "nonce": nonce, "every_ms": EVERY_MS}
+def live_job(job: JobRun, stage: JobState, status: JobStatus | None, links: Links) -> LivePage:
+    """The page of a running job; `status` is None before there is a plan."""
+    masker, share, summary = Masker.of(os.environ), 0.0, stage.text
+    notes: list[str] = []
+    faults: list[tuple[int, str]] = []
+    if status is not None:
+        share = _share(status.done.num_rows, status.num_rows)
+        if not stage.is_failed:
+            summary = f"{summary}, {_tenths(share)} of the rows are done"
+        notes = [masker(note) for note in status.notes[:_MAX_NOTES]]
+        faults = [
+            (shard.shard_idx, masker(shard.error))
+            for shard in status.shards
+            if shard.state == "failed" and shard.error is not None
+        ]
+    refusal = None if status is None else status.refusal
+    values = {
+        "stage": stage,
+        "status": status,
+        "share": share,
+        "summary": f"{summary[:1].upper()}{summary[1:]}.",
+        "notes": notes,
+        "refused": None if refusal is None else masker(refusal.reason),
+        "faults": faults[:_MAX_NOTES],
+        "ref": job.ref,
+        "links": links,
+    }
+    url, trail = links.job(job.ref), links.trail(job.ref)
+    template = "web_job_live.html.j2"
+    return LivePage(job.ref, url, trail, job.title, template, values, job.has_ended)
+
+
+def live_shard(job: JobRun, shard: ShardStatus, links: Links) -> LivePage:
+    """The page of a running shard."""
+    share = _share(shard.done.num_rows, shard.num_rows)
+    values = {
+        "shard": shard,
+        "share": share,
+        "summary": f"{shard.state.capitalize()}, {_tenths(share)} of the rows are done.",
+        "error": None if shard.error is None else Masker.of(os.environ)(shard.error),
+    }
+    url = links.job_shard(job.ref, shard.shard_idx)
+    trail = (*links.trail(job.ref), (job.title, links.job(job.ref)))
+    heading = f"Shard {shard.shard_idx} of {job.title}"
+    return LivePage(job.ref, url, trail, heading, "web_shard_live.html.j2", values, job.has_ended)
 
 
 def _share(num_done: int, num_rows: int) -> float:
@@ -163,3 +134,61 @@ def _share(num_done: int, num_rows: int) -> float:
 def _tenths(share: float) -> str:
     """In steps of ten, because a screen reader reads each change aloud."""
     return f"{int(share * 10) * 10} %"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sparkline:
+    """A trend as a small picture, with a line for each stretch of known values."""
+
+    lines: tuple[str, ...]
+    """Points of SVG polylines."""
+    last: tuple[float, float]
+    text: str
+    """The picture in words, for screen readers."""
+
+
+def _trends(job: Job) -> list[tuple[str, _Sparkline]]:
+    """Named sparklines of a job's outcomes over its partitions."""
+    plotted = job.by_partition.values()
+    measures: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+        ("Prompt tokens saved", "Prompt tokens saved", "achieved_saving_ratio", ratio),
+        ("Rows/s", "Rows per second", "rows_per_s", mean),
+        ("Cost", "Cost", "cost_usd", usd),
+    )
+    trends = (
+        (name, _sparkline(what, [run.number(key) for run in plotted], shown))
+        for name, what, key, shown in measures
+    )
+    return [(name, line) for name, line in trends if line is not None]
+
+
+def _sparkline(
+    what: str, values: Sequence[float | None], shown: Callable[[float], str]
+) -> _Sparkline | None:
+    """The trend of `values`, the earliest first; None unless at least two are known."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return None
+    low, high = min(known), max(known)
+    step = (_WIDTH - 2 * _MARGIN) / (len(values) - 1)
+    stretches: list[list[tuple[float, float]]] = [[]]
+    for idx, value in enumerate(values):
+        if value is None:
+            stretches.append([])
+            continue
+        share = (value - low) / (high - low) if high > low else 0.5
+        y = _HEIGHT - _MARGIN - share * (_HEIGHT - 2 * _MARGIN)
+        stretches[-1].append((round(_MARGIN + idx * step, 1), round(y, 1)))
+    drawn = [stretch for stretch in stretches if stretch]
+    last = drawn[-1][-1]
+    for stretch in drawn:
+        if len(stretch) == 1:  # a short dash
+            stretch.append((stretch[0][0] + 1, stretch[0][1]))
+    text = (
+        f"{what} of the last {len(values)} partitions: from {shown(known[0])} to"
+        f" {shown(known[-1])}, between {shown(low)} and {shown(high)}"
+    )
+    if len(known) < len(values):
+        text += f"; unknown for {len(values) - len(known)}"
+    lines = tuple(" ".join(f"{x},{y}" for x, y in stretch) for stretch in drawn)
+    return _Sparkline(lines, last, text)

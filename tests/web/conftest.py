@@ -90,11 +90,11 @@ def served(pages: Any) -> Iterator[Any]:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from batchllm_operator.web.access import SecurityHeaders
+    from batchllm_operator.web.access import with_security_headers
 
     app = FastAPI()
     init_auth_manager(app)
-    app.mount(ROOT_PATH, SecurityHeaders(pages))
+    app.mount(ROOT_PATH, with_security_headers(pages))
     app.add_middleware(JWTRefreshMiddleware)
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client
@@ -104,10 +104,9 @@ def served(pages: Any) -> Iterator[Any]:
 def client(served: Any) -> Any:
     """The same; it remembers nothing of earlier tests."""
     from batchllm_operator.web import lake_access
-    from batchllm_operator.web.kept import Kept
 
-    for name in ("_PLANS", "_REPORTS", "_STATUSES"):
-        setattr(lake_access, name, Kept(0.0))
+    for name in ("_PLANS", "_LOOKS"):
+        setattr(lake_access, name, lake_access.Kept(0.0))
     return served
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.airflow_records import Records
 
 from batchllm_operator.storage import Folder
-from batchllm_operator.web.kept import Kept
+from batchllm_operator.web.lake_access import Kept
 from batchllm_operator.web.plan_uri import PlanURI
 
 Browser = Any  # the class in conftest.py

@@ -178,10 +178,12 @@ def test_a_link_to_a_plan_is_read_where_it_led_when_it_was_judged(
 
 
 def test_a_pipe_in_place_of_a_file_holds_no_thread(
-    anna: Browser, records: Records, plan: Any
+    anna: Browser, records: Records, committed: Any
 ) -> None:
-    os.mkfifo(f"{plan.folder.path}/report.json")
-    records.run().job(plan.folder.uri)
+    report = Path(committed.folder.path) / "report.json"
+    report.unlink()
+    os.mkfifo(report)
+    records.run().job(committed.folder.uri)
     answer = anna.get("/dags/job/runs/a")
     assert answer.status_code == 503 and "report.json: isn&#39;t a file" in answer.text
 
