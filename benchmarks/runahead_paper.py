@@ -1,7 +1,6 @@
 """Compares a model of the KV-Runahead paper's machine with its figures (`runahead_paper.toml`).
 
     python -m benchmarks.runahead_paper
-    python -m benchmarks.runahead_paper --fit      # fits the constants again; a few minutes
 
 For each setting of the paper's Tables 1 to 3 it predicts TTFT of tensor and sequence parallelism
 with an all-gather (TSP), of the chain with equal chunks (KVR-E) and with searched ones (KVR-S), and
@@ -12,13 +11,13 @@ masked pairs. The last line is a JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +27,8 @@ from numpy.typing import NDArray
 from batchllm_operator.amounts import text_table
 from batchllm_operator.cost import ModelShape, find_gpu
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.runahead.prediction import Chain, ReplicaCost
-from batchllm_operator.runahead.split import SplitTable, even_split, search_split
+from batchllm_operator.runahead.prediction import Chain, ReplicaCost, Split
+from benchmarks.runahead_rules import even_split
 
 BLOCK_SIZE: Final = 128
 """Chunks are multiples of this. The paper doesn't give its least stride; the searched chunk in
@@ -44,16 +43,6 @@ _HEADINGS: Final = (
     *("source", "model", "GPUs", "GB/s", "context", "TSP", "paper", "KVR-E", "KVR-S", "paper"),
     *("speed-up", "paper"),
 )
-_START: Final = {
-    "achievable_compute": 0.6,
-    "score_bytes": 30.0,
-    "layer_overhead_s": 3e-3,
-    "gather_overhead_s": 1e-4,
-    "link_share": 0.8,
-    "gather_share": 0.5,
-}
-_SHARES: Final = ("achievable_compute", "link_share", "gather_share")
-_LEAST_FACTOR: Final = 1.003
 
 
 @cache
@@ -154,6 +143,29 @@ def paper_chain(setting: Mapping[str, Any], constants: Mapping[str, float]) -> P
     )
 
 
+def search_split(chain: Chain, num_tokens: int) -> Split:
+    """A split that no move of blocks improves, by a pattern search from our split on (KVR-S).
+
+    A chunk grows by what another loses, or all others, or shrinks so. Strides halve down to one
+    block.
+    """
+    p, one = chain.num_replicas, np.eye(chain.num_replicas, dtype=np.int64)
+    moves = [one[grows] - one[shrinks] for grows, shrinks in permutations(range(p), 2)]
+    moves += [sign * (p * chunk - 1) for chunk in one for sign in (1, -1)]
+    best = np.array(chain.split(num_tokens))
+    stride = 1 << max(num_tokens // chain.block_size // 4, 1).bit_length() - 1
+    while stride:
+        near = best + np.array([0 * one[0], *moves]) * (stride * chain.block_size)
+        at = int(np.argmin(chain.seconds(near)))
+        best, stride = near[at], stride if at else stride // 2
+    return tuple(best.tolist())
+
+
+def split_by_shares(chain: Chain, num_tokens: int, ends: Sequence[float]) -> Split:
+    """Whole blocks nearest to these shares of the prefix, where chunks but the last end."""
+    return chain.split_at(lambda _, left: num_tokens * ends[-left + 1], num_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class PredictedRow:
     """A context length in one of the paper's settings; times are TTFT in seconds."""
@@ -224,10 +236,12 @@ def predict_splits() -> Iterator[dict[str, Any]]:
     for given in paper()["splits"]:
         chain, context = paper_chain(given, paper()["calibration"]), given["context"]
         best = split = search_split(chain, context)
-        if "between" in given:
-            split = SplitTable.search(chain, given["between"]).split(context)
-        ends = np.cumsum(given["shares"])[:-1]
-        theirs = SplitTable(chain, np.array([context]), ends[np.newaxis]).split(context)
+        if "between" in given:  # a look-up table's lengths (KVR-P)
+            table = [np.cumsum(search_split(chain, num)) / num for num in given["between"]]
+            columns = np.array(table)[:, :-1].T
+            ends = [float(np.interp(context, given["between"], column)) for column in columns]
+            split = split_by_shares(chain, context, ends)
+        theirs = split_by_shares(chain, context, np.cumsum(given["shares"])[:-1].tolist())
         rate = given["network_bytes_per_s"] * paper()["calibration"]["gather_share"]
         tsp_s = chain.all_gather_s(context, rate, paper()["calibration"]["gather_overhead_s"])
         yield {
@@ -265,29 +279,6 @@ def unseen(rows: Sequence[PredictedRow]) -> dict[str, list[PredictedRow]]:
     return by_label
 
 
-def fit() -> dict[str, float]:
-    """The constants that coordinate descent leads to.
-
-    Each constant in turn is made larger or smaller by a factor as long as that lowers the error;
-    then the factor is brought nearer to 1.
-    """
-    constants, factor = dict(_START), 1.2
-    least = root_mean_square(list(predict_rows(constants, only_fitted=True)))
-    while factor > _LEAST_FACTOR:
-        has_improved = False
-        for name in constants:
-            for change in (factor, 1 / factor):
-                tried = constants | {name: constants[name] * change}
-                if name in _SHARES and tried[name] > 1:
-                    continue
-                error = root_mean_square(list(predict_rows(tried, only_fitted=True)))
-                if error < least:
-                    least, constants, has_improved = error, tried, True
-        if not has_improved:
-            factor = factor**0.5
-    return {name: float(f"{value:.4g}") for name, value in constants.items()}
-
-
 def _cells(row: PredictedRow) -> tuple[str, ...]:
     is_alone, printed = row.network_bytes_per_s is None, row.figures.get
     return (
@@ -307,15 +298,7 @@ def _cells(row: PredictedRow) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Print the table, the errors, and all of it as JSON; or the fitted constants."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n\n")[0], prog="python -m benchmarks.runahead_paper"
-    )
-    parser.add_argument("--fit", action="store_true", help="fit the constants to the figures")
-    report: dict[str, Any] = {"benchmark": "runahead_paper"}
-    if parser.parse_args().fit:
-        print(json.dumps({**report, "fitted": fit(), "stored": paper()["calibration"]}))
-        return
+    """Print the table, the errors, and all of it as JSON."""
     rows, splits = list(predict_rows()), list(predict_splits())
     fitted = [row for row in rows if row.fitted]
     print("TTFT in seconds; rows with * took no part in the fit", end="\n\n")
@@ -326,7 +309,8 @@ def main() -> None:
     }
     for label, error in errors.items():
         print(f"off by {error:.1%} (root mean square): {label}")
-    report |= {
+    report = {
+        "benchmark": "runahead_paper",
         "rms_error_fitted": root_mean_square(fitted),
         "rms_errors": errors,
         "constants": paper()["calibration"],

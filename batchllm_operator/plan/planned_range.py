@@ -154,9 +154,8 @@ class RangePlanner:
             if planner is None:
                 yield None
                 continue
-            costs = np.add.reduceat(chosen.cut.costs[groups.member_idxs], groups.offsets[:-1])
             ids = first_id + np.arange(begin, end)
-            placement = planner.place(groups, requests.lengths, decode_tokens, costs, ids)
+            placement = planner.place(groups, requests.lengths, decode_tokens, ids)
             if placement is not None and placement.measure:  # one shard's run measures
                 planner = replace(planner, wants_profile=False)
             yield placement

@@ -53,14 +53,11 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
 
 
 def _format_replicas(manifest: PlanManifest) -> list[str]:
-    """The placement of groups on replicas, and its predicted gain."""
+    """The prefixes that replicas compute together, and the predicted gain."""
     engine = manifest.spec.engine
     placed = [shard.replicas for shard in manifest.shards if shard.replicas is not None]
     num_chained = sum(each.num_chained for each in placed)
-    num_spread = sum(len(each.spread) for each in placed) - num_chained
     line = f"{engine.replicas} replicas share a shard"
-    if num_spread:
-        line += f"; {counted(num_spread, 'group is', 'groups are')} spread over all"
     if num_chained:
         chained = [each for each in placed if each.num_chained]
         without_s = max(each.without_chains_s for each in chained)

@@ -146,10 +146,35 @@ class Chain:
     max_chunk_blocks: int = 1 << 40
     """Most blocks of a chunk, which has to fit into an engine step."""
 
+    @property
+    def longest_chunk(self) -> int:
+        """Most tokens of a chunk."""
+        return self.max_chunk_blocks * self.block_size
+
     def can_split(self, num_tokens: int) -> bool:
         """Whether each replica gets a block at least, and no more than fit into a step."""
         num_blocks = -(-num_tokens // self.block_size)
         return 1 <= num_blocks / self.num_replicas <= self.max_chunk_blocks
+
+    def split(self, num_tokens: int) -> Split:
+        """Chunks that take equally long to compute, if no replica waits for another.
+
+        Later tokens attend to more, so later chunks are shorter (Cho et al., Sec. 4.2). The tokens
+        up to e take W(e) = a * e + b / 2 * e^2 in a layer, so each chunk ends where W has grown by
+        its share of what is left.
+
+        Args:
+            num_tokens: tokens of the prefix, which `can_split`.
+        """
+        b = self.cost.s_per_pair
+        a = self.cost.s_per_token + b / 2
+
+        def end_after(begin: int, left: int) -> float:
+            work, whole = (a * end + b / 2 * end**2 for end in (begin, num_tokens))
+            work += (whole - work) / left
+            return 2 * work / (a + math.sqrt(a**2 + 2 * b * work))
+
+        return self.split_at(end_after, num_tokens)
 
     def split_at(self, end_after: Callable[[int, int], float], num_tokens: int) -> Split:
         """The split whose chunks, except the last, end as near as possible to `end_after`.
@@ -187,8 +212,7 @@ class Chain:
             self.latency_s + chunks * (cost.kv_bytes_per_token / self.link_bytes_per_s),
             cost.num_layers,
         )
-        longest = self.max_chunk_blocks * self.block_size
-        is_split = (splits.min(axis=1) >= 1) & (splits.max(axis=1) <= longest)
+        is_split = (splits.min(axis=1) >= 1) & (splits.max(axis=1) <= self.longest_chunk)
         return np.where(is_split, seconds + cost.step_overhead_s + cost.sampled_token_s, np.inf)
 
 

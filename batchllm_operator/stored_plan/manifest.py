@@ -54,12 +54,12 @@ class DataFile(Frozen):
 
 
 class SpreadGroup(Frozen):
-    """A group whose requests are spread over all replicas of a run."""
+    """A group whose prefix all replicas of a run compute together."""
 
     group_id: Count
     split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...] = ()
     """Tokens in each replica's chunk of the prefix (KV-Runahead); in a group of one request, of its
-    prompt without the last token. Empty: each replica computes the whole prefix."""
+    prompt without the last token. Empty in older plans: no chain computes the prefix."""
 
 
 class ReplicaPlacement(Frozen):
@@ -67,9 +67,9 @@ class ReplicaPlacement(Frozen):
 
     num_replicas: int = Field(ge=2)
     spread: tuple[SpreadGroup, ...] = ()
-    """In the order of their start, those with a split first. All other groups are whole."""
+    """Ascending, before all other groups of the shard."""
     whole_first: tuple[Count, ...] = ()
-    """The whole groups that take longest, in the order of their start."""
+    """Of older plans: groups to start with after those."""
     makespan_s: float
     without_chains_s: float
     """Makespan of the best placement without chains."""

@@ -41,7 +41,6 @@ from batchllm_operator.cost import GPU, model_shape
 from batchllm_operator.errors import PlanError
 from batchllm_operator.runahead.placement import GroupLoads, Placement, choose_placement
 from batchllm_operator.runahead.prediction import Chain, ReplicaCost, Split
-from batchllm_operator.runahead.split import split_prefixes
 from benchmarks.provenance import provenance
 from benchmarks.runahead.replica import BLOCK_SIZE, ENVIRONMENT, MODEL, ReplicaSettings, serve
 from benchmarks.runahead.work import ReplicaWork, Sizes, place
@@ -187,7 +186,7 @@ def works_of(
         "whole_group": ((), None),
         "recompute": (everything, None),
         "runahead": (everything, split),
-        "chosen": (list(chosen.splits), split) if chosen.splits else (chosen.recompute_idxs, None),
+        "chosen": (list(chosen.splits), split),
     }
     idxs, chain_split = spread[policy]
     return place(sizes, num_groups, num_replicas, spread=idxs, split=chain_split)
@@ -195,12 +194,9 @@ def works_of(
 
 def chosen_policy(placement: Placement, num_groups: int) -> str:
     """The policy that a placement is; `chosen` if it is a mixture."""
-    spread = placement.splits or placement.recompute_idxs
-    if not spread:
+    if not placement.splits:
         return "whole_group"
-    if len(spread) < num_groups:
-        return "chosen"
-    return "runahead" if placement.splits else "recompute"
+    return "chosen" if len(placement.splits) < num_groups else "runahead"
 
 
 def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[str, Any]:
@@ -215,7 +211,7 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
         block_size=BLOCK_SIZE,
         max_chunk_blocks=sizes.prefix // BLOCK_SIZE + 16,
     )
-    split = split_prefixes(chain, [sizes.prefix])[sizes.prefix]
+    split = chain.split(sizes.prefix)
     prefix_s = cost.step_seconds(sizes.prefix)
     print(f"{prefix_s:.2f} s a prefix; {measured:.3g} bytes/s a link; split {split}", flush=True)
     alone = place(sizes, max(args.groups), 1, spread=(), split=None)

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runahead import COST, chains, costs, splits
+from support.benchmark_modules import load
+from support.levels import examples
+from support.runahead import COST, CPU_CHAIN, CPU_COST, chains, costs, splits
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.errors import PlanError
 from batchllm_operator.runahead.prediction import Chain, ReplicaCost
 
 H100 = find_gpu("H100")
+rules = load("runahead_rules")
+MOST_BLOCKS = {1: 500, 2: 4000, 3: 200, 4: 60, 5: 30}
 
 
 def seconds(chain: Chain, split: Sequence[int]) -> float:
@@ -132,3 +136,65 @@ def test_measurements_without_information_are_refused() -> None:
         COST.calibrated([(16, 0, 1.0), (16, 0, 1.1), (32, 0, 2.0)])
     with pytest.raises(PlanError, match="don't grow"):
         COST.calibrated([(16, 0, 4.0), (32, 0, 2.0), (64, 0, 1.0)])
+
+
+# Splits
+
+
+@st.composite
+def prefixes(draw: st.DrawFn) -> tuple[Chain, int]:
+    """A chain and a prefix of which all splits can be tried."""
+    chain = draw(chains())
+    p, size = chain.num_replicas, chain.block_size
+    num_blocks = draw(st.integers(p, MOST_BLOCKS[p]))
+    if draw(st.booleans()):
+        even = -(-num_blocks // p)
+        chain = dataclasses.replace(chain, max_chunk_blocks=draw(st.integers(even, 2 * even)))
+    return chain, num_blocks * size - draw(st.integers(0, size - 1))
+
+
+@settings(max_examples=examples(40))
+@given(prefixes())
+def test_a_split_has_whole_blocks_that_fit_and_never_beats_the_best(
+    case: tuple[Chain, int],
+) -> None:
+    chain, num_tokens = case
+    least_s = rules.least_seconds(chain, num_tokens) if chain.num_replicas > 1 else 0.0
+    for split in (chain.split(num_tokens), rules.even_split(chain, num_tokens)):
+        assert (len(split), sum(split)) == (chain.num_replicas, num_tokens)
+        assert min(split) >= 1
+        assert max(split) <= chain.longest_chunk
+        assert not any(chunk % chain.block_size for chunk in split[:-1])
+        assert seconds(chain, split) >= least_s * (1 - 1e-12)
+
+
+def test_splits_and_placements_are_near_the_best() -> None:
+    """The benchmark's own cases; it draws a thousand."""
+    report = rules.measure(40, seed=3)
+    assert report["num_long_chunks"] > 0
+    assert report["worst_of_long_chunks"] <= rules.MOST_LONGER
+    assert report["num_chosen_over_margin"] <= 1
+    assert report["worst_share_longer"]["even"] > 0.1
+    assert report["mean_placement"] < 0.02
+
+
+@pytest.mark.parametrize("num_replicas", [5, 12])
+def test_many_replicas_end_together_where_transfers_cost_nothing(num_replicas: int) -> None:
+    """Here there are too many splits to try."""
+    cost = dataclasses.replace(COST, num_layers=32, s_per_pair=2e-9)
+    chain = Chain(cost, num_replicas, 1e15)
+    split = chain.split(32_768)
+    alone_s = cost.step_seconds(32_768)
+    assert alone_s / num_replicas <= seconds(chain, split) <= 1.05 * alone_s / num_replicas
+    assert seconds(chain, split) < 0.8 * seconds(chain, rules.even_split(chain, 32_768))
+    assert list(split[:-1]) == sorted(split[:-1], reverse=True), "later tokens attend to more"
+
+
+def test_the_cpu_that_was_measured_splits_where_it_did() -> None:
+    """The optimum was flat around 2,304 to 2,816 of 4,096; 3.0 to 3.4 s became 1.4 to 1.7."""
+    split = CPU_CHAIN.split(4096)
+    assert 2304 <= split[0] <= 2816
+    assert 3.0 <= CPU_COST.step_seconds(4096) <= 3.4
+    assert 1.4 <= seconds(CPU_CHAIN, split) <= 1.7
+    for first in (2304, 2816):
+        assert seconds(CPU_CHAIN, (first, 4096 - first)) <= 1.2 * seconds(CPU_CHAIN, split)

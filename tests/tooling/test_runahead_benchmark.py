@@ -52,23 +52,20 @@ def test_prompts_are_the_same_in_every_process_and_differ_by_member() -> None:
 
 def placement(policy: str, *idxs: int) -> Placement:
     splits = dict.fromkeys(idxs if policy == "runahead" else (), (2304, 1792))
-    return Placement(splits, idxs if policy == "recompute" else (), 1.0, 1.0)
+    return Placement(splits, 1.0, 1.0)
 
 
 def test_a_mixture_is_a_policy_of_its_own() -> None:
     assert main.chosen_policy(placement("whole_group"), 3) == "whole_group"
-    assert main.chosen_policy(placement("recompute", 0, 1, 2), 3) == "recompute"
-    assert main.chosen_policy(placement("recompute", 1), 3) == "chosen"
     assert main.chosen_policy(placement("runahead", 0, 1, 2), 3) == "runahead"
     assert main.chosen_policy(placement("runahead", 1), 3) == "chosen"
 
 
-@pytest.mark.parametrize("policy", ["runahead", "recompute"])
-def test_the_chosen_groups_are_spread_and_the_others_whole(policy: str) -> None:
+def test_the_chosen_groups_are_spread_and_the_others_whole() -> None:
     sizes, split = work.Sizes(members=4), (2304, 1792)
-    for one in main.works_of("chosen", sizes, 3, 2, split, placement(policy, 1)):
+    for one in main.works_of("chosen", sizes, 3, 2, split, placement("runahead", 1)):
         assert len([each for each in one.members if each[0] == 1]) == 2
-        assert one.chained == (((1, split),) if policy == "runahead" else ())
+        assert one.chained == ((1, split),)
 
 
 def row(groups: int, policy: str, makespan_s: float, ttft_s: float = 1.0) -> dict[str, Any]:
