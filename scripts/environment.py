@@ -17,6 +17,7 @@ resolver gets to bring them back.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import platform
@@ -227,10 +228,10 @@ def faults(
 
 def torch_cuda_version(site: Path) -> str | None:
     """The CUDA version that torch was built for, read without importing torch."""
-    namespace: dict[str, Any] = {}
-    exec((site / "torch" / "version.py").read_text(), namespace)
-    cuda: str | None = namespace["cuda"]
-    return cuda
+    text = (site / "torch" / "version.py").read_text()
+    [cuda] = re.findall(r"^cuda\b[^=]*=(.*)$", text, re.MULTILINE)
+    version: str | None = ast.literal_eval(cuda.strip())
+    return version
 
 
 def check(environment: Environment, site: Path) -> None:

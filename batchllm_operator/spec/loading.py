@@ -149,7 +149,7 @@ def _read_text(path: Path, source: str) -> str:
 
 def _parse_yaml(text: str, source: str) -> object:
     try:
-        return yaml.load(text, _SpecLoader)
+        return yaml.load(text, _SpecLoader)  # noqa: S506 - a SafeLoader
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         fault = f"not YAML at line {line}: holds the character {text[error.position]!r}"

@@ -73,7 +73,7 @@ def examples() -> dict[str, Values]:
     """Values by the name of their file, and the defaults as `defaults`."""
     found: dict[str, Values] = {"defaults": {}}
     for path in sorted(EXAMPLES.glob("*.yaml")):
-        found[path.stem] = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        found[path.stem] = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     return found
 
 
@@ -131,7 +131,7 @@ def _templates(objects: list[Rendered], kind: str) -> Iterator[Rendered]:
         if each.kind != "ConfigMap":
             continue
         for key, text in each.content["data"].items():
-            template = yaml.load(text, _UniqueKeyLoader)
+            template = yaml.load(text, _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
             if template["kind"] == kind:
                 template["metadata"]["name"] = f"batchllm-{Path(key).stem}"
                 yield Rendered(f"{each.source}: {key}", template)
