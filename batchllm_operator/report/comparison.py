@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Literal
 
 from batchllm_operator.amounts import text_table
@@ -14,6 +15,7 @@ Verdict = Literal["better", "worse", "same", "changed", ""]
 """`changed`: neither better nor worse, such as more rows. A tiny change counts as `same`. Empty if
 either figure is unknown."""
 
+_UNKNOWN: Final[Verdict] = ""
 _NOTABLE: Final = 0.01
 _NOTABLE_FAILURES: Final = 0.001
 """Share of the rows; even a few failures are notable."""
@@ -89,15 +91,13 @@ class _Figure:
 
     def measure(self, before: RunReport, after: RunReport) -> Measure:
         old, new = self.of(before), self.of(after)
-        text, verdict = "", self._verdict(None)
+        text, verdict = "", _UNKNOWN
         if old is not None and new is not None:
             text, change = self.change(old, new)
             verdict = self._verdict(change)
         return Measure(self.name, self.show(old), self.show(new), text, verdict)
 
-    def _verdict(self, change: float | None) -> Verdict:
-        if change is None:
-            return ""
+    def _verdict(self, change: float) -> Verdict:
         if abs(change) < self.notable:
             return "same"
         if self.more_is_better is None:
@@ -195,17 +195,14 @@ def format_comparison(comparison: Comparison) -> str:
     before, after = comparison.before, comparison.after
     rows = [["", f"{before.job} {before.ds}", f"{after.job} {after.ds}", "change", ""]]
     for section in comparison.sections:
-        rows += [
-            [measure.name, measure.before, measure.after, measure.change, _mark(measure.verdict)]
-            for measure in section.measures
-        ]
-    head, *lines = text_table(rows, left=(0, 4), indent="  ")
-    shown = [head]
+        for measure in section.measures:
+            verdict = measure.verdict if measure.verdict in ("better", "worse") else ""
+            rows.append([measure.name, measure.before, measure.after, measure.change, verdict])
+    head, *figures = text_table(rows, left=(0, 4), indent="  ")
+    lines, figure = [head], iter(figures)
     for section in comparison.sections:
-        num_measures = len(section.measures)
-        shown += [section.title, *lines[:num_measures]]
-        lines = lines[num_measures:]
-    return "\n".join([*shown, *(f"note: {caution}" for caution in comparison.cautions)])
+        lines += [section.title, *islice(figure, len(section.measures))]
+    return "\n".join([*lines, *(f"note: {caution}" for caution in comparison.cautions)])
 
 
 def render_comparison(comparison: Comparison, *, trail: Trail = ()) -> str:
@@ -258,7 +255,3 @@ def _cautions(before: RunReport, after: RunReport) -> tuple[str, ...]:
     if before.plan_uri == after.plan_uri:
         cautions.append("both are the same run")
     return tuple(cautions)
-
-
-def _mark(verdict: Verdict) -> str:
-    return verdict if verdict in ("better", "worse") else ""

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
+from markupsafe import Markup
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -54,26 +56,23 @@ _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """The numbers behind a plot, as text."""
-
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    """The first cell of a row is its name."""
-
-
-@dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture in two shapes, with a text and a table as alternatives."""
+    """A picture in two shapes, with a text and a table as alternatives.
+
+    The pictures are safe: they hold no text from tables or prompts, and labels as matplotlib
+    escapes them.
+    """
 
     title: str
     alt: str
     """The picture in words."""
-    wide: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """The numbers behind the picture; the first cell of a row is its name."""
+    wide: Markup
     """SVG for wide screens and print; empty, like `narrow`, if matplotlib isn't installed."""
-    narrow: str
+    narrow: Markup
     """SVG for phones."""
-    table: Table
 
 
 def colour(name: str) -> str:
@@ -84,22 +83,28 @@ def colour(name: str) -> str:
 def draw(
     title: str,
     alt: str,
-    table: Table,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
     paint: Callable[[Figure, bool], None],
     *,
-    wide_height: float,
-    narrow_height: float,
+    heights: tuple[float, float],
 ) -> Plot:
-    """Draw a plot in both shapes; see `Plot` for title, alt and table.
+    """Draw a plot in both shapes; see `Plot` for its texts.
 
-    `paint` fills a figure; its second argument is True for the narrow one. Heights are in inches,
-    for widths of 10 and 3.7 inches.
+    `paint` fills a figure; its second argument is True for the narrow one. Heights are those of
+    the wide and of the narrow shape in inches, for widths of 10 and 3.7 inches.
     """
     if not can_draw():
-        return Plot(title, alt, "", "", table)
-    wide = _svg(title, alt, (_WIDE_INCHES, wide_height), lambda figure: paint(figure, False))
-    narrow = _svg(title, alt, (_NARROW_INCHES, narrow_height), lambda figure: paint(figure, True))
-    return Plot(title, alt, wide, narrow, table)
+        return Plot(title, alt, headers, rows, Markup(), Markup())
+    wide, narrow = heights
+    return Plot(
+        title,
+        alt,
+        headers,
+        rows,
+        Markup(_svg(title, alt, (_WIDE_INCHES, wide), lambda figure: paint(figure, False))),
+        Markup(_svg(title, alt, (_NARROW_INCHES, narrow), lambda figure: paint(figure, True))),
+    )
 
 
 def can_draw() -> bool:

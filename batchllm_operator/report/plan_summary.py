@@ -21,10 +21,9 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
     ]
     if counts.num_control_rows:
         fate = {"keep": "kept", "text": "placed as ordinary text", "reject": "rejected"}
+        rows = counted(counts.num_control_rows, "row spells", "rows spell")
         lines.append(
-            f"{counted(counts.num_control_rows, 'row spells', 'rows spell')} control tokens of the"
-            " model:"
-            f" {fate[manifest.spec.prompt.control_mode]}"
+            f"{rows} control tokens of the model: {fate[manifest.spec.prompt.control_mode]}"
         )
     if manifest.spec.prompt.truncate:
         lines.append(
@@ -44,15 +43,14 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
     if manifest.estimate is not None:
         lines += _format_estimate(manifest.estimate)
     if manifest.spec.engine.replicas > 1:
-        lines += _format_replicas(manifest)
+        lines.append(_format_replicas(manifest))
     num_shards = len(manifest.shards)
     balance = f", the largest with {manifest.imbalance:.2f} times the average work"
     lines.append(f"{counted(num_shards, 'shard')}{balance if num_shards > 1 else ''}; plan:")
-    lines.append(uri)
-    return "\n".join(lines)
+    return "\n".join([*lines, uri])
 
 
-def _format_replicas(manifest: PlanManifest) -> list[str]:
+def _format_replicas(manifest: PlanManifest) -> str:
     """The prefixes that replicas compute together, and the predicted gain."""
     engine = manifest.spec.engine
     placed = [shard.replicas for shard in manifest.shards if shard.replicas is not None]
@@ -70,7 +68,7 @@ def _format_replicas(manifest: PlanManifest) -> list[str]:
         if not num_chained:
             line += "; computing prefixes together may pay"
         line += "; the run will measure how fast replicas hand KV on, for later plans"
-    return [line]
+    return line
 
 
 def _format_estimate(estimate: CostEstimate) -> list[str]:
@@ -81,12 +79,11 @@ def _format_estimate(estimate: CostEstimate) -> list[str]:
             f"prefill {_duration(estimate.prefill_s)}, decode {_duration(estimate.decode_s)} with"
             f" {byte_size(estimate.attention_bytes)} of KV read in {steps}"
         )
-    share = (
-        f" ({estimate.saved_gpu_s / alone_s:.1%})" if (alone_s := estimate.unshared_gpu_s) else ""
-    )
+    alone_s = estimate.unshared_gpu_s
+    share = f" ({estimate.saved_gpu_s / alone_s:.1%})" if alone_s else ""
     return [
         f"predicted for {estimate.gpu.name}: {_duration(estimate.gpu_s)} of GPU time,"
-        f" {usd(estimate.cost_usd)} (each row alone: {_duration(estimate.unshared_gpu_s)},"
+        f" {usd(estimate.cost_usd)} (each row alone: {_duration(alone_s)},"
         f" {usd(estimate.unshared_cost_usd)})",
         f"  saved against each row alone: {counted(estimate.num_saved_tokens, 'prompt token')},"
         f" {_duration(estimate.saved_gpu_s)} of GPU time{share}, {usd(estimate.saved_cost_usd)}",

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchllm_operator.amounts import clipped, counted
 from batchllm_operator.prefixes.sharing import Histogram
-from batchllm_operator.report.drawing import Plot, Table, colour, draw, plain_axes, short_number
+from batchllm_operator.report.drawing import Plot, colour, draw, plain_axes, short_number
 from batchllm_operator.report.pages import count, duration, ratio
 from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.run_report import RunReport, ShardRun
@@ -34,23 +34,23 @@ def saving_plot(report: RunReport) -> Plot:
         "achieved": report.achieved_saving,
     }
     shown = {name: ratio(value) for name, value in values.items()}
-    lengths = [100 * (value or 0.0) for value in values.values()]
+    percents = [100 * (value or 0.0) for value in values.values()]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         colours = [colour("line"), colour("decode"), colour("prefix")]
-        _bars_across(axes, list(values), lengths, colours, list(shown.values()))
-        axes.set_xlim(1.15 * min(0.0, *lengths), 118 if narrow else 108)
+        _bars_across(axes, list(values), percents, colours, list(shown.values()))
+        axes.set_xlim(1.15 * min(0.0, *percents), 118 if narrow else 108)
         axes.set_xlabel("% of prompt tokens saved")
 
     return draw(
         "Prompt tokens saved",
         "Bars of the share of prompt tokens that needn't be computed: "
         + ", ".join(f"{text} {name}" for name, text in shown.items()),
-        Table(("Saving", "Share of prompt tokens"), list(shown.items())),
+        ("Saving", "Share of prompt tokens"),
+        list(shown.items()),
         paint,
-        wide_height=1.5,
-        narrow_height=1.6,
+        heights=(1.5, 1.6),
     )
 
 
@@ -63,24 +63,20 @@ def token_plot(done: Counts) -> Plot:
         "output": done.num_output_tokens,
     }
     colours = [colour(name) for name in ("saved", "prefix", "distinct", "decode")]
-    total = max(1, sum(kinds.values()))
+    shown = {name: count(number) for name, number in kinds.items()}
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
-        numbers = list(kinds.values())
-        _bars_across(axes, list(kinds), numbers, colours, [count(number) for number in numbers])
-        _count_along(axes, numbers, "tokens", narrow)
+        _bars_across(axes, list(kinds), list(kinds.values()), colours, list(shown.values()))
+        _count_along(axes, list(kinds.values()), "tokens", narrow)
 
     return draw(
         "Tokens by kind",
-        "Bars of tokens: " + ", ".join(f"{count(number)} {name}" for name, number in kinds.items()),
-        Table(
-            ("Kind", "Tokens", "Share"),
-            [(name, count(number), ratio(number / total)) for name, number in kinds.items()],
-        ),
+        "Bars of tokens: " + ", ".join(f"{number} {name}" for name, number in shown.items()),
+        ("Kind", "Tokens", "Share"),
+        _shares(kinds),
         paint,
-        wide_height=1.9,
-        narrow_height=2.1,
+        heights=(1.9, 2.1),
     )
 
 
@@ -88,11 +84,11 @@ def value_plot(column: str, counts: Mapping[str, int]) -> Plot:
     """Rows by value of a column, such as its labels; `counts` has the most frequent first."""
     names = [_bar_name(value) for value in list(counts)[:_MOST_BARS]]
     numbers = list(counts.values())[:_MOST_BARS]
-    total = max(1, sum(counts.values()))
+    rows = _shares(counts)
+    shares = [share for _, _, share in rows[:_MOST_BARS]]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
-        shares = [ratio(number / total) for number in numbers]
         _bars_across(axes, names, numbers, [colour("prefix")], shares)
         _count_along(axes, numbers, "rows", narrow)
 
@@ -100,26 +96,11 @@ def value_plot(column: str, counts: Mapping[str, int]) -> Plot:
     return draw(
         f"Rows by {column}",
         f"Bars of rows by {column}: {counted(len(counts), 'value')}, most of the rows,"
-        f" {ratio(numbers[0] / total)}, with {names[0]}",
-        Table(
-            (column.capitalize(), "Rows", "Share"),
-            [(value, count(number), ratio(number / total)) for value, number in counts.items()],
-        ),
+        f" {shares[0]}, with {names[0]}",
+        (column.capitalize(), "Rows", "Share"),
+        rows,
         paint,
-        wide_height=height,
-        narrow_height=height,
-    )
-
-
-def length_plot(lengths: Histogram) -> Plot:
-    return _histogram_plot(
-        lengths, "Prefix lengths", "tokens of the shared prefix", "groups", colour("prefix")
-    )
-
-
-def degree_plot(degrees: Histogram) -> Plot:
-    return _histogram_plot(
-        degrees, "Share degrees", "requests that share the prefix", "requests", colour("decode")
+        heights=(height, height),
     )
 
 
@@ -140,39 +121,41 @@ def shard_plot(shards: Sequence[ShardRun]) -> Plot:
         "Seconds of generating, by shard",
         f"Bars of the {len(slowest)} slowest of {counted(len(shards), 'shard')}: the slowest took"
         f" {duration(float(seconds.max()))}, an average one {duration(float(seconds.mean()))}",
-        Table(
-            ("Shard", "Generating", "Rows", "Computed tokens/s", "Output tokens/s"),
-            [
-                (
-                    str(shard.shard_idx),
-                    duration(shard.done.engine_s),
-                    count(shard.done.num_rows),
-                    count(shard.done.computed_tokens_per_s),
-                    count(shard.done.output_tokens_per_s),
-                )
-                for shard in slowest
-            ],
-        ),
+        ("Shard", "Generating", "Rows", "Computed tokens/s", "Output tokens/s"),
+        [
+            (
+                str(shard.shard_idx),
+                duration(shard.done.engine_s),
+                count(shard.done.num_rows),
+                count(shard.done.computed_tokens_per_s),
+                count(shard.done.output_tokens_per_s),
+            )
+            for shard in slowest
+        ],
         paint,
-        wide_height=2.0,
-        narrow_height=2.2,
+        heights=(2.0, 2.2),
     )
 
 
-def _histogram_plot(histogram: Histogram, title: str, sizes: str, things: str, fill: str) -> Plot:
+def histogram_plot(
+    histogram: Histogram, title: str, sizes: str, things: str, fill: str
+) -> Plot | None:
+    """`things` by size, in bars of the page's colour `fill`; None if there are none."""
     edges, counts = histogram.edges, histogram.counts
+    if not counts:
+        return None
     names = [_bin_name(low, high) for low, high in pairwise(edges)]
     most = int(np.argmax(counts))
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         if narrow:
-            _bars_across(axes, names, counts, [fill])
+            _bars_across(axes, names, counts, [colour(fill)])
             axes.set_ylabel(sizes)
             axes.set_xlabel(things)
             _count_ticks(axes.xaxis, 4)
             return
-        _bars_up(axes, names, counts, fill)
+        _bars_up(axes, names, counts, colour(fill))
         axes.set_xlabel(sizes)
         axes.set_ylabel(things)
         axes.yaxis.set_major_formatter(short_number)
@@ -181,14 +164,17 @@ def _histogram_plot(histogram: Histogram, title: str, sizes: str, things: str, f
         title,
         f"Bars of {things} by {sizes}: {count(sum(counts))} {things} in all, most of them,"
         f" {count(counts[most])}, with {names[most]}",
-        Table(
-            (sizes.capitalize(), things.capitalize()),
-            [(name, count(number)) for name, number in zip(names, counts, strict=True)],
-        ),
+        (sizes.capitalize(), things.capitalize()),
+        [(name, count(number)) for name, number in zip(names, counts, strict=True)],
         paint,
-        wide_height=2.2,
-        narrow_height=max(2.3, 0.24 * len(names) + 0.8),
+        heights=(2.2, max(2.3, 0.24 * len(names) + 0.8)),
     )
+
+
+def _shares(counts: Mapping[str, int]) -> list[tuple[str, str, str]]:
+    """Name, count and share of all of each part."""
+    total = max(1, sum(counts.values()))
+    return [(name, count(number), ratio(number / total)) for name, number in counts.items()]
 
 
 def _bars_across(
@@ -227,17 +213,16 @@ def _count_ticks(axis: Axis, most: int) -> None:
     axis.set_major_formatter(short_number)
 
 
+def _few_ticks(most: int) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(most, integer=True)
+
+
 def _bin_name(low: int, high: int) -> str:
     return count(low) if high == low + 1 else f"{short_number(low)} to {short_number(high - 1)}"
 
 
 def _bar_name(value: str) -> str:
     """A text of the spec as the name of a bar."""
-    text = value if value.isprintable() else repr(value)
-    return clipped(text, _MAX_BAR_NAME)
-
-
-def _few_ticks(most: int) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(most, integer=True)
+    return clipped(value if value.isprintable() else repr(value), _MAX_BAR_NAME)

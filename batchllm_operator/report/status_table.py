@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar, get_args
 
 from batchllm_operator.amounts import clipped, counted, printable, text_table, token_speed
@@ -31,17 +31,20 @@ def format_status(status: JobStatus) -> str:
     workers = list(status.workers)
     if len(workers) > _MOST_LINES:
         workers = [worker for worker in workers if worker.is_live]
-    others = [worker for worker in status.workers if worker not in workers]
+    shards = list(status.shards)
+    for state in ("finished", "waiting"):
+        if len(shards) > _MOST_LINES:
+            shards = [shard for shard in shards if shard.state != state]
     lines += _table(workers, _WORKER_COLUMNS)
-    if others:
+    if others := [worker for worker in status.workers if worker not in workers]:
         lines.append(f"  workers not shown: {_count_states(others, WorkerState)}")
-    shown, left_out = _shown(status.shards)
-    lines += _table(shown, _SHARD_COLUMNS)
-    if left_out:
+    lines += _table(shards, _SHARD_COLUMNS)
+    listed = {shard.shard_idx for shard in shards}
+    if left_out := [shard for shard in status.shards if shard.shard_idx not in listed]:
         lines.append(f"  not shown: {_count_states(left_out, ShardState)}")
     lines += [
         f"  shard {shard.shard_idx}: {clipped(printable(shard.error), _MAX_ERROR_CHARS)}"
-        for shard in shown
+        for shard in shards
         if shard.error is not None
     ]
     lines += [f"  note: {printable(note)}" for note in status.notes]
@@ -53,12 +56,13 @@ def format_status(status: JobStatus) -> str:
 
 def format_totals(status: JobStatus) -> str:
     done, states = status.done, _count_states(status.shards, ShardState)
+    at_work = bool(status.workers) and not status.is_finished
     parts = [
         f"{_share(done.num_rows, status.num_rows)} rows",
         f"{done.num_failed_rows:,} failed" if done.num_failed_rows else "",
         f"{status.num_rejected_rows:,} rejected" if status.num_rejected_rows else "",
         "committed" if status.is_committed else f"shards: {states}",
-        _live_workers(status),
+        f"{counted(status.num_live_workers, 'worker')} at work" if at_work else "",
     ]
     if not status.is_finished:
         eta = "unknown" if status.eta_s is None else duration(status.eta_s)
@@ -70,42 +74,22 @@ def format_totals(status: JobStatus) -> str:
     return f"job {printable(status.job)}, partition {printable(status.ds)}: {words}"
 
 
-def _shown(shards: Sequence[ShardStatus]) -> tuple[list[ShardStatus], list[ShardStatus]]:
-    shown = list(shards)
-    for state in ("finished", "waiting"):
-        if len(shown) > _MOST_LINES:
-            shown = [shard for shard in shown if shard.state != state]
-    listed = {shard.shard_idx for shard in shown}
-    return shown, [shard for shard in shards if shard.shard_idx not in listed]
-
-
-def _live_workers(status: JobStatus) -> str:
-    if not status.workers or status.is_finished:
-        return ""
-    return f"{counted(status.num_live_workers, 'worker')} at work"
-
-
 def _count_states(items: Sequence[ShardStatus | WorkerStatus], states: object) -> str:
     counts = {state: sum(item.state == state for item in items) for state in get_args(states)}
     return ", ".join(f"{count:,} {state}" for state, count in counts.items() if count) or "none"
 
 
-_Columns = Sequence[tuple[str, bool, Callable[[_Item], str]]]
-"""Heading, whether it is aligned to the left, and cell of each column."""
+_Columns = Mapping[str, Callable[[_Item], str]]
+"""Cells by heading."""
 
 
 def _table(items: Sequence[_Item], columns: _Columns[_Item]) -> list[str]:
     """Lines of a table; none without items."""
     if not items:
         return []
-    rows = [[name for name, _, _ in columns]]
-    rows += [[cell(item) for _, _, cell in columns] for item in items]
-    left = [idx for idx, (_, is_left, _) in enumerate(columns) if is_left]
-    return text_table(rows, left, indent="  ")
-
-
-def _worker(shard: ShardStatus) -> str:
-    return "" if shard.worker is None else str(shard.worker)
+    rows: list[list[str]] = [[cell(item) for cell in columns.values()] for item in items]
+    left = [idx for idx, name in enumerate(columns) if name in _LEFT]
+    return text_table([list(columns), *rows], left, indent="  ")
 
 
 def _saved(shard: ShardStatus) -> str:
@@ -115,14 +99,6 @@ def _saved(shard: ShardStatus) -> str:
 
 def _eta(shard: ShardStatus) -> str:
     return duration(shard.eta_s) if shard.is_live and shard.eta_s is not None else ""
-
-
-def _computed(item: ShardStatus | WorkerStatus) -> str:
-    return f"{item.computed_tokens_per_s:,.0f}" if item.is_live else ""
-
-
-def _output(item: ShardStatus | WorkerStatus) -> str:
-    return f"{item.output_tokens_per_s:,.0f}" if item.is_live else ""
 
 
 def _last_sign(item: ShardStatus | WorkerStatus) -> str:
@@ -137,27 +113,31 @@ def _share(count: int, total: int) -> str:
     return f"{count:,}/{total:,} ({percent:.0f} %)"
 
 
-_SHARD_COLUMNS: Final[_Columns[ShardStatus]] = (
-    ("shard", False, lambda shard: str(shard.shard_idx)),
-    ("state", True, lambda shard: shard.state),
-    ("worker", False, _worker),
-    ("rows", False, lambda shard: _share(shard.done.num_rows, shard.num_rows)),
-    ("parts", False, lambda shard: f"{shard.num_parts_done:,}/{shard.num_parts:,}"),
-    ("computed/s", False, _computed),
-    ("output/s", False, _output),
-    ("saved", False, _saved),
-    ("ETA", False, _eta),
-    ("last sign", True, _last_sign),
-)
-_WORKER_COLUMNS: Final[_Columns[WorkerStatus]] = (
-    ("worker", False, lambda worker: str(worker.worker)),
-    ("state", True, lambda worker: worker.state),
-    ("runs", False, lambda worker: ", ".join(map(str, worker.live_shards))),
-    ("finished", False, lambda worker: f"{worker.num_finished:,}"),
-    ("rows", False, lambda worker: f"{worker.num_rows_done:,}"),
-    ("computed/s", False, _computed),
-    ("output/s", False, _output),
-    ("GPU time", False, lambda worker: duration(worker.gpu_s) if worker.gpu_s else ""),
-    ("last sign", True, _last_sign),
-    ("host", True, lambda worker: printable(worker.host)),
-)
+_LEFT: Final = ("state", "last sign", "host")
+"""Columns that are aligned to the left."""
+_SPEEDS: Final[Mapping[str, Callable[[ShardStatus | WorkerStatus], str]]] = {
+    "computed/s": lambda item: f"{item.computed_tokens_per_s:,.0f}" if item.is_live else "",
+    "output/s": lambda item: f"{item.output_tokens_per_s:,.0f}" if item.is_live else "",
+}
+_SHARD_COLUMNS: Final[_Columns[ShardStatus]] = {
+    "shard": lambda shard: str(shard.shard_idx),
+    "state": lambda shard: shard.state,
+    "worker": lambda shard: "" if shard.worker is None else str(shard.worker),
+    "rows": lambda shard: _share(shard.done.num_rows, shard.num_rows),
+    "parts": lambda shard: f"{shard.num_parts_done:,}/{shard.num_parts:,}",
+    **_SPEEDS,
+    "saved": _saved,
+    "ETA": _eta,
+    "last sign": _last_sign,
+}
+_WORKER_COLUMNS: Final[_Columns[WorkerStatus]] = {
+    "worker": lambda worker: str(worker.worker),
+    "state": lambda worker: worker.state,
+    "runs": lambda worker: ", ".join(map(str, worker.live_shards)),
+    "finished": lambda worker: f"{worker.num_finished:,}",
+    "rows": lambda worker: f"{worker.num_rows_done:,}",
+    **_SPEEDS,
+    "GPU time": lambda worker: duration(worker.gpu_s) if worker.gpu_s else "",
+    "last sign": _last_sign,
+    "host": lambda worker: printable(worker.host),
+}

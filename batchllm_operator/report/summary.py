@@ -76,21 +76,19 @@ def _speed(done: Counts) -> str:
 
 def _answer_lines(report: RunReport) -> list[str]:
     """What is known of the answers as a whole."""
-    lines = []
     answers = report.answers
-    for column, found in answers.counts.items():
-        total = sum(found.values())
-        named = [
-            f"{_printable(clipped(value, _MAX_TEXT_CHARS))} {share(number, total)}"
-            for value, number in list(found.items())[:_NUM_VALUES]
-        ]
-        more = f", {len(found) - _NUM_VALUES} more" if len(found) > _NUM_VALUES else ""
-        lines.append(f"  {column:<14} {', '.join(named) or 'none'}{more}")
+    lines = []
+    for column, counts in answers.counts.items():
+        total = sum(counts.values())
+        shares = {value: share(number, total) for value, number in counts.items()}
+        lines.append(f"  {column:<14} {_first_values(shares) or 'none'}")
     if answers.means:
         means = (f"{name} {value:,.4g}" for name, value in answers.means.items())
         lines.append(f"  means          {', '.join(means)}")
     if answers.prior:
-        lines.append(f"  prior          {_prior_text(answers.prior)}; labels are calibrated by it")
+        likeliest = sorted(answers.prior.items(), key=lambda item: (-item[1], item[0]))
+        prior = _first_values({label: f"{value:.4g}" for label, value in likeliest})
+        lines.append(f"  prior          {prior}; labels are calibrated by it")
     lines += [f"  warning        {warning}" for warning in answers.warnings]
     if answers.embedding_size is not None:
         lines.append(f"  embeddings     {counted(answers.embedding_size, 'number')} each")
@@ -100,14 +98,14 @@ def _answer_lines(report: RunReport) -> list[str]:
     return lines
 
 
-def _prior_text(prior: Mapping[str, float]) -> str:
-    likeliest = sorted(prior.items(), key=lambda each: (-each[1], each[0]))
-    named = [
-        f"{_printable(clipped(label, _MAX_TEXT_CHARS))} {value:.4g}"
-        for label, value in likeliest[:_NUM_VALUES]
+def _first_values(shown: Mapping[str, str]) -> str:
+    """The first values with what is shown of them, and the number of others."""
+    first = [
+        f"{_printable(clipped(value, _MAX_TEXT_CHARS))} {text}"
+        for value, text in list(shown.items())[:_NUM_VALUES]
     ]
-    more = f", {len(prior) - _NUM_VALUES} more" if len(prior) > _NUM_VALUES else ""
-    return ", ".join(named) + more
+    num_more = len(shown) - len(first)
+    return ", ".join([*first, f"{num_more} more"] if num_more else first)
 
 
 def _ratio(value: float | None) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 from batchllm_operator.amounts import counted
 from batchllm_operator.report.drawing import (
     Plot,
-    Table,
     colour,
     draw,
     quiet_matplotlib,
@@ -61,14 +60,10 @@ def timeline_plot(line: Timeline) -> Plot:
         f" chunk size {count(line.chunk_size)}: {ratio(line.valley_share)} of the time in valleys;"
         f" the KV cache is {ratio(max(line.kv_used))} full at most"
     )
-    return draw(
-        f"Token batches of {line.name}",
-        alt,
-        _table(line),
-        paint,
-        wide_height=3.6,
-        narrow_height=3.9,
-    )
+    kinds = (label.capitalize() for _, _, label in _KINDS)
+    headers = ("From", *kinds, "KV in use, at most", "KV held, at most", "In valleys")
+    title = f"Token batches of {line.name}"
+    return draw(title, alt, headers, _rows(line), paint, heights=(3.6, 3.9))
 
 
 def draw_runs(runs: Sequence[Run], machine: Machine) -> bytes:
@@ -136,7 +131,7 @@ def _paint(upper: Axes, lower: Axes, line: Timeline, colours: _Colours) -> None:
     lower.set_xlim(0, edges[-1])
 
 
-def _table(line: Timeline) -> Table:
+def _rows(line: Timeline) -> list[tuple[str, ...]]:
     """The timeline in at most `_TABLE_POINTS` rows."""
     every = -(-len(line.kv_used) // _TABLE_POINTS)
     rows = []
@@ -152,5 +147,4 @@ def _table(line: Timeline) -> Table:
                 ratio(float(np.mean(line.valley[chosen]))),
             )
         )
-    names = (label.capitalize() for _, _, label in _KINDS)
-    return Table(("From", *names, "KV in use, at most", "KV held, at most", "In valleys"), rows)
+    return rows

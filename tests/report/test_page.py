@@ -12,7 +12,7 @@ from support.run_reports import make_full_report, make_report, make_timeline
 
 from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
 from batchllm_operator.report import drawing, page
-from batchllm_operator.report.drawing import Table, draw
+from batchllm_operator.report.drawing import draw
 from batchllm_operator.report.page import render_report
 from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import (
@@ -278,10 +278,10 @@ def test_numbers_beside_an_axis_arent_rounded() -> None:
     plot = draw(
         "Title",
         "alt",
-        Table(("A", "B"), []),
+        ("A", "B"),
+        [],
         lambda figure, _: figure.subplots().set_xticks([0.0, 0.005, 0.0125]),
-        wide_height=1.0,
-        narrow_height=1.0,
+        heights=(1.0, 1.0),
     )
     assert ">0.0050<" in plot.wide and ">0.0125<" in plot.wide
     in_tags = " ".join(re.findall(r"<[^>]*>", plot.wide))
