@@ -31,6 +31,7 @@ from batchllm_operator.commands import (
     status,
     verify,
 )
+from batchllm_operator.commands.arguments import UsageError
 from batchllm_operator.errors import (
     ERROR_MARK,
     BatchLLMError,
@@ -39,6 +40,7 @@ from batchllm_operator.errors import (
     MissingLibraryError,
 )
 from batchllm_operator.named_file import parse_file, write_file
+from batchllm_operator.secrets.masking import MaskedStream, Masker
 from batchllm_operator.standard_streams import say
 
 # Each command imports its stage when it runs, so that --help answers at once.
@@ -53,10 +55,14 @@ class _Command(Protocol):
     """The interface of each module in `commands`."""
 
     def add_arguments(self, command: argparse.ArgumentParser) -> None:
-        """Add the command's arguments, with a default `check` of their combination."""
+        """Add the command's arguments."""
 
     def run(self, args: argparse.Namespace) -> Result:
-        """Run the command, print for the user, and return the content for `--result`."""
+        """Run the command, print for the user, and return the content for `--result`.
+
+        Raises:
+            UsageError: the arguments don't go together.
+        """
 
 
 _COMMANDS: Final[Mapping[str, tuple[_Command, str]]] = {
@@ -84,11 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     libraries' messages may repeat them.
     """
     standard_streams.open_streams()
-    try:
-        from batchllm_operator.secrets.masking import MaskedStream, Masker
-    except ModuleNotFoundError as error:  # installed without its dependencies
-        say(f"{ERROR_MARK}{MissingLibraryError.of(error, 'batchllm')}")
-        return ExitCode.INVALID
     masker = Masker.of(os.environ)
     with (
         redirect_stdout(MaskedStream(sys.stdout, masker)),
@@ -107,8 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.check is not None:
-        args.check(parser, args)
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
@@ -129,6 +128,8 @@ def _main(argv: Sequence[str] | None) -> int:
             if args.result is not None:
                 _write_result(args.result, args.name, result)
         return ExitCode.OK
+    except UsageError as error:
+        parser.error(f"{args.name}: {error}")
     except BatchLLMError as error:
         say("; ".join([f"{ERROR_MARK}{error}", *getattr(error, "__notes__", [])]))
         return error.exit_code
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: " + ", ".join(f"{code.value} {code.name.lower()}" for code in ExitCode),
     )
     parser.add_argument("--version", action="version", version=f"batchllm {__version__}")
-    parser.set_defaults(check=None, result=None, die_with_parent=None)
+    parser.set_defaults(result=None, die_with_parent=None)
     commands = parser.add_subparsers(
         title="commands", dest="name", required=True, metavar="COMMAND"
     )
@@ -190,17 +191,17 @@ def _stopping_on_signals() -> Iterator[None]:
     stops = (signal.SIGINT, signal.SIGTERM)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for each in stops:  # another one that has come already is passed over
-            signal.signal(each, lambda number, frame: None)
+        for other in stops:  # another one that has come already is passed over
+            signal.signal(other, lambda number, frame: None)
         signal.raise_signal(number)  # Python calls the handlers of all that have come
-        for each in stops:
-            signal.signal(each, signal.SIG_DFL)
+        for other in stops:
+            signal.signal(other, signal.SIG_DFL)
         raise Interrupted(number)
 
-    before = {each: signal.signal(each, stop) for each in stops}
+    before = {number: signal.signal(number, stop) for number in stops}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # see child_processes.py
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -15,34 +15,35 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class UsageError(Exception):
+    """Arguments don't go together; `cli` prints it after the command's name, with the usage."""
+
+
 def add_job(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job; `check_job` checks that one is there."""
-    command.set_defaults(check=check_job)
     which = command.add_mutually_exclusive_group()
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
     which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
 
 
 def add_job_and_ds(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job and a partition, which `check_job` then requires."""
     add_job(command)
-    command.set_defaults(needs_ds=True)
     command.add_argument("--ds", help="the partition, such as 2026-01-31")
 
 
-def check_job(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Name all that is missing at once; argparse itself would name `--ds` alone."""
+def load_job(args: argparse.Namespace, *, needs_ds: bool = False) -> JobSpec:
+    """The job spec.
+
+    Raises:
+        UsageError: no job, or no partition is given; names all that is missing at once.
+        SpecError: the spec can't be read or isn't valid.
+    """
     missing = []
     if args.job is None and args.job_json is None:
         missing.append("--job FILE or --job-json JSON")
-    if getattr(args, "needs_ds", False) and args.ds is None:
+    if needs_ds and args.ds is None:
         missing.append("--ds DS")
     if missing:
-        parser.error(f"{args.name}: give {', and '.join(missing)}")
-
-
-def load_job(args: argparse.Namespace) -> JobSpec:
-    """The job spec; raises `SpecError` if it can't be read or isn't valid."""
+        raise UsageError(f"give {', and '.join(missing)}")
     from batchllm_operator.spec import load_spec, parse_spec_json
 
     if args.job_json is not None:
@@ -50,19 +51,17 @@ def load_job(args: argparse.Namespace) -> JobSpec:
     return load_spec(args.job)
 
 
-def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
-    """Add the arguments that name a plan; returns their mutually exclusive group.
-
-    `check_plan` checks their combination, unless the command sets a check of its own.
-    """
-    command.set_defaults(check=check_plan)
-    which = command.add_mutually_exclusive_group(required=required)
-    which.add_argument("--plan", metavar="URI", help="the last line that `plan` printed")
-    which.add_argument(
-        "--job", type=Path, metavar="FILE", help="job spec (YAML), for its newest plan; needs --ds"
+def add_engine(command: argparse.ArgumentParser) -> None:
+    """Add the argument that `is_on_spark` reads."""
+    command.add_argument(
+        "--on",
+        choices=("local", "spark"),
+        help="in place of the spec's planner.engine: one process, or Spark",
     )
-    command.add_argument("--ds", help="the partition")
-    return which
+
+
+def is_on_spark(args: argparse.Namespace, spec: JobSpec) -> bool:
+    return (args.on or spec.planner.engine) == "spark"
 
 
 def add_worker(command: argparse.ArgumentParser) -> None:
@@ -79,30 +78,45 @@ def add_worker(command: argparse.ArgumentParser) -> None:
     )
 
 
-def check_worker(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_worker(args: argparse.Namespace) -> None:
+    """Raise `UsageError` unless there can be such a worker."""
     if args.num_workers < 1:
-        parser.error(f"{args.name}: --num-workers must be at least 1")
+        raise UsageError("--num-workers must be at least 1")
     if not 0 <= args.worker < args.num_workers:
-        parser.error(
-            f"{args.name}: --worker {args.worker}: workers are numbered from 0 to --num-workers"
-            f" less 1, here {args.num_workers - 1}"
+        raise UsageError(
+            f"--worker {args.worker}: workers are numbered from 0 to --num-workers less 1, here"
+            f" {args.num_workers - 1}"
         )
 
 
-def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
+    """Add the arguments that name a plan; returns their mutually exclusive group."""
+    which = command.add_mutually_exclusive_group(required=required)
+    which.add_argument("--plan", metavar="URI", help="the last line that `plan` printed")
+    which.add_argument(
+        "--job", type=Path, metavar="FILE", help="job spec (YAML), for its newest plan; needs --ds"
+    )
+    command.add_argument("--ds", help="the partition")
+    return which
+
+
+def check_plan(args: argparse.Namespace) -> None:
+    """Raise `UsageError` unless job and partition are given together."""
     if args.job is not None and args.ds is None:
-        parser.error(f"{args.name}: --job needs --ds")
+        raise UsageError("--job needs --ds")
     if args.job is None and args.ds is not None:
-        parser.error(f"{args.name}: --ds goes with --job")
+        raise UsageError("--ds goes with --job")
 
 
 def plan_uri(args: argparse.Namespace) -> str:
     """URI of the given plan, or of the latest plan of the job and partition, which is logged.
 
     Raises:
+        UsageError: see `check_plan`.
         SpecError: the spec or the partition's name is wrong.
         PlanError: there is no plan, or it is of another version.
     """
+    check_plan(args)
     if args.plan is not None:
         return str(args.plan)
     from batchllm_operator.errors import PlanError
@@ -119,7 +133,7 @@ def plan_uri(args: argparse.Namespace) -> str:
 
 
 def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
-    """Log which plan was found, with a warning if the spec differs from the plan's.
+    """Log which plan is meant, with a warning if the spec differs from the plan's.
 
     Raises:
         PlanError: the plan is of another version.

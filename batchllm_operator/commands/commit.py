@@ -7,27 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.commands.arguments import add_plan, plan_uri
+from batchllm_operator.commands.arguments import add_engine, add_plan, is_on_spark, plan_uri
+from batchllm_operator.secrets.masking import print_unmasked
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_plan(command)
-    command.add_argument(
-        "--on",
-        choices=("local", "spark"),
-        help="in place of the spec's planner.engine: one process, or Spark",
-    )
+    add_engine(command)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Publish the partition, print the counts, and return the report's figures."""
+    uri = plan_uri(args)
     from batchllm_operator.commit.commit_run import commit_run
     from batchllm_operator.report import share
-    from batchllm_operator.secrets.masking import print_unmasked
     from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-    uri = plan_uri(args)
-    if (args.on or StoredPlan.open(uri).manifest.spec.planner.engine) == "spark":
+    if is_on_spark(args, StoredPlan.open(uri).manifest.spec):
         from batchllm_operator.spark.commit_run import commit_on_spark
 
         report = commit_on_spark(uri)

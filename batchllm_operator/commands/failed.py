@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator.amounts import counted, printable
 from batchllm_operator.commands.arguments import add_plan, plan_uri
+from batchllm_operator.secrets.masking import print_unmasked
 
 if TYPE_CHECKING:
-    from batchllm_operator.commit.failed_rows import FailedRow, FailedRows
+    from batchllm_operator.commit.failed_rows import FailedRows
 
 _LIMIT: Final = 20
 
@@ -36,31 +37,26 @@ def _parse_limit(text: str) -> int:
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Print the failed rows of a run, finished or not; returns them."""
     from batchllm_operator.commit.failed_rows import find_failed_rows
-    from batchllm_operator.secrets.masking import print_unmasked
 
-    found = find_failed_rows(plan_uri(args), args.limit)
-    # Key columns may have any name.
-    print_unmasked("\n".join(_lines(found)))
-    return {**asdict(found), "num_failed_rows": found.num_failed_rows}
+    failed = find_failed_rows(plan_uri(args), args.limit)
+    print_unmasked("\n".join(_lines(failed)))  # key columns may have any name
+    return {**asdict(failed), "num_failed_rows": failed.num_failed_rows}
 
 
-def _lines(found: FailedRows) -> Iterator[str]:
-    num_failed, num_left = found.num_failed_rows, found.num_rows - found.num_rows_done
-    state = "published" if found.is_committed else "not published"
+def _lines(failed: FailedRows) -> Iterator[str]:
+    num_failed, num_left = failed.num_failed_rows, failed.num_rows - failed.num_rows_done
+    state = "published" if failed.is_committed else "not published"
     if num_left:
         state += f", {counted(num_left, 'row has', 'rows have')} no outcome yet"
     yield printable(
-        f"job {found.job}, partition {found.ds}: {num_failed:,} of {counted(found.num_rows, 'row')}"
-        f" failed; {state}"
+        f"job {failed.job}, partition {failed.ds}: {num_failed:,} of"
+        f" {counted(failed.num_rows, 'row')} failed; {state}"
     )
-    if found.errors_by_kind:
-        kinds = (f"{number:,} {kind}" for kind, number in found.errors_by_kind.items())
+    if failed.errors_by_kind:
+        kinds = (f"{number:,} {kind}" for kind, number in failed.errors_by_kind.items())
         yield printable(f"  by kind: {', '.join(kinds)}")
-    yield from map(_line, found.rows)
-    if num_more := num_failed - len(found.rows):
+    for row in failed.rows:
+        key = ", ".join(f"{name}={value}" for name, value in row.key.items())
+        yield printable(f"  {key}: {row.kind}{row.message and ': ' + row.message}")
+    if num_more := num_failed - len(failed.rows):
         yield f"  {num_more:,} more; --limit {num_failed} lists all"
-
-
-def _line(row: FailedRow) -> str:
-    key = ", ".join(f"{name}={value}" for name, value in row.key.items())
-    return printable(f"  {key}: {row.kind}{row.message and ': ' + row.message}")

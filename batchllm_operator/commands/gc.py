@@ -39,30 +39,33 @@ def parse_age(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    spec = load_job(args)
     from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 
     now = time.time()
-    garbage, kept = find_garbage(load_job(args), before=now - args.older_than, ds=args.ds)
+    garbage, kept = find_garbage(spec, before=now - args.older_than, ds=args.ds)
     if args.yes:
         garbage, changed = remove_garbage(garbage)
         kept += changed
-    for each in garbage:
-        days = (now - each.modified_at) / _UNIT_S["d"]
+    for files in garbage:
+        days = (now - files.modified_at) / _UNIT_S["d"]
         print(
-            f"{'removed' if args.yes else 'would remove'} {counted(len(each.files), 'file')},"
-            f" {byte_size(each.num_bytes)}, {days:,.1f} days old: {each.folder.uri} ({each.what})"
+            f"{'removed' if args.yes else 'would remove'} {counted(len(files.files), 'file')},"
+            f" {byte_size(files.num_bytes)}, {days:,.1f} days old: {files.folder.uri}"
+            f" ({files.what})"
         )
-    for stays in kept:
-        print(f"kept: {stays.folder.uri}: {stays.why}")
-    result = {
+    for plan in kept:
+        print(f"kept: {plan.folder.uri}: {plan.why}")
+    num_files = sum(len(files.files) for files in garbage)
+    num_bytes = sum(files.num_bytes for files in garbage)
+    print(
+        f"{counted(num_files, 'file')}, {byte_size(num_bytes)} in all"
+        + ("" if args.yes or not garbage else "; to remove them, add --yes")
+    )
+    return {
         "is_removed": args.yes,
-        "num_files": sum(len(each.files) for each in garbage),
-        "num_bytes": sum(each.num_bytes for each in garbage),
+        "num_files": num_files,
+        "num_bytes": num_bytes,
         "num_folders": len(garbage),
         "num_kept": len(kept),
     }
-    print(
-        f"{counted(result['num_files'], 'file')}, {byte_size(result['num_bytes'])} in all"
-        + ("" if args.yes or not garbage else "; to remove them, add --yes")
-    )
-    return result

@@ -19,23 +19,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Plan, generate all shards with one worker, commit and report; returns the report's figures.
 
-    A stopped job continues from what earlier calls have finished.
+    A stopped job continues from what earlier calls have finished. The worker's process ends
+    before the commit, which frees all of the engine's memory.
 
     Raises:
         BatchLLMError: see the stages.
         SystemExit: the worker was stopped or has failed; its process has printed the reason.
     """
     planned = plan.run(argparse.Namespace(**vars(args), on=None, record=None, advise=False))
-    uri = planned["plan_uri"]
-    _generate(uri)
-    of_plan = argparse.Namespace(plan=uri, on=None, compare=None, out=None)
-    commit.run(of_plan)
-    return {"num_shards": planned["num_shards"], **report.run(of_plan)}
-
-
-def _generate(uri: str) -> None:
-    """Run `batchllm run` in its own process, whose end frees all of the engine's memory."""
-    process = start_command(["run", "--plan", uri])
+    process = start_command(["run", "--plan", planned["plan_uri"]])
     try:
         status = process.wait()
     except Interrupted as stop:
@@ -43,3 +35,7 @@ def _generate(uri: str) -> None:
         status = process.wait()
     if status:
         raise SystemExit(exit_code(status))
+    uri = planned["plan_uri"]
+    of_plan = argparse.Namespace(plan=uri, job=None, ds=None, on=None, compare=None, out=None)
+    commit.run(of_plan)
+    return {"num_shards": planned["num_shards"], **report.run(of_plan)}

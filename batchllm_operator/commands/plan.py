@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from batchllm_operator.commands.arguments import add_job_and_ds, load_job
+from batchllm_operator.commands.arguments import add_engine, add_job_and_ds, is_on_spark, load_job
+from batchllm_operator.secrets.masking import print_unmasked
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -15,11 +16,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--record", metavar="NAME", help="keep the result in the output table too, for `verify`"
     )
-    command.add_argument(
-        "--on",
-        choices=("local", "spark"),
-        help="in place of the spec's planner.engine: one process, or Spark",
-    )
+    add_engine(command)
     command.add_argument(
         "--advise",
         action="store_true",
@@ -29,14 +26,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Plan the partition, print the counts and return them."""
+    spec = load_job(args, needs_ds=True)
+    if args.advise:
+        from batchllm_operator.plan.advise import advise, format_advice
+
+        advice = advise(spec, args.ds)
+        print(format_advice(advice))
+        return asdict(advice)
     from batchllm_operator.plan.plan_job import plan_job
     from batchllm_operator.report import format_plan
-    from batchllm_operator.secrets.masking import print_unmasked
 
-    if args.advise:
-        return _advise(args)
-    spec = load_job(args)
-    if (args.on or spec.planner.engine) == "spark":
+    if is_on_spark(args, spec):
         from batchllm_operator.spark.plan_job import plan_on_spark
 
         plan = plan_on_spark(spec, args.ds)
@@ -62,11 +62,3 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
         record_plan(spec, args.ds, args.record, result)
     return result
-
-
-def _advise(args: argparse.Namespace) -> Mapping[str, Any]:
-    from batchllm_operator.plan.advise import advise, format_advice
-
-    advice = advise(load_job(args), args.ds)
-    print(format_advice(advice))
-    return asdict(advice)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.commands.arguments import (
+    UsageError,
     add_plan,
     add_worker,
-    check_plan,
     check_worker,
     plan_uri,
 )
@@ -58,13 +58,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--replica", type=int, metavar="R", help=argparse.SUPPRESS
     )
     command.add_argument("--meeting", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    command.set_defaults(check=_check)
-
-
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    check_plan(parser, args)
-    check_worker(parser, args)
-    args.metrics = _metrics_address(parser, args.metrics_port)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -72,10 +65,13 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
     A worker with replicas is a process for each of them.
     """
+    check_worker(args)
+    args.metrics = _metrics_address(args.metrics_port)
+    uri = plan_uri(args)
     from batchllm_operator.run.draining import Drain
     from batchllm_operator.run.run_shards import replica_environments, run_worker
 
-    drain, uri = Drain(), plan_uri(args)
+    drain = Drain()
     if args.replica is None and (environments := replica_environments(uri, args.num_gpus)):
         return run_replicas(args, uri, environments)
     with ExitStack() as stack:
@@ -126,7 +122,7 @@ class _Metrics:
         return self._collector.watching(tally.snapshot)
 
 
-def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> MetricsAddress | None:
+def _metrics_address(given: str | None) -> MetricsAddress | None:
     """Where to serve metrics, by the command line or else the environment."""
     from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress
 
@@ -136,4 +132,4 @@ def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> Metr
     try:
         return MetricsAddress.parse(text.strip())
     except ValueError as error:
-        parser.error(f"run: {where}: {error}")
+        raise UsageError(f"{where}: {error}") from error

@@ -6,13 +6,9 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from batchllm_operator.commands.arguments import add_plan, check_plan, plan_uri
-
-if TYPE_CHECKING:
-    from batchllm_operator.inspect.simulations import SimulationOptions
-    from batchllm_operator.simulate.workload import Shape
+from batchllm_operator.commands.arguments import UsageError, add_plan, check_plan, plan_uri
 
 _MADE_UP: Final[Mapping[str, tuple[str, int | float, str]]] = {
     "num_requests": ("--requests", 3000, "made-up requests"),
@@ -68,22 +64,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="write timelines there, as Parquet and PNG"
     )
-    command.set_defaults(check=_check)
-
-
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    is_made_up = args.plan is None and args.job is None
-    if is_made_up and args.shard is not None:
-        parser.error("simulate: --shard needs --plan, or --job and --ds")
-    for name, (option, _, _) in _MADE_UP.items():
-        if not is_made_up and getattr(args, name) is not None:
-            parser.error(f"simulate: {option} is for made-up requests, not for those of a plan")
-    check_plan(parser, args)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Simulate, print the table and return its numbers."""
+    is_made_up = args.plan is None and args.job is None
+    sizes = {name: value for name in _MADE_UP if (value := getattr(args, name)) is not None}
+    if is_made_up and args.shard is not None:
+        raise UsageError("--shard needs --plan, or --job and --ds")
+    if not is_made_up and sizes:
+        option = _MADE_UP[next(iter(sizes))][0]
+        raise UsageError(f"{option} is for made-up requests, not for those of a plan")
+    check_plan(args)
     from batchllm_operator.inspect.simulations import (
+        SimulationOptions,
         make_folder,
         shape_to_simulate,
         shard_to_simulate,
@@ -93,14 +87,18 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     )
     from batchllm_operator.simulate.attention import format_attention, predict_attention
     from batchllm_operator.simulate.summary import format_runs, relative_times
+    from batchllm_operator.simulate.workload import Shape
 
-    options = _simulation_options(args)
+    given = {field.name: getattr(args, field.name) for field in fields(SimulationOptions)}
+    options = SimulationOptions(**{key: value for key, value in given.items() if value is not None})
     if args.out is not None:
         make_folder(args.out)
-    if args.plan is not None or args.job is not None:
-        workload, machine = shard_to_simulate(plan_uri(args), args.shard or 0, options)
+    if is_made_up:
+        defaults: dict[str, Any] = {name: default for name, (_, default, _) in _MADE_UP.items()}
+        shape = Shape("made-up requests" if sizes else "the paper's case 1", **defaults | sizes)
+        workload, machine = shape_to_simulate(shape, options)
     else:
-        workload, machine = shape_to_simulate(_made_up_shape(args), options)
+        workload, machine = shard_to_simulate(plan_uri(args), args.shard or 0, options)
     runs = []
     for run in simulate_policies(workload, machine, options):
         runs.append(run)
@@ -126,22 +124,3 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         ],
         "attention": [each.row() for each in attention],
     }
-
-
-def _simulation_options(args: argparse.Namespace) -> SimulationOptions:
-    from batchllm_operator.inspect.simulations import SimulationOptions
-
-    given = {field.name: getattr(args, field.name) for field in fields(SimulationOptions)}
-    return SimulationOptions(**{key: value for key, value in given.items() if value is not None})
-
-
-def _made_up_shape(args: argparse.Namespace) -> Shape:
-    from batchllm_operator.simulate.workload import Shape
-
-    given = {name: getattr(args, name) for name in _MADE_UP}
-    sizes: dict[str, Any] = {
-        name: default if given[name] is None else given[name]
-        for name, (_, default, _) in _MADE_UP.items()
-    }
-    is_case_1 = all(value is None for value in given.values())
-    return Shape("the paper's case 1" if is_case_1 else "made-up requests", **sizes)

@@ -50,11 +50,12 @@ def parse_interval(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    uri = plan_uri(args)
     from batchllm_operator.report import format_status
     from batchllm_operator.shards.job_status import read_status
     from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-    plan = StoredPlan.open(plan_uri(args))
+    plan = StoredPlan.open(uri)
     if args.follow:
         status = follow(lambda: read_status(plan), args.interval, sys.stdout)
     else:

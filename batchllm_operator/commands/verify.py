@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from batchllm_operator.commands.arguments import (
+    UsageError,
     add_plan,
     add_worker,
     check_worker,
@@ -15,8 +16,10 @@ from batchllm_operator.commands.arguments import (
 )
 from batchllm_operator.commands.run import format_worker
 
-_OF_A_WORKER: Final = ({"plan"}, {"job", "ds"})
-_OF_A_PLAN: Final = ({"record", "job", "ds"}, {"record", "job_json", "ds"})
+_GOES_TOGETHER: Final = (
+    *({"plan"}, {"job", "ds"}),  # of a worker
+    *({"record", "job", "ds"}, {"record", "job_json", "ds"}),  # of planning
+)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -30,22 +33,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="as for `run`; the counts are those of this owner's shards",
     )
     command.add_argument("--record", metavar="NAME", help="as for `plan`; needs the job and --ds")
-    command.set_defaults(check=_check)
-
-
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Accept a worker of a plan, or a record of a job and partition."""
-    names = ("plan", "record", "ds", "job", "job_json")
-    given = {name for name in names if getattr(args, name) is not None}
-    if given not in (*_OF_A_WORKER, *_OF_A_PLAN):
-        parser.error(
-            "verify: give --plan, or --job and --ds; or --record with --job or --job-json and --ds"
-        )
-    check_worker(parser, args)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Check a stage's results in the lake, and return its counts."""
+    names = ("plan", "record", "ds", "job", "job_json")
+    if {name for name in names if getattr(args, name) is not None} not in _GOES_TOGETHER:
+        raise UsageError(
+            "give --plan, or --job and --ds; or --record with --job or --job-json and --ds"
+        )
+    check_worker(args)
     from batchllm_operator.inspect.verify import verify_plan, verify_worker
 
     if args.record is not None:
