@@ -17,11 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from support.fake_job import without_model
-from support.staged_job import run_only
-
-from batchllm_operator.answers.fakes import fake_text
-from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DS = "2026-01-31"
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -139,20 +134,6 @@ def listing(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "No such file"),
-        ("name: x\ninput: {uri: [\n", "job.yaml: not YAML at line"),
-        ("name: x\nprompt: a\x00b\n", "not YAML at line 2: holds the character '\\x00'"),
-    ],
-)
-def test_a_spec_that_cannot_be_read(job: Job, text: str | None, words: str) -> None:
-    path = job.folder / "job.yaml"
-    path.unlink() if text is None else path.write_text(text, encoding="utf-8")
-    job.refuse(str(path), words)
-
-
-@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"inptu": {}}, ["inptu", "unknown field"]),
@@ -236,27 +217,12 @@ def test_an_output_partition_of_somebody_else(job: Job) -> None:
     assert listing(job.out) == {f"ds={DS}/part-0.parquet": b"theirs"}
 
 
-def test_an_output_that_is_a_file(job: Job) -> None:
-    job.out.write_bytes(b"a file where the folder should be")
-    assert_refused(job.plan(), 2, "output.uri", str(job.out))
-    assert job.out.read_bytes() == b"a file where the folder should be"
-
-
 def test_a_refused_command_writes_no_result(job: Job) -> None:
     job.write_spec(input={"uri": "nowhere"})
     result = job.folder / "result.json"
     outcome = job.batchllm("plan", "--job", job.folder / "job.yaml", "--ds", DS, "--result", result)
     assert_refused(outcome, 2)
     assert not result.exists()
-
-
-def test_a_result_that_cannot_be_written(job: Job) -> None:
-    result = job.folder / "no-such-folder" / "result.json"
-    outcome = job.batchllm("plan", "--job", job.folder / "job.yaml", "--ds", DS, "--result", result)
-    assert outcome.code == 2
-    last_line = outcome.err.splitlines()[-1]
-    assert last_line.endswith(f"error: argument --result: there is no folder {result.parent}")
-    assert not job.out.exists()  # nothing was begun
 
 
 def test_folder_columns_can_be_keys_carried_and_placed(job: Job) -> None:
@@ -347,15 +313,6 @@ def test_bad_rows_get_an_error_and_the_others_a_text(job: Job) -> None:
         assert row["model"] == "none"
     report = job.batchllm("report", "--plan", plan)
     assert "6 in, 3 out, 3 failed" in report.out
-
-
-def test_a_column_of_numbers(job: Job) -> None:
-    job.write_table(pa.table({"id": ["a", "b"], "doc": ["x", "y"], "q": [1, None]}))
-    job.write_spec(max_failed_fraction=1.0)
-    job.finish()
-    first, second = job.published()
-    assert (first["error"], first["generated_text"]) == (None, fake_text(list(b"x|1")))
-    assert second["error"] == {"kind": "null_value", "message": "column 'q' is null"}
 
 
 @pytest.mark.parametrize(
@@ -452,23 +409,6 @@ def test_text_that_is_not_utf8(job: Job) -> None:
 # Keys
 
 
-def test_duplicate_keys_are_named_before_any_work(job: Job) -> None:
-    ids = [f"k{idx}" for idx in (3, 1, 2, 3, 1, 3, 9)]
-    job.write_table(pa.table({"id": ids, "doc": ids, "q": ids}))
-    outcome = job.plan()
-    assert_refused(outcome, 2, str(job.folder / "in"), DS, "(id)", "'k1'", "'k3'")
-    assert "'k2'" not in outcome.err
-    assert not job.out.exists()
-
-
-def test_up_to_ten_duplicate_keys_are_named(job: Job) -> None:
-    ids = [f"k{idx % 13:02d}" for idx in range(26)]
-    job.write_table(pa.table({"id": ids, "doc": ids, "q": ids}))
-    outcome = job.plan()
-    assert_refused(outcome, 2, "and 3 more")
-    assert sum(f"'k{idx:02d}'" in outcome.err for idx in range(13)) == 10
-
-
 def test_duplicates_over_several_files_and_columns(job: Job) -> None:
     job.write_table(pa.table({"id": [1, 2], "doc": ["a", "b"], "q": ["x", "x"]}))
     job.write_table(
@@ -478,38 +418,6 @@ def test_duplicates_over_several_files_and_columns(job: Job) -> None:
     assert_refused(job.plan(), 2, "(id, doc)", "2 / 'b'")
     job.write_spec(input={"key": ["id", "doc", "q"]})
     assert job.plan().code == 0
-
-
-@pytest.mark.parametrize(
-    ("ids", "words"),
-    [
-        (["a", None, "b", None], ["'id'", "null in 2 rows", "1, 3"]),
-        ([["a"], ["b"]], ["id", "can't be compared"]),
-    ],
-)
-def test_keys_that_identify_no_row(job: Job, ids: list[Any], words: list[str]) -> None:
-    job.write_table(pa.table({"id": ids, "doc": ["x"] * len(ids), "q": ["?"] * len(ids)}))
-    job.refuse(*words)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int32(), pa.string())],
-    ids=str,
-)
-def test_keys_and_carried_columns_of_any_kind(job: Job, kind: pa.DataType) -> None:
-    """Over two files, so that dictionaries differ."""
-    for name, ids in (("a", ["k1", "k2"]), ("b", ["k3", "k0"])):
-        column = pa.array(ids).cast(kind)
-        job.write_table(
-            pa.table({"id": column, "doc": ids, "q": ["?"] * 2, "tag": column}),
-            f"ds={DS}/{name}.parquet",
-        )
-    job.write_spec(output={"carry": ["tag"]})
-    job.finish()
-    expected = pa.array(["k1", "k2", "k3", "k0"]).cast(kind).to_pylist()
-    assert [row["id"] for row in job.published()] == expected
-    assert [row["tag"] for row in job.published()] == expected
 
 
 # Plans that aren't what they were
@@ -536,12 +444,6 @@ def test_a_plan_that_is_not_there(job: Job) -> None:
     assert not job.out.exists()
 
 
-def test_a_plan_that_was_never_completed(job: Job) -> None:
-    plan = job.planned()
-    (plan / "manifest.json").unlink()
-    refuse_everywhere(job, plan, "never completed")
-
-
 def test_the_manifest_of_another_plan(job: Job, finished: Path) -> None:
     job.write_spec(prompt={"template": "other {doc}"})
     other = job.planned()
@@ -562,35 +464,8 @@ def test_a_row_that_kills_the_engine_costs_only_itself(job: Job) -> None:
     assert failed == ["k3", "k8"]
 
 
-def test_an_engine_that_keeps_dying_ends_the_run(job: Job) -> None:
-    job.write_rows(*(f"row {idx} #" for idx in range(12)))
-    job.write_spec(engine={"extra_args": {"fatal_token_id": ord("#")}}, planner={"num_shards": 1})
-    plan = job.planned()
-    assert_refused(job.batchllm("run", "--plan", plan), 1, "engine died")
-    assert_refused(job.commit(plan), 5)
-
-
 def bad_rows_of_ten(job: Job, num_bad: int) -> None:
     job.write_rows(*(f"row {idx}{'#' if idx < num_bad else ''}" for idx in range(10)))
-
-
-@pytest.mark.parametrize(("num_bad", "code"), [(0, 0), (2, 0), (3, 4)])
-def test_more_failed_rows_than_allowed(job: Job, num_bad: int, code: int) -> None:
-    bad_rows_of_ten(job, num_bad)
-    engine = {"extra_args": {"error_token_id": ord("#")}}
-    job.write_spec(engine=engine, max_failed_fraction=1.0)
-    plan = job.planned()
-    job.run_all(plan)
-    job.write_spec(engine=engine, max_failed_fraction=0.2)
-    assert job.planned() == plan
-    outcome = job.commit(plan)
-    if code == 0:
-        assert outcome.code == 0
-        assert len(job.published()) == 10
-    else:
-        assert_refused(outcome, 4, "3 of 10 rows", "3 engine_error", "max_failed_fraction 0.2")
-        assert not (job.out / f"ds={DS}").exists()
-        assert not (plan / "report.json").exists()
 
 
 def test_a_raised_limit_publishes_without_generating_again(job: Job) -> None:
@@ -623,38 +498,6 @@ def test_no_row_that_can_be_prompted(job: Job) -> None:
 # Commits out of turn
 
 
-def test_commit_before_run_names_the_shards(job: Job) -> None:
-    plan = job.planned()
-    assert_refused(job.commit(plan), 5, "shard 0", "shard 1", "batchllm run")
-    run_only(StoredPlan.open(str(plan)), 0)
-    outcome = job.commit(plan)
-    assert_refused(outcome, 5, "shard 1")
-    assert "shard 0" not in outcome.err
-    assert not (job.out / f"ds={DS}").exists()
-
-
-def test_commit_twice_is_harmless(job: Job, finished: Path) -> None:
-    assert job.commit(finished).code == 0
-    once = listing(job.out)
-    inode = (job.out / f"ds={DS}" / "data.parquet").stat().st_ino
-    again = job.commit(finished)
-    assert again.code == 0
-    assert "already holds" in again.err
-    assert listing(job.out) == once
-    assert (job.out / f"ds={DS}" / "data.parquet").stat().st_ino == inode  # not written again
-
-
-def test_a_changed_input_is_a_plan_of_its_own(job: Job, finished: Path) -> None:
-    assert job.commit(finished).code == 0
-    job.write_rows("first", "second", "changed", "fourth", "fifth")
-    plan = job.planned()
-    assert plan != finished
-    assert_refused(job.commit(plan), 5)
-    assert len(job.published()) == 5
-    job.run_all(plan)
-    assert job.commit(plan).code == 0
-
-
 # Reports and arguments
 
 
@@ -662,25 +505,6 @@ def test_report_before_commit(job: Job, finished: Path) -> None:
     assert_refused(job.batchllm("report", "--plan", finished), 2, "report.json", "committed")
     spec = job.folder / "job.yaml"
     assert_refused(job.batchllm("report", "--job", spec, "--ds", DS), 2, str(job.out), DS)
-
-
-def test_report_of_a_job_needs_its_partition(job: Job, finished: Path) -> None:
-    assert job.commit(finished).code == 0
-    spec = job.folder / "job.yaml"
-    assert job.batchllm("report", "--job", spec, "--ds", DS).code == 0
-    outcome = job.batchllm("report", "--job", spec)
-    assert outcome.code == 2
-    assert "--ds" in outcome.err
-
-
-@pytest.mark.parametrize(
-    "args", [[], ["nosuch"], ["plan"], ["run", "--plan", "x", "--worker", "one"], ["report"]]
-)
-def test_wrong_arguments(batchllm: Any, args: list[str]) -> None:
-    outcome = batchllm(*args)
-    assert outcome.code == 2
-    assert "batchllm" in outcome.err
-    assert "Traceback" not in outcome.err
 
 
 @pytest.mark.parametrize("ds", ["..", ".", "a/b", "../../up", "a b", "50%", "naïve 表"])
@@ -703,24 +527,6 @@ def test_an_empty_partition_value(job: Job) -> None:
 
 
 # All of it on S3
-
-
-def test_a_job_on_s3(job: Job, s3_bucket: str, tmp_path: Path) -> None:
-    lake = Folder.open(f"{s3_bucket}/lake")
-    lake.publish_file(job.folder / "in" / f"ds={DS}" / "a.parquet", f"in/ds={DS}/a.parquet")
-    job.write_spec(input={"uri": f"{lake.uri}/in"}, output={"uri": f"{lake.uri}/out"})
-    result = tmp_path / "result.json"
-    spec = tmp_path / "job.yaml"
-    assert job.batchllm("plan", "--job", spec, "--ds", DS, "--result", result).code == 0
-    plan = json.loads(result.read_text(encoding="utf-8"))["plan_uri"]
-    assert_refused(job.commit(plan), 5, "shard 0")
-    job.run_all(plan)
-    for _ in range(2):
-        assert job.commit(plan).code == 0
-    report = job.batchllm("report", "--job", spec, "--ds", DS)
-    assert "5 in, 5 out, 0 failed" in report.out
-    with lake.open_file(f"out/ds={DS}/data.parquet") as file:
-        assert len(pq.read_table(file)) == 5
 
 
 def test_a_bucket_that_is_not_there(job: Job, s3_environment: None) -> None:

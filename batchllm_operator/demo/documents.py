@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -15,12 +16,15 @@ _MAX_DOCUMENT_CHARS: Final = 2_500
 _OWN_DISTRIBUTION: Final = "batchllm-operator"
 
 _MARKDOWN_HEADING = re.compile(r"#{1,6}\s+(?P<text>.+?)[\s#]*$")
-_CODE_FENCE = re.compile(r"\s*(```|~~~)")
-_UNDERLINE = re.compile(r"""(?P<mark>[=\-~^"'`*+#.:])(?P=mark){2,}\s*$""")
-_IMAGE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
-_LINK = re.compile(r"\[(?P<text>[^\]]*)\](\([^)]*\)|\[[^\]]*\])")
-_RST_LINK = re.compile(r"`(?P<text>[^`<]+?)\s*<[^>]*>`_*")
-_TAG = re.compile(r"<[^>]*>|\{[#:.][^}]*\}")
+_CODE_FENCE = re.compile(r"\s*```")
+_UNDERLINE = re.compile(r"""(?P<mark>[=\-~^"'*+#.:])(?P=mark){2,}$""")
+_MARKUP: Final = (
+    (re.compile(r"!\[[^\]]*\]\([^)]*\)"), ""),  # images
+    (re.compile(r"\[([^\]]*)\](\([^)]*\)|\[[^\]]*\])"), r"\1"),  # links
+    (re.compile(r"`([^`<]+?)\s*<[^>]*>`_*"), r"\1"),  # links of reStructuredText
+    (re.compile(r"<[^>]*>|\{[#:.][^}]*\}"), ""),  # tags
+)
+"""Patterns, and what is kept of their matches."""
 _VERSION = re.compile(r"v?\d")
 _WORD = re.compile(r"[A-Za-z]{3}")
 
@@ -46,40 +50,28 @@ def clip(text: str, max_chars: int) -> str:
     return head[:at_line].rstrip() if at_line > 0 else head
 
 
-def headings_of(text: str, *, markdown: bool) -> tuple[str, ...]:
+def headings_of(text: str) -> tuple[str, ...]:
     """Headings in a Markdown or reStructuredText document, as plain text, each once.
 
     Lines in code fences, version numbers and one-symbol lines don't count.
     """
     headings: dict[str, str] = {}
-    lines = [line.rstrip() for line in text.splitlines()]
     in_fence = False
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if markdown and _CODE_FENCE.match(line):
+    for line, following in pairwise([*map(str.rstrip, text.splitlines()), ""]):
+        if _CODE_FENCE.match(line):
             in_fence = not in_fence
-        if in_fence or not line.strip() or line[0].isspace():
+        if in_fence or not line or line[0].isspace() or _UNDERLINE.match(line):
             continue
-        heading = _heading(line, following, markdown=markdown)
+        if match := _MARKDOWN_HEADING.match(line):
+            line = match["text"]
+        elif not _UNDERLINE.match(following):
+            continue
+        for pattern, kept in _MARKUP:
+            line = pattern.sub(kept, line)
+        heading = " ".join(line.split()).strip(" #*`_:.!|")
         if 3 <= len(heading) <= 60 and _WORD.search(heading) and not _VERSION.match(heading):
             headings.setdefault(heading.casefold(), heading)
     return tuple(headings.values())
-
-
-def _heading(line: str, following: str, *, markdown: bool) -> str:
-    """The text of the heading that `line` is, or an empty string."""
-    underline = _UNDERLINE.match(following)
-    if markdown and (match := _MARKDOWN_HEADING.match(line)):
-        text = match["text"]
-    elif (
-        underline
-        and not _UNDERLINE.match(line)
-        and (underline["mark"] in "=-" if markdown else len(underline[0]) >= len(line))
-    ):
-        text = line
-    else:
-        return ""
-    text = _TAG.sub("", _RST_LINK.sub(r"\g<text>", _LINK.sub(r"\g<text>", _IMAGE.sub("", text))))
-    return " ".join(text.split()).strip(" #*`_:.!|")
 
 
 def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> tuple[DemoDocument, ...]:
@@ -99,19 +91,17 @@ def _descriptions() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
     """(normalised name, whole description, headings) of every distribution with enough text."""
     # setuptools adds its `_vendor` folder to sys.path when it is imported.
     folders = [folder for folder in sys.path if Path(folder).name != "_vendor"]
-    by_package: dict[str, tuple[str, bool]] = {}
+    by_package: dict[str, str] = {}
     for distribution in metadata.distributions(path=folders):
         fields = distribution.metadata.json
         name, text = fields.get("name"), fields.get("description")
-        if not isinstance(name, str) or not isinstance(text, str):
-            continue  # a broken installation, or one without a description
-        text = "\n".join(line.rstrip() for line in text.strip().splitlines())
-        markdown = str(fields.get("description_content_type", "")).startswith("text/markdown")
-        # The first on sys.path is in use.
-        by_package.setdefault(re.sub(r"[-_.]+", "-", name).lower(), (text, markdown))
+        if isinstance(name, str) and isinstance(text, str):  # else it is broken, or has none
+            text = "\n".join(line.rstrip() for line in text.strip().splitlines())
+            # The first on sys.path is in use.
+            by_package.setdefault(re.sub(r"[-_.]+", "-", name).lower(), text)
     descriptions, seen = [], set[str]()
-    for package, (text, markdown) in sorted(by_package.items()):
+    for package, text in sorted(by_package.items()):
         if len(text) >= _MIN_DOCUMENT_CHARS and text not in seen and package != _OWN_DISTRIBUTION:
             seen.add(text)
-            descriptions.append((package, text, headings_of(text, markdown=markdown)))
+            descriptions.append((package, text, headings_of(text)))
     return tuple(descriptions)

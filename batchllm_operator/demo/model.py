@@ -10,8 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,8 +43,10 @@ _CHAT_TEMPLATE: Final = (
 
 # Spreads of the weights, chosen so that outputs depend on the whole prompt, and the best two logits
 # are far apart compared to float32 noise.
-_QK_GAIN: Final = 1.2  # attention concentrates on few positions
-_BRANCH_GAIN: Final = 3.0  # attention and MLP outweigh the embedding of the last token
+_GAINS: Final = {
+    **dict.fromkeys(("q_proj", "k_proj"), 1.2),  # attention concentrates on few positions
+    **dict.fromkeys(("o_proj", "down_proj"), 3.0),  # layers outweigh the last token's embedding
+}
 _NORM_SPREAD: Final = 0.5  # of the log of each token's output norm: few tokens compete
 _END_NORM: Final = 5.0  # the end of a message is sampled now and then
 
@@ -65,6 +66,8 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
         documents = [document.text for document in demo_documents()]
     if not any(documents):
         raise ModelError(f"demo model {folder}: there is no text to train the tokenizer on")
+    from transformers.utils import logging
+
     tokenizer = _train_tokenizer(documents)
     model = _random_model(tokenizer)
 
@@ -73,28 +76,17 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         tokenizer.save_pretrained(unfinished)
-        with _quiet():
-            model.save_pretrained(unfinished)
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        model.save_pretrained(unfinished)
+        if shown:
+            logging.enable_progress_bar()
         (unfinished / "model.safetensors").chmod(0o644)  # created readable by its owner only
         folder.mkdir(exist_ok=True)
         for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(folder / file.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide transformers' progress bar."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
@@ -166,9 +158,7 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     elif "embed_tokens" in name:
         weight.normal_(0.0, 1.0, generator=generator)
     else:
-        layer = name.split(".")[-2]
-        gains = dict.fromkeys(("q_proj", "k_proj"), _QK_GAIN)
-        gain = gains.get(layer, _BRANCH_GAIN if layer in ("o_proj", "down_proj") else 1.0)
+        gain = _GAINS.get(name.split(".")[-2], 1.0)
         weight.normal_(0.0, gain / math.sqrt(weight.shape[-1]), generator=generator)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -50,7 +50,18 @@ def build_demo_table(folder: Path, *, ds: str) -> str:
             f"demo table {folder}: no Python distribution installed here has a long description"
             " with headings, so there is nothing to make a table of"
         )
-    rows = sorted(_rows(chosen), key=_shuffle_key)
+    rows = [
+        {
+            "snippet_id": f"{document.package}:{idx}",
+            "package": document.package,
+            "document": document.text,
+            "query": query,
+        }
+        for document, queries in chosen
+        for idx, query in enumerate(queries)
+    ]
+    # An order that is independent of the row's document.
+    rows.sort(key=lambda row: hashlib.sha256(row["snippet_id"].encode()).digest())
     partition_path = folder / f"ds={ds}"
     partition_path.mkdir(parents=True, exist_ok=True)
     unfinished = partition_path / f".part-0.parquet.{os.getpid()}"
@@ -73,33 +84,15 @@ def _choose(documents: Sequence[DemoDocument]) -> list[tuple[DemoDocument, tuple
     for heading, _ in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
         canonical.setdefault(heading.casefold(), heading)
 
-    candidates = []
-    seen_texts: set[str] = set()
+    by_text: dict[str, DemoDocument] = {}
     for document in documents:
-        if document.text in seen_texts or not document.headings:
-            continue
-        seen_texts.add(document.text)
+        if document.headings:
+            by_text.setdefault(document.text, document)
+    candidates = []
+    for document in by_text.values():
         ranked = sorted((-recurrence[h.casefold()], h.casefold()) for h in document.headings)
         queries = tuple(canonical[heading] for _, heading in ranked[:_MAX_QUERIES])
-        num_shared = sum(1 for count, _ in ranked[:_MAX_QUERIES] if count < -1)
+        num_shared = sum(count < -1 for count, _ in ranked[:_MAX_QUERIES])
         candidates.append((-num_shared, document.package, document, queries))
     candidates.sort(key=lambda candidate: candidate[:2])
     return [(document, queries) for _, _, document, queries in candidates[:_MAX_DOCUMENTS]]
-
-
-def _rows(chosen: Iterable[tuple[DemoDocument, tuple[str, ...]]]) -> list[dict[str, str]]:
-    return [
-        {
-            "snippet_id": f"{document.package}:{idx}",
-            "package": document.package,
-            "document": document.text,
-            "query": query,
-        }
-        for document, queries in chosen
-        for idx, query in enumerate(queries)
-    ]
-
-
-def _shuffle_key(row: dict[str, str]) -> bytes:
-    """A sort key that is independent of the row's document."""
-    return hashlib.sha256(row["snippet_id"].encode()).digest()

@@ -89,11 +89,9 @@ def find_garbage(
     """
     root = job_root(spec)
     folders = [root.child(name) for name in root.subfolder_names()]
-    if ds is not None:
-        folders = [job_folder(spec, ds)]
-    garbage: list[Garbage] = []
+    garbage: list[Garbage | None] = []
     kept: list[Kept] = []
-    for folder in folders:
+    for folder in folders if ds is None else [job_folder(spec, ds)]:
         plans: dict[str, dict[str, StoredFile]] = defaultdict(dict)
         loose: dict[str, StoredFile] = {}
         for name, file in list_files(folder).items():
@@ -103,16 +101,16 @@ def find_garbage(
             elif top == "records" or STAGED_FOLDER.fullmatch(top) or _is_temporary(folder, name):
                 loose[name] = file
         for name, files in plans.items():
-            found = _of_plan(spec, folder.child(name), files, before)
-            if isinstance(found, Garbage):
-                garbage.append(found)
-            else:
-                kept += [found] if found is not None else []
-                garbage += _temporary(folder.child(name), files, before)
-        garbage += _garbage(folder, "records and temporary files", loose, before)
+            plan = _of_plan(spec, folder.child(name), files, before)
+            if isinstance(plan, Kept):
+                kept.append(plan)
+            garbage.append(
+                plan if isinstance(plan, Garbage) else _temporary(folder.child(name), files, before)
+            )
+        garbage.append(_old(folder, "records and temporary files", loose, before))
     for folder in _table_folders(spec, ds):
-        garbage += _temporary(folder, list_files(folder), before)
-    return garbage, kept
+        garbage.append(_temporary(folder, list_files(folder), before))
+    return [files for files in garbage if files is not None], kept
 
 
 def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept]]:
@@ -123,15 +121,14 @@ def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept
     """
     removed: list[Garbage] = []
     kept: list[Kept] = []
-    for each in garbage:
-        if each.seen is not None and list_files(each.folder) != each.seen:
-            kept.append(Kept(each.folder, "it has changed meanwhile"))
-            continue
-        if _has_begun_again(each):
-            kept.append(Kept(each.folder, "work on it has begun again"))
-            continue
-        remove_files(each.folder, each.files)
-        removed.append(each)
+    for files in garbage:
+        if files.seen is not None and list_files(files.folder) != files.seen:
+            kept.append(Kept(files.folder, "it has changed meanwhile"))
+        elif _has_begun_again(files):
+            kept.append(Kept(files.folder, "work on it has begun again"))
+        else:
+            remove_files(files.folder, files.files)
+            removed.append(files)
     return removed, kept
 
 
@@ -166,12 +163,9 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
     except TableError as error:
         return Kept(folder, f"whether it is published isn't known: {error}")
     if not is_published:
+        what = "was never published" if MANIFEST_FILE in files else "was never completed"
         if SUPERSEDED_FILE in files or COMMITTED_FILE in files:
             what = "another plan has taken its place"
-        elif MANIFEST_FILE in files:
-            what = "was never published"
-        else:
-            what = "was never completed"
         return Garbage(folder, what, files, files)
     if not is_committed:
         return Kept(folder, f"it is published, without a {COMMITTED_FILE}: commit it once more")
@@ -213,15 +207,15 @@ def _table_folders(spec: JobSpec, ds: str | None) -> Iterator[Folder]:
             yield table.child(name)
 
 
-def _temporary(folder: Folder, files: Files, before: float) -> list[Garbage]:
+def _temporary(folder: Folder, files: Files, before: float) -> Garbage | None:
     chosen = {name: file for name, file in files.items() if _is_temporary(folder, name)}
-    return _garbage(folder, "temporary files", chosen, before)
+    return _old(folder, "temporary files", chosen, before)
 
 
-def _garbage(folder: Folder, what: str, files: Files, before: float) -> list[Garbage]:
-    """The files that are old enough, each judged by itself."""
+def _old(folder: Folder, what: str, files: Files, before: float) -> Garbage | None:
+    """The files that are old enough, each judged by itself; None if there are none."""
     old = {name: file for name, file in files.items() if file.modified_at < before}
-    return [Garbage(folder, what, old)] if old else []
+    return Garbage(folder, what, old) if old else None
 
 
 def _is_temporary(folder: Folder, name: str) -> bool:

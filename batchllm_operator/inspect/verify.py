@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 from batchllm_operator.amounts import counted
@@ -15,8 +15,6 @@ from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_json import StoredJson
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
-
-_RECORDS: Final = "records"
 
 
 class PlanRecord(StoredJson):
@@ -66,8 +64,8 @@ def verify_worker(
 
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:
     """Store the result of planning under `name`, for a caller without access to this process."""
-    data = PlanRecord(result=dict(result)).to_bytes()
-    _records(spec, ds).write_bytes(_file_name(name), data)
+    folder, file_name = _place(spec, ds, name)
+    folder.write_bytes(file_name, PlanRecord(result=dict(result)).to_bytes())
 
 
 def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
@@ -79,7 +77,7 @@ def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
     """
     where = f"job {spec.name}, partition {ds}: record {name}"
     try:
-        record = PlanRecord.read(_records(spec, ds), _file_name(name))
+        record = PlanRecord.read(*_place(spec, ds, name))
     except DamagedFileError as error:
         raise IncompleteRunError(f"{where}: {error}") from error
     if record is None:
@@ -91,9 +89,6 @@ def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
     return result
 
 
-def _file_name(name: str) -> str:
-    return f"{quote(name, safe='')}.json"
-
-
-def _records(spec: JobSpec, ds: str) -> Folder:
-    return job_folder(spec, ds).child(_RECORDS)
+def _place(spec: JobSpec, ds: str, name: str) -> tuple[Folder, str]:
+    """Folder and file of a record."""
+    return job_folder(spec, ds).child("records"), f"{quote(name, safe='')}.json"

@@ -14,7 +14,8 @@ def test_markdown_headings_are_plain_text_without_code_and_versions() -> None:
 
 ## Installation ##
 
-```sh
+run it:
+```
 # not a heading
 ```
 
@@ -24,7 +25,7 @@ Quick start
 -----------
 ## usage
 """
-    assert headings_of(text, markdown=True) == ("My *tool", "Installation", "Usage", "Quick start")
+    assert headings_of(text) == ("My *tool", "Installation", "Usage", "Quick start")
 
 
 def test_rst_headings_are_underlined_lines() -> None:
@@ -33,18 +34,19 @@ def test_rst_headings_are_underlined_lines() -> None:
 Tool
 =====
 
-# not a heading
-
 Getting `started <http://x>`_
 =============================
 
-too long for its line
-====
-
 Usage
 ~~~~~
+
+  Example
+  -------
+
+License
+'''''''
 """
-    assert headings_of(text, markdown=False) == ("Tool", "Getting started", "Usage")
+    assert headings_of(text) == ("Tool", "Getting started", "Usage", "License")
 
 
 def test_clip_ends_at_a_line_break() -> None:
