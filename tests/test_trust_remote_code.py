@@ -121,6 +121,6 @@ def test_each_place_that_loads_a_model_takes_it_from_the_spec() -> None:
     assert found == {
         ("engine/vllm/engine.py", "EngineArgs"),
         ("engine/vllm/formats.py", "get_tokenizer"),
-        ("model/transformers_tokenizer.py", "from_pretrained"),
+        ("model/tokenizer.py", "from_pretrained"),
         ("simulate/vllm_config.py", "ModelConfig"),
     }

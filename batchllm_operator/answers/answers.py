@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from batchllm_operator.answers import fakes
-from batchllm_operator.answers.choices import ChoiceAnswers
+from batchllm_operator.answers.generated import (
+    ChoiceAnswers,
+    LogprobAnswers,
+    ReasoningAnswers,
+    SampleAnswers,
+)
 from batchllm_operator.answers.kind import (
     NOTHING_PLANNED,
     AnswerKind,
     FakePrompt,
     Parts,
     PlannedAnswers,
-    Watch,
 )
-from batchllm_operator.answers.labels import LabelAnswers
-from batchllm_operator.answers.logprobs import LogprobAnswers
-from batchllm_operator.answers.reasoning import ReasoningAnswers
-from batchllm_operator.answers.samples import SampleAnswers
+from batchllm_operator.answers.labels import LabelAnswers, LabelMass
 from batchllm_operator.answers.typed import TypedAnswers
 from batchllm_operator.answers.vectors import VectorAnswers
 from batchllm_operator.row_error import RowError
@@ -34,7 +35,7 @@ KINDS: Final[tuple[type[AnswerKind], ...]] = (
     *(LabelAnswers, VectorAnswers, TypedAnswers, ChoiceAnswers),
     *(SampleAnswers, ReasoningAnswers, LogprobAnswers),
 )
-"""All kinds. A new one is a file of this room, and its fields and rules in `spec/`."""
+"""All kinds. A new one is a class of this room, and its fields and rules in `spec/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,9 @@ class Answers:
             text = fakes.fake_text(prompt.token_ids, prompt.num_characters)
         return text, _joined(kind.fake(prompt) for kind in self.kinds)
 
-    def watches(self) -> list[Watch]:
-        """What watches the answers of a run."""
-        return [watch for kind in self.kinds if (watch := kind.watch()) is not None]
+    def watches(self) -> list[LabelMass]:
+        """What watches the answers of a run, and warns early of doubtful ones."""
+        return [kind.watch() for kind in self.kinds if isinstance(kind, LabelAnswers)]
 
 
 def plan_answers(spec: JobSpec, tokenizer: Tokenizer) -> PlannedAnswers:
@@ -104,5 +105,5 @@ def plan_answers(spec: JobSpec, tokenizer: Tokenizer) -> PlannedAnswers:
     )
 
 
-def _joined(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for values in found for name, value in values.items()}
+def _joined(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for mapping in mappings for name, value in mapping.items()}

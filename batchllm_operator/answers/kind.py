@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,20 +50,6 @@ class FakePrompt:
     """Whether the answer can't be used, if its kind has such answers."""
 
 
-class Watch(Protocol):
-    """Watches the answers of a run, and warns early of doubtful ones."""
-
-    @property
-    def note(self) -> str:
-        """For a progress line; may be empty."""
-
-    def count(self, text: str, raw: Mapping[str, Any]) -> None:
-        """Count an answer without an error."""
-
-    def judge(self) -> None:
-        """Warn, if the answers so far are doubtful; once."""
-
-
 class AnswerKind(ABC):
     """One thing that a job asks for beside a text, or the form of its text.
 
@@ -72,7 +58,6 @@ class AnswerKind(ABC):
     nothing else can be imported.
 
     Args:
-        spec: the job's.
         planned: what planning has found out; parts and faults need none of it.
     """
 
@@ -84,16 +69,14 @@ class AnswerKind(ABC):
     """Columns of few distinct texts, by which the report counts rows."""
     averaged: Sequence[str] = ()
     """Columns of numbers whose means the report has."""
-    judges_texts: ClassVar[bool] = False
-    """Whether `remarks` reads how often the model wrote each text."""
+
+    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
+        self._spec, self._planned = spec, planned
 
     @classmethod
     @abstractmethod
     def is_asked(cls, spec: JobSpec) -> bool:
         """Whether a job asks for this kind."""
-
-    def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
-        self._spec, self._planned = spec, planned
 
     @classmethod
     def plan(cls, spec: JobSpec, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -113,20 +96,11 @@ class AnswerKind(ABC):
         return {field.name: outputs[field.name] for field in self.fields}
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
-        """The row error of an answer that can't be used, or None.
-
-        Args:
-            text: the answer's.
-            raw: its `raw_fields` by name.
-        """
+        """The row error of an answer that can't be used, by its text and `raw_fields`, or None."""
         return None
 
     def read(self, output: Any) -> dict[str, Any]:
-        """The values of `raw_fields` by name.
-
-        Args:
-            output: vLLM's finished `RequestOutput` or `PoolingRequestOutput`.
-        """
+        """`raw_fields` by name of vLLM's finished `RequestOutput` or `PoolingRequestOutput`."""
         return {}
 
     def fake(self, prompt: FakePrompt) -> dict[str, Any]:
@@ -137,15 +111,11 @@ class AnswerKind(ABC):
         """The fake engine's text, if this kind decides it."""
         return None
 
-    def watch(self) -> Watch | None:
-        """What watches the answers of a run."""
-        return None
-
     def remarks(self, means: Mapping[str, float], texts: Counter[str]) -> dict[str, Any]:
         """Fields of the report's `AnswerSummary` beside counts and means.
 
         Args:
             means: of the columns `averaged`.
-            texts: rows by the model's own text, if the kind `judges_texts`.
+            texts: rows by the model's own text; only of labels, whose texts are single tokens.
         """
         return {}

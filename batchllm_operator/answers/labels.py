@@ -45,7 +45,6 @@ class LabelAnswers(AnswerKind):
 
     raw_fields = (LOGPROBS_FIELD,)
     counted = ("label",)
-    judges_texts = True
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:
         super().__init__(spec, planned)
@@ -80,10 +79,9 @@ class LabelAnswers(AnswerKind):
         Raises:
             SpecError: an answer isn't one token, or two answers are the same one.
         """
-        from batchllm_operator.prompts import renderer_of, sample_chat  # only plans need it
+        from batchllm_operator.prompts import sample_chat  # only plans need it
 
-        row = renderer_of(spec.prompt).render(sample_chat(spec.prompt))
-        sample = tokenizer.apply_chat_template(row)
+        sample = tokenizer.renderer(spec.prompt).render(sample_chat(spec.prompt))
         for error in sample.errors.values():
             raise SpecError(f"labels: can't be tried after a message of a user: {error}")
         (prompt,) = sample.present()
@@ -174,6 +172,7 @@ class LabelAnswers(AnswerKind):
         return {LOGPROBS_FIELD.name: fakes.fake_logprobs(prompt.token_ids, len(self._labels))}
 
     def watch(self) -> LabelMass:
+        """What watches the answers of a run."""
         return LabelMass(self._spec)
 
     def remarks(self, means: Mapping[str, float], texts: Counter[str]) -> dict[str, Any]:
@@ -205,11 +204,11 @@ class LabelMass:
 
     @property
     def note(self) -> str:
-        """Empty before the first answer."""
+        """For a progress line; empty before the first answer."""
         return f", labels hold {self._sum / self._num:.2g} of the probability" if self._num else ""
 
     def count(self, text: str, raw: Mapping[str, Any]) -> None:
-        """See `Watch.count`; judges once enough answers have come."""
+        """Count an answer without an error; judges once enough answers have come."""
         mass = float(label_mass(np.array([raw[LOGPROBS_FIELD.name]]))[0])
         if np.isfinite(mass):
             self._sum, self._num = self._sum + mass, self._num + 1
@@ -218,7 +217,7 @@ class LabelMass:
             self.judge()
 
     def judge(self) -> None:
-        """See `Watch.judge`."""
+        """Warn, if the answers so far are doubtful; once."""
         if self._has_judged or not self._num:
             return
         self._has_judged = True
@@ -228,15 +227,11 @@ class LabelMass:
 
 
 def calibrated(logprobs: _Floats, prior: Sequence[float]) -> _Floats:
-    """Log-probabilities of labels divided by their prior: float64 [num_rows, num_labels].
+    """Log-probabilities of labels divided by their prior, which adds up to 1; shapes as `logprobs`.
 
     With the prior of a table this is batch calibration (Zhou et al. 2023, arXiv 2309.17249),
     which takes the mean over the texts themselves where contextual calibration takes a text
     without content (Zhao et al. 2021, arXiv 2102.09690). A label whose prior is 0 stays impossible.
-
-    Args:
-        logprobs: see `label_probabilities`.
-        prior: mean probabilities of the labels, which add up to 1.
     """
     known = np.array(prior) > 0
     shift = np.log(np.where(known, prior, 1.0))
@@ -246,19 +241,14 @@ def calibrated(logprobs: _Floats, prior: Sequence[float]) -> _Floats:
 def label_probabilities(logprobs: _Floats) -> _Floats:
     """Probabilities among the labels, which add up to 1: float64 [num_rows, num_labels].
 
-    Args:
-        logprobs: float64 [num_rows, num_labels], of the labels in the whole vocabulary.
+    `logprobs` are those of the labels in the whole vocabulary: float64 [num_rows, num_labels].
     """
     weights = np.exp(logprobs - logprobs.max(axis=1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
 def label_mass(logprobs: _Floats) -> _Floats:
-    """The labels' share of the model's probability, 0 to 1: float64 [num_rows].
-
-    Args:
-        logprobs: see `label_probabilities`.
-    """
+    """The labels' share of the model's probability, 0 to 1: float64 [num_rows]."""
     return np.asarray(np.minimum(np.exp(logprobs).sum(axis=1), 1.0))
 
 

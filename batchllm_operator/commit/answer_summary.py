@@ -48,7 +48,6 @@ def summarize_answers(
     answers = Answers.of(spec, planned).over(partial(read_all, sources))
     counts = {name: Counter[str]() for kind in answers.kinds for name in kind.counted}
     means = {name: _Mean() for kind in answers.kinds for name in kind.averaged}
-    judges_texts = any(kind.judges_texts for kind in answers.kinds)
     texts = Counter[str]()
     names = ["row_idxs", "generated_text", "error", *(field.name for field in answers.raw_fields)]
     for part in read_all(sources, names) if counts or means else ():
@@ -56,7 +55,7 @@ def summarize_answers(
         if not answered.num_rows:
             continue
         num_rows = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
-        if judges_texts:
+        if spec.task == "classify":  # texts are single tokens, so there are few
             texts.update(_rows_by_value(answered["generated_text"], num_rows))
         columns = {"generated_text": answered["generated_text"], **answers.columns(answered)}
         for name, counter in counts.items():

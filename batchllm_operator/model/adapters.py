@@ -1,26 +1,32 @@
-"""LoRA adapters of a model: their folders, versions and ranks."""
+"""LoRA adapters of a model: their folders, versions and ranks, and whether they fit the model."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 
+from batchllm_operator.amounts import first_of
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model.files import ModelFiles, one_line
-from batchllm_operator.model.folder import folder_digest
+from batchllm_operator.model.files import ModelFiles, cached_folder, folder_digest, one_line
+from batchllm_operator.model.tokenizer import fingerprint
 from batchllm_operator.model.weights import check_adapter_weights, weight_shapes
 from batchllm_operator.spec import ModelSpec
 
 _CONFIG_FILE: Final = "adapter_config.json"
+_TOKENIZER: Final = "tokenizer.json"
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _LORA_WEIGHT: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _NUMBER: Final = re.compile(r"\d+")
+_MOST_NAMED: Final = 3
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +45,11 @@ class Adapter:
     """What it was trained on, by its own account."""
 
     @property
+    def where(self) -> str:
+        """Its place in the spec."""
+        return f"model.adapters.{self.name}"
+
+    @property
     def version(self) -> str:
         """Changes when the adapter does: the hub's commit, or a digest of the folder."""
         return f"commit:{self.folder.name}" if self.is_on_hub else folder_digest(self.folder)
@@ -55,36 +66,46 @@ def find_adapters(model: ModelSpec) -> tuple[Adapter, ...]:
         _read(name, number, path)
         for number, (name, path) in enumerate(model.adapters.items(), start=1)
     )
-    folder = _model_folder(model) if adapters else None
+    if not adapters:
+        return ()
+    is_local = Path(model.path).is_absolute()
+    folder = Path(model.path) if is_local else cached_folder(model.path, model.revision)
     for adapter in adapters:
         if folder is not None and (misfit := _misfit(adapter.folder, folder)):
             trained_on = f" (trained on {adapter.base_model})" if adapter.base_model else ""
             raise ModelError(
-                f"{_where(adapter.name)}: is for another model than {model.path}{trained_on}:"
-                f" {misfit}"
+                f"{adapter.where}: is for another model than {model.path}{trained_on}: {misfit}"
             )
     return adapters
 
 
-def warn_of_other_models(model: ModelSpec, adapters: tuple[Adapter, ...]) -> None:
-    """Warn of adapters that name another model on the hub than the job's."""
+def check_adapters(
+    model: ModelSpec, adapters: Iterable[Adapter], files: ModelFiles | None, *, chat: bool
+) -> None:
+    """Warn of adapters for another model, or with a tokenizer or chat template of their own.
+
+    Args:
+        files: the model's; None for the fake engine without a model.
+        chat: whether prompts go through the model's chat template.
+
+    Raises:
+        ModelError: an adapter has tokens that the model lacks, so it can't be given them and can't
+            write them; a token that only fills up batches doesn't count. Or a file is damaged.
+    """
     for adapter in adapters:
-        if (
-            adapter.base_model
-            and not Path(model.path).is_absolute()
-            and not Path(adapter.base_model).is_absolute()
-            and adapter.base_model.lower() != model.path.lower()
-        ):
+        base = adapter.base_model
+        is_on_hub = base and not any(Path(path).is_absolute() for path in (model.path, base))
+        if base and is_on_hub and base.lower() != model.path.lower():
             _log.warning(
-                "%s: was trained on %s, and the job's model is %s",
-                _where(adapter.name),
-                adapter.base_model,
-                model.path,
+                "%s: was trained on %s, and the job's model is %s", adapter.where, base, model.path
             )
+        if files is not None:
+            own = ModelFiles(str(adapter.folder), where=adapter.where)
+            _check_tokenizer(own, files, chat=chat)
 
 
 def _read(name: str, number: int, path: str) -> Adapter:
-    where, is_on_hub = _where(name), not Path(path).is_absolute()
+    where = f"model.adapters.{name}"
     files = ModelFiles(path, where=f"{where}: {path}")
     folder = files.folder or _load(path, where)
     try:
@@ -99,7 +120,19 @@ def _read(name: str, number: int, path: str) -> Adapter:
     check_adapter_weights(files)
     base = config.get("base_model_name_or_path")
     base_model = base if isinstance(base, str) else None
+    is_on_hub = not Path(path).is_absolute()
     return Adapter(name, number, folder, is_on_hub, _rank(config, where), base_model)
+
+
+def _load(path: str, where: str) -> Path:
+    """The folder of an adapter on the hub, named by its commit."""
+    from huggingface_hub import snapshot_download  # seconds to import
+
+    try:
+        return Path(snapshot_download(path))
+    # An unknown name, no network, a full disk: all mean that the adapter can't be used.
+    except Exception as error:
+        raise ModelError(f"{where}: {path} can't be loaded: {one_line(error)}") from error
 
 
 def _rank(config: dict[str, Any], where: str) -> int:
@@ -146,29 +179,62 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def _model_folder(model: ModelSpec) -> Path | None:
-    """The folder of the model, as far as it is on this machine."""
-    if Path(model.path).is_absolute():
-        return Path(model.path)
-    from huggingface_hub import snapshot_download
+def _check_tokenizer(own: ModelFiles, model: ModelFiles, *, chat: bool) -> None:
+    tokenizers = [_tokenizer(files) for files in (own, model)]
+    if tokenizers[1] is not None:
+        pad = _mapping(own, _TOKENIZER_CONFIG).get("pad_token")
+        padding = {str(pad.get("content") if isinstance(pad, dict) else pad)}
+        if new := sorted(_tokens(own) - _tokens(model) - padding):
+            raise ModelError(
+                f"{own.where}: its tokenizer has tokens that the model lacks:"
+                f" {first_of([*map(repr, new)], _MOST_NAMED)}; merge it into a model that has"
+                " them, and use that as model.path"
+            )
+    prints = {fingerprint(known.to_str()) for known in tokenizers if known is not None}
+    is_other = {  # one alone has nothing to differ from
+        "tokenizer": len(prints) == 2,
+        "chat template": chat and _template(own) not in (None, _template(model)),
+    }
+    if any(is_other.values()):
+        _log.warning(
+            "%s: has a %s of its own, which differs from the model's and isn't used: if it was"
+            " trained with that, merge it into a model that has it",
+            own.where,
+            " and a ".join(name for name, differs in is_other.items() if differs),
+        )
 
-    try:
-        return Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
-    # Not there yet, or not a name of the hub (the fake engine takes any).
-    except Exception:  # noqa: BLE001
+
+def _tokens(files: ModelFiles) -> set[str]:
+    """The tokens that files name; none if there are no such files."""
+    tokenizer = _tokenizer(files)
+    tokens = set(tokenizer.get_vocab() if tokenizer is not None else ())
+    tokens |= _mapping(files, "added_tokens.json").keys()
+    listed = _mapping(files, _TOKENIZER_CONFIG).get("added_tokens_decoder")
+    for token in listed.values() if isinstance(listed, dict) else ():
+        if isinstance(token, dict) and isinstance(content := token.get("content"), str):
+            tokens.add(content)
+    return tokens
+
+
+def _tokenizer(files: ModelFiles) -> Tokenizer | None:
+    if (path := files.find(_TOKENIZER)) is None:
         return None
-
-
-def _load(path: str, where: str) -> Path:
-    """The folder of an adapter on the hub, named by its commit."""
-    from huggingface_hub import snapshot_download  # seconds to import
-
     try:
-        return Path(snapshot_download(path))
-    # An unknown name, no network, a full disk: all mean that the adapter can't be used.
-    except Exception as error:
-        raise ModelError(f"{where}: {path} can't be loaded: {one_line(error)}") from error
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises plain exceptions
+        raise ModelError(f"{files.where}: its {_TOKENIZER} can't be read: {error}") from error
 
 
-def _where(name: str) -> str:
-    return f"model.adapters.{name}"
+def _template(files: ModelFiles) -> str | None:
+    """The chat template, or all of them by name, without the space around it."""
+    if (path := files.find("chat_template.jinja")) is not None:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    for name in (_TOKENIZER_CONFIG, "chat_template.json"):
+        if template := _mapping(files, name).get("chat_template"):
+            return str(template).strip()
+    return None
+
+
+def _mapping(files: ModelFiles, name: str) -> dict[str, Any]:
+    content = files.read_json(name)
+    return content if isinstance(content, dict) else {}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model.content_format import takes_parts
 from batchllm_operator.spec import PromptSpec
 
 Message = Mapping[str, Any]
@@ -25,26 +29,32 @@ class ChatTemplate:
     """The chat template of a tokenizer, with its arguments.
 
     Args:
-        tokenizer: transformers' tokenizer, which has a chat template.
+        tokenizer: transformers' tokenizer.
         path: the model, in messages.
         ds: the date, for templates that ask for it, so that a plan can be repeated.
         prompt: the spec's, with arguments of the template, and the answer's beginning.
 
     Raises:
-        ModelError: there are several templates, and none is the default.
+        ModelError: there is no template, or there are several, and none is the default.
     """
 
     def __init__(self, tokenizer: Any, path: str, ds: str, prompt: PromptSpec) -> None:
         self._tokenizer, self._path, self._ds = tokenizer, path, ds
-        self._answer_prefix = prompt.answer_prefix or ""
-        self._arguments, self._advice = prompt.chat_arguments, advise_without_template(prompt)
+        self._answer_prefix, self._arguments = prompt.answer_prefix or "", prompt.chat_arguments
+        self._advice = "set prompt.chat_template: false"
+        if prompt.is_chat:
+            self._advice = (
+                "put a chat template that works into the model's folder, as chat_template.jinja, or"
+                f" write the whole text as prompt.template, in place of prompt.{prompt.field}"
+            )
+        if not tokenizer.chat_template:
+            raise ModelError(f"model {path}: has no chat template; {self._advice}")
         try:
-            template = tokenizer.get_chat_template(tools=self._arguments.get("tools"))
+            self.source: str = tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         except ValueError as error:
             raise ModelError(f"model {path}: {error}") from error
-        self.source: str = template
-        self._takes_parts = takes_parts(template)
-        self._knows_developers = any(f"{quote}developer{quote}" in template for quote in "'\"")
+        self._takes_parts = takes_parts(self.source)
+        self._knows_developers = any(f"{quote}developer{quote}" in self.source for quote in "'\"")
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
         """The text of each chat, at whose end the assistant's answer begins or continues.
@@ -75,10 +85,10 @@ class ChatTemplate:
 
     def _given(self, chat: Sequence[Message]) -> list[Message]:
         """The messages in the form that the template reads."""
-        found: list[Message] = [{**each, "content": self._content(each)} for each in chat]
-        if self._knows_developers or all(each["role"] != "developer" for each in found):
-            return found
-        return list(_without_developers(found))
+        messages = [{**message, "content": self._content(message)} for message in chat]
+        if self._knows_developers or all(each["role"] != "developer" for each in messages):
+            return messages
+        return list(_without_developers(messages))
 
     def _content(self, message: Message) -> object:
         content = message.get("content", [])
@@ -97,16 +107,6 @@ class ChatTemplate:
             ) from error
 
 
-def advise_without_template(prompt: PromptSpec) -> str:
-    """What a spec can do if the model's chat template is missing or doesn't suit it."""
-    if not prompt.is_chat:
-        return "set prompt.chat_template: false"
-    return (
-        "put a chat template that works into the model's folder, as chat_template.jinja, or write"
-        f" the whole text as prompt.template, in place of prompt.{prompt.field}"
-    )
-
-
 def _without_developers(chat: Sequence[Message]) -> Iterator[Message]:
     """The chat with developers' messages as the system's; all of these as one, which comes first.
 
@@ -115,16 +115,109 @@ def _without_developers(chat: Sequence[Message]) -> Iterator[Message]:
     system, others = list[Message](), list[Message]()
     for message in chat:
         if message["role"] == "developer":
-            message = {name: each for name, each in message.items() if name != "tools"}
+            message = {name: value for name, value in message.items() if name != "tools"}
             message["role"] = "system"
         (system if message["role"] == "system" else others).append(message)
     if len(system) == 1 and chat[0]["role"] in ("developer", "system"):
         yield from system
     else:
-        texts = ["\n".join(_texts(each["content"])) for each in system]
+        texts = ["\n".join(_texts(message["content"])) for message in system]
         yield {"role": "system", "content": "\n\n".join(filter(None, texts))}
     yield from others
 
 
 def _texts(content: str | list[dict[str, str]]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+# Whether a template reads the content of a message as a text, or as a list of parts, by the rules
+# of vLLM's `_detect_content_format`.
+
+
+def takes_parts(template: str) -> bool:
+    """Whether the template loops over the parts of a message's content."""
+    try:
+        root = _ENVIRONMENT.parse(template)
+    except TemplateError:  # rendering tells why
+        return False
+    loops, chats = list(root.find_all(nodes.For)), _names_of_chat(root)
+    messages = {
+        loop.target.name
+        for loop in loops
+        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in chats)
+    }
+    parameters: dict[int, Set[str]] = {}  # of macros, by each loop in them
+    for macro in root.find_all(nodes.Macro):
+        names = frozenset(_content_parameters(root, macro, messages))
+        parameters |= {id(loop): names for loop in macro.find_all(nodes.For)}
+    return any(
+        any(_reads(loop.iter, name, "content") for name in messages)
+        or (
+            isinstance(loop.iter, nodes.Name)
+            and loop.iter.name in parameters.get(id(loop), {"content"})
+        )
+        for loop in loops
+    )
+
+
+class _Generation(Extension):
+    """transformers' tag around what a model has said."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+)
+
+
+def _names_of_chat(root: nodes.Template) -> set[str]:
+    """`messages`, and variables that are set to it or to a part of it."""
+    names = {"messages"}
+    assigned = [
+        (assignment.target.name, assignment.node)
+        for assignment in root.find_all(nodes.Assign)
+        if isinstance(assignment.target, nodes.Name)
+    ]
+    while more := {
+        target
+        for target, value in assigned
+        if target not in names and any(_reads(value, name) for name in names)
+    }:
+        names |= more
+    return names
+
+
+def _content_parameters(
+    root: nodes.Template, macro: nodes.Macro, messages: Set[str]
+) -> Iterator[str]:
+    """The macro's parameters that are given the content of a message."""
+    own = [parameter.name for parameter in macro.args]
+    for call in root.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            given = [*zip(own, call.args, strict=False)]
+            given += [(keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in own]
+            for name, value in given:
+                if any(_reads(value, message, "content") for message in messages):
+                    yield name
+
+
+def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """Whether it is a variable, or a key of one, maybe filtered, tested or cut."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    if key is not None:
+        match node:
+            case nodes.Getitem(node=owner, arg=nodes.Const(value=read)) if read == key:
+                node = owner
+            case nodes.Getattr(node=owner, attr=read) if read == key:
+                node = owner
+            case _:
+                return False
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name

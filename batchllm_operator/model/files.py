@@ -1,11 +1,13 @@
-"""The files of a model or an adapter, in a folder or on the hub."""
+"""The files of a model or an adapter, in a folder or on the hub, and a digest of a folder."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from batchllm_operator.errors import ModelError
 
@@ -14,6 +16,11 @@ _HINT: Final = "a folder begins with ./, ../, ~/ or /"
 _QUANTIZED_NAME: Final = re.compile(r".+:(UD-)?(I?Q\d\w*|TQ\d\w*|BF16|F16|F32)", re.IGNORECASE)
 """How llama.cpp and others name one file of a hub's model."""
 _LFS_START: Final = b"version https://git-lfs."
+_WHOLE_FILE_BYTES: Final = 16 << 20
+_END_BYTES: Final = 1 << 20
+_SAMPLE_BYTES: Final = 1 << 12
+_NUM_SAMPLES: Final = 256
+"""Samples of a large file that isn't safetensors."""
 
 
 class ModelFiles:
@@ -21,7 +28,6 @@ class ModelFiles:
 
     Args:
         path: an absolute folder, or a name on the hub.
-        revision: branch, tag or commit on the hub.
         where: what the files are of, in messages.
 
     Attributes:
@@ -41,12 +47,8 @@ class ModelFiles:
         if path.lower().endswith(".gguf") or _QUANTIZED_NAME.fullmatch(path):
             raise self.gguf_error()
         self.is_cached = False
-        self.folder: Path | None = None
-        if Path(path).is_absolute():
-            self.folder = self._local_folder()
-            self.names = _names(self.folder)
-        else:
-            self.names = self._names_on_hub()
+        self.folder = Path(path) if Path(path).is_absolute() else None
+        self.names = self._names_on_hub() if self.folder is None else self._names(self.folder)
 
     def gguf_error(self) -> ModelError:
         """Refuses a model of GGUF files."""
@@ -92,15 +94,15 @@ class ModelFiles:
                 raise ModelError(f"{self.where}: its {name} {fault}") from error
             raise ModelError(f"{self.where}: its {name} isn't JSON") from error
 
-    def _local_folder(self) -> Path:
-        folder = Path(self._path)
+    def _names(self, folder: Path) -> frozenset[str]:
         try:
-            if folder.is_dir():
-                return folder
-            is_file = folder.is_file()
-        except OSError:  # the name is too long
-            is_file = False
-        fault = "is a file; give the folder that holds it" if is_file else "there is no such folder"
+            return frozenset(path.name for path in folder.iterdir() if path.is_file())
+        except NotADirectoryError:
+            fault = "is a file; give the folder that holds it"
+        except FileNotFoundError:
+            fault = "there is no such folder"
+        except OSError as error:
+            fault = f"can't be listed: {error}"
         raise ModelError(f"{self.where}: {fault}")
 
     def _names_on_hub(self) -> frozenset[str]:
@@ -116,24 +118,24 @@ class ModelFiles:
             raise ModelError(f"{self.where}: {fault}") from error
         # No network, no rights, no such name: what was loaded before may be used.
         except Exception as error:
-            self.folder = self._cached_folder()
+            self.folder = cached_folder(self._path, self._revision)
             if self.folder is None:
                 fault = "the hub doesn't answer, and the model isn't in its cache here"
                 if isinstance(error, RepositoryNotFoundError):
                     fault = "the hub has no such model, or wants an access token (HF_TOKEN)"
                 raise ModelError(f"{self.where}: {fault} ({_HINT}): {one_line(error)}") from error
             self.is_cached = True
-            return _names(self.folder)
+            return self._names(self.folder)
 
-    def _cached_folder(self) -> Path | None:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
 
-        try:
-            options: dict[str, Any] = {"revision": self._revision, "local_files_only": True}
-            return Path(snapshot_download(self._path, **options))
-        except LocalEntryNotFoundError:
-            return None
+def cached_folder(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a model in the hub's cache on this machine; None if it isn't there."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not loaded yet, or no name of the hub
+        return None
 
 
 def pointer_fault(data: bytes) -> str | None:
@@ -151,8 +153,56 @@ def one_line(error: BaseException) -> str:
     return " ".join(lines[:3]) if lines[0].endswith(":") else lines[0]
 
 
-def _names(folder: Path) -> frozenset[str]:
+def folder_digest(folder: Path) -> str:
+    """A digest of a model's folder: names, sizes, and content.
+
+    Of a file above 16 MiB (weights) it reads the first and the last MiB, and the beginning, middle
+    and end of each tensor: training may change only some tensors, anywhere in the file.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts):
+            continue  # files of downloaders and version control
+        size = path.stat().st_size
+        digest.update(f"{name.as_posix()}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= _WHOLE_FILE_BYTES:
+                digest.update(file.read())
+                continue
+            for start, num_bytes in _samples(file, size):
+                file.seek(start)
+                digest.update(file.read(num_bytes))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _samples(file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of the samples of a large file."""
+    tensors = _tensors(file, size) or [
+        (size * number // _NUM_SAMPLES, size * (number + 1) // _NUM_SAMPLES)
+        for number in range(_NUM_SAMPLES)
+    ]
+    yield 0, _END_BYTES
+    for start, end in tensors:
+        for place in (start, (start + end) // 2, end - _SAMPLE_BYTES):
+            yield max(start, place), min(_SAMPLE_BYTES, end - start)
+    yield max(0, size - _END_BYTES), _END_BYTES
+
+
+def _tensors(file: IO[bytes], size: int) -> list[tuple[int, int]]:
+    """(begin, end) of the tensors of a safetensors file; empty for other files.
+
+    Its first 8 bytes are the length of the JSON header, which gives offsets from its own end.
+    """
+    start = 8 + int.from_bytes(file.read(8), "little")
+    if start > size:
+        return []
     try:
-        return frozenset(path.name for path in folder.iterdir() if path.is_file())
-    except OSError as error:
-        raise ModelError(f"model {folder}: can't be listed: {error}") from error
+        header = json.loads(file.read(start - 8))
+        offsets = [
+            tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"
+        ]
+        found = sorted((start + int(first), start + int(end)) for first, end in offsets)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    return found if all(start <= first <= end <= size for first, end in found) else []

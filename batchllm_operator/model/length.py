@@ -7,9 +7,10 @@ a test compares the two.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
 from typing import Any, Final
 
 from batchllm_operator.errors import ModelError, SpecError
@@ -80,44 +81,42 @@ def find_length(
     """The length that vLLM allows; None if the model doesn't say any.
 
     Args:
-        config: the model's, as transformers has it, or the fields of `config.json` as attributes.
+        config: the model's, as transformers has it.
         is_pooled: whether vLLM runs it as a pooling model.
 
     Raises:
         ModelError: a length in the model's files isn't a number of at least 2.
     """
     fields = _Fields(config, engine.extra_args.get("hf_overrides"))
-    limit, source = _by_config(fields)
-    window = fields.get("sliding_window")
-    if engine.extra_args.get("disable_sliding_window") and window and window < limit:
-        limit, source = window, f"sliding_window of {_CONFIG}"
+    lengths = [(fields.get(key), f"{key} of {_CONFIG}") for key in _KEYS]
+    if own := fields.get("model_max_length"):
+        lengths = [(own, f"model_max_length of {_CONFIG}")]
+    if engine.extra_args.get("disable_sliding_window") and (window := fields.get("sliding_window")):
+        lengths.append((window, f"sliding_window of {_CONFIG}"))
     if is_pooled and fields.get("position_embedding_type", of_text=False) == "absolute":
-        of_tokenizer = (files.read_json(_TOKENIZER) or {}).get("model_max_length", inf)
-        if of_tokenizer < limit:
-            limit, source = of_tokenizer, f"model_max_length of {_TOKENIZER}"
+        of_tokenizer = (files.read_json(_TOKENIZER) or {}).get("model_max_length")
+        lengths.append((of_tokenizer, f"model_max_length of {_TOKENIZER}"))
+    known = [(length, source) for length, source in lengths if isinstance(length, int | float)]
+    limit, source = min(known, key=itemgetter(0), default=(inf, ""))
     if limit == inf:
         return None
-    parameters = list(_rope_parameters(fields))
+    rope = _rope_parameters(fields)
     if "gemma3" not in str(fields.get("model_type")):
-        factors = [p["factor"] for p in parameters if _kind(p) not in _SCALED and "factor" in p]
-        factor = factors[-1] if factors else 1.0
-        if not isinstance(factor, int | float | None):
-            raise ModelError(
-                f"{files.where}: factor in rope_scaling of {_CONFIG} is {str(factor)[:40]!r},"
-                " which is no number; correct the file"
-            )
-        limit *= factor or 1.0
+        limit *= _rope_factor(rope, files)
     for name in _ENCODERS:
         if encoder := files.read_json(name):
             if "max_seq_length" in encoder:
                 limit, source = encoder["max_seq_length"], f"max_seq_length of {name}"
             break
-    most, source = _by_positions(fields, _checked(limit, source, files), source)
+    if not isinstance(limit, int | float) or limit < 2:
+        raise ModelError(
+            f"{files.where}: {source} is {limit}, which is no length of a prompt; correct the file"
+        )
+    most, source = _by_positions(fields, int(limit), source)
     usual = most
-    if any(_kind(each) == "longrope" for each in parameters):
+    if any(_kind(parameters) == "longrope" for parameters in rope):
         usual = int(fields.get("original_max_position_embeddings") or most)
-    more = fields.get("model_max_length")
-    return ModelLength(usual, max(most, more) if isinstance(more, int) else most, source)
+    return ModelLength(usual, max(most, own) if isinstance(own, int) else most, source)
 
 
 class _Fields:
@@ -139,24 +138,11 @@ class _Fields:
         return getattr(self._text if of_text else self._config, name, None)
 
 
-def _by_config(fields: _Fields) -> tuple[float, str]:
-    """The smallest length of `config.json`, unless `model_max_length` says one."""
-    limit, source = inf, ""
-    for key in _KEYS:
-        found = fields.get(key)
-        if isinstance(found, int | float) and found < limit:
-            limit, source = found, f"{key} of {_CONFIG}"
-    if own := fields.get("model_max_length"):
-        limit, source = own, f"model_max_length of {_CONFIG}"
-    return limit, source
-
-
 def _by_positions(fields: _Fields, limit: int, source: str) -> tuple[int, str]:
     """At most as many tokens as there are learned positions."""
     kind, positions = fields.get("model_type"), fields.get("max_position_embeddings")
-    if kind not in _IS_OFFSET or not isinstance(positions, int):
-        return limit, source
-    if fields.get("position_embedding_type") not in (None, "absolute"):
+    is_learned = fields.get("position_embedding_type") in (None, "absolute")
+    if kind not in _IS_OFFSET or not is_learned or not isinstance(positions, int):
         return limit, source
     first = int(fields.get("pad_token_id") or 0) + 1 if _IS_OFFSET[kind] else 0
     if positions - first >= limit:
@@ -165,22 +151,26 @@ def _by_positions(fields: _Fields, limit: int, source: str) -> tuple[int, str]:
     return positions - first, f"max_position_embeddings of {_CONFIG}{less}"
 
 
-def _rope_parameters(fields: _Fields) -> Iterator[Mapping[str, Any]]:
+def _rope_parameters(fields: _Fields) -> list[Mapping[str, Any]]:
     """Those of all layers, or of each kind of layers."""
-    found = fields.get("rope_parameters") or fields.get("rope_scaling")
-    if not isinstance(found, Mapping) or not found:
-        return
-    nested = [each for each in found.values() if isinstance(each, Mapping)]
-    yield from nested if len(nested) == len(found) else [found]
+    given = fields.get("rope_parameters") or fields.get("rope_scaling")
+    if not isinstance(given, Mapping) or not given:
+        return []
+    nested = [value for value in given.values() if isinstance(value, Mapping)]
+    return nested if len(nested) == len(given) else [given]
+
+
+def _rope_factor(rope: list[Mapping[str, Any]], files: ModelFiles) -> float:
+    """By how much RoPE stretches the positions of the config."""
+    factors = [p["factor"] for p in rope if _kind(p) not in _SCALED and "factor" in p]
+    factor = factors[-1] if factors else 1.0
+    if not isinstance(factor, int | float | None):
+        raise ModelError(
+            f"{files.where}: factor in rope_scaling of {_CONFIG} is {str(factor)[:40]!r},"
+            " which is no number; correct the file"
+        )
+    return factor or 1.0
 
 
 def _kind(parameters: Mapping[str, Any]) -> object:
     return parameters.get("rope_type") or parameters.get("type") or "default"
-
-
-def _checked(limit: object, source: str, files: ModelFiles) -> int:
-    if not isinstance(limit, int | float) or limit < 2:
-        raise ModelError(
-            f"{files.where}: {source} is {limit}, which is no length of a prompt; correct the file"
-        )
-    return int(limit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -23,10 +22,11 @@ _PATTERNS: Final = {
     **dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor"), ("*.safetensors",)),
 }
 """Files by vLLM's load format, of which it takes the first that match."""
-_OF_TRAINING: Final = (
-    *("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
-)
 _ADAPTER: Final = tuple(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt"))
+_OTHERS: Final = frozenset(
+    ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", *_ADAPTER)
+)
+"""Files that match the patterns, and hold no weights of a model."""
 _SHARD: Final = re.compile(r"(?P<head>.+-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<tail>\..+)")
 _MAX_SHARDS: Final = 10_000
 _MAX_NAMED: Final = 3
@@ -46,16 +46,14 @@ def check_weights(files: ModelFiles, load_format: str = "auto") -> None:
         load_format = "mistral" if has_own else "hf"
     if load_format not in _PATTERNS or files.is_cached:  # another machine may load the rest
         return
-    found = _matching(files.names, _PATTERNS[load_format])
-    indexes = [f"{each}.index.json" for each in _indexed(load_format, found)]
-    listed = {name for each in indexes for name in _listed(files, each)}
-    missing = sorted((listed or _numbered(found)) - files.names)
-    if missing:
+    present = _present(files, _PATTERNS[load_format])
+    listed = _listed(files, load_format, present)
+    if missing := sorted((listed or _numbered(present)) - files.names):
         named = first_of(missing, _MAX_NAMED)
         raise ModelError(f"{files.where}: lacks files of its weights: {named}")
-    if not found:
+    if not present:
         raise _without_weights(files, _PATTERNS[load_format])
-    for name in sorted(listed & found or found):
+    for name in sorted(listed & present or present):
         _check_file(files, name)
 
 
@@ -65,10 +63,21 @@ def check_adapter_weights(files: ModelFiles) -> None:
     Raises:
         ModelError: they are missing, cut off or empty.
     """
-    name = next((each for each in _ADAPTER if each in files.names), None)
+    name = next((name for name in _ADAPTER if name in files.names), None)
     if name is None:
         raise ModelError(f"{files.where}: has no weights: there is no {_ADAPTER[0]}")
     _check_file(files, name)
+
+
+def weight_shapes(path: Path) -> dict[str, list[int]]:
+    """Shapes of the weights in a safetensors file, by name.
+
+    Raises:
+        OSError: it can't be read.
+        SafetensorError: it isn't such a file, or is cut off.
+    """
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
 def _check_file(files: ModelFiles, name: str) -> None:
@@ -90,49 +99,39 @@ def _check_file(files: ModelFiles, name: str) -> None:
         raise ModelError(f"{files.where}: its {name} {fault}")
 
 
-def weight_shapes(path: Path) -> dict[str, list[int]]:
-    """Shapes of the weights in a safetensors file, by name.
-
-    Raises:
-        OSError: it can't be read.
-        SafetensorError: it isn't such a file, or is cut off.
-    """
-    with safe_open(path, framework="numpy") as file:
-        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-
-
-def _matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+def _present(files: ModelFiles, patterns: tuple[str, ...]) -> set[str]:
     """The weights that vLLM takes: those of the first pattern that any name matches."""
     for pattern in patterns:
-        if found := {name for name in names if fnmatchcase(name, pattern) and "/" not in name}:
-            return found - {*_OF_TRAINING, *_ADAPTER}
+        names = {name for name in files.names if fnmatchcase(name, pattern) and "/" not in name}
+        if names:
+            return names - _OTHERS
     return set()
 
 
-def _indexed(load_format: str, found: set[str]) -> tuple[str, ...]:
-    """What the indexes of the shards are of, most of which models don't have."""
+def _listed(files: ModelFiles, load_format: str, present: set[str]) -> set[str]:
+    """The files that the index of the shards names; empty for a model without an index."""
+    safetensors, torch = "model.safetensors", "pytorch_model.bin"
     if load_format == "mistral":
-        return ("consolidated.safetensors",)
-    if any(name.endswith(".safetensors") for name in found):
-        return ("model.safetensors",)
-    return ("pytorch_model.bin",) if found else ("model.safetensors", "pytorch_model.bin")
+        indexed = ["consolidated.safetensors"]
+    elif any(name.endswith(".safetensors") for name in present):
+        indexed = [safetensors]
+    else:
+        indexed = [torch] if present else [safetensors, torch]
+    names: set[str] = set()
+    for name in indexed:
+        index = files.read_json(f"{name}.index.json")
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        names |= set(map(str, shards.values())) if isinstance(shards, dict) else set()
+    return names
 
 
-def _listed(files: ModelFiles, index: str) -> set[str]:
-    """The files that an index names; none if there is no index."""
-    content = files.read_json(index)
-    shards = content.get("weight_map") if isinstance(content, dict) else None
-    return set(map(str, shards.values())) if isinstance(shards, dict) else set()
-
-
-def _numbered(found: Iterable[str]) -> set[str]:
+def _numbered(present: set[str]) -> set[str]:
     """All shards, by the names of some: `model-00001-of-00003.safetensors` is one of three."""
-    shards: set[str] = set()
-    for match in filter(None, map(_SHARD.fullmatch, found)):
-        count = min(int(match["count"]), _MAX_SHARDS)
-        numbers = range(1, count + 1)
-        shards |= {f"{match['head']}{n:05d}-of-{match['count']}{match['tail']}" for n in numbers}
-    return shards
+    return {
+        f"{match['head']}{number:05d}-of-{match['count']}{match['tail']}"
+        for match in filter(None, map(_SHARD.fullmatch, present))
+        for number in range(1, min(int(match["count"]), _MAX_SHARDS) + 1)
+    }
 
 
 def _without_weights(files: ModelFiles, patterns: tuple[str, ...]) -> ModelError:
@@ -143,8 +142,7 @@ def _without_weights(files: ModelFiles, patterns: tuple[str, ...]) -> ModelError
             f"{files.where}: is a LoRA adapter, not a model: give the model that it is for as"
             " model.path, and the adapter in model.adapters"
         )
-    kinds = ", ".join(patterns)
     return ModelError(
-        f"{files.where}: has no weights ({kinds}); complete the folder, or download it again"
-        " (engine.backend: fake needs none)"
+        f"{files.where}: has no weights ({', '.join(patterns)}); complete the folder, or download"
+        " it again (engine.backend: fake needs none)"
     )

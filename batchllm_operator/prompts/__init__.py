@@ -1,7 +1,6 @@
 """From rows to token ids: the template, the tokenizer."""
 
 from batchllm_operator.prompts.chats import has_messages as has_messages
-from batchllm_operator.prompts.chats import renderer_of as renderer_of
 from batchllm_operator.prompts.chats import sample_chat as sample_chat
 from batchllm_operator.prompts.prompt_encoder import TokenIdsDifferError as TokenIdsDifferError
 from batchllm_operator.prompts.template import PromptRenderer as PromptRenderer

@@ -1,7 +1,4 @@
-"""Renders rows into chats: the text of a row is the JSON of its messages.
-
-A chat template gets what vLLM's `LLM.chat` passes on to it.
-"""
+"""Renders rows that are whole chats: their messages, as vLLM's `LLM.chat` passes them on."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any, Final, get_args
 import pyarrow as pa
 from pyarrow import types
 
+from batchllm_operator.model import ChatRefusedError, ChatTemplate
 from batchllm_operator.prompts.control_tokens import (
     CONTROL_TOKEN,
     ControlTokenError,
@@ -21,39 +19,18 @@ from batchllm_operator.prompts.template import (
     NULL_VALUE,
     PromptRenderer,
     RenderedPrompts,
-    rendered_prompts,
+    system_message,
 )
-from batchllm_operator.prompts.values import NOT_UTF8, has_text, text_column
+from batchllm_operator.prompts.values import NOT_UTF8, has_text, is_string, text_column
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import PromptSpec
 from batchllm_operator.spec.limits import shown
-from batchllm_operator.spec.prompt import SYSTEM_ROLES, Role, Turn
+from batchllm_operator.spec.prompt import SYSTEM_ROLES, Role
 
 INVALID_MESSAGES: Final = "invalid_messages"
 Messages = list[dict[str, Any]]
 _ROLES: Final = get_args(Role)
 _MAX_NAME_LEN: Final = 40
-
-
-def renderer_of(
-    prompt: PromptSpec, control: ControlTokens | None = None
-) -> PromptRenderer | _TurnsRenderer | _MessagesRenderer:
-    """The renderer of a spec's prompt. Chats are as `read_chat` reads them.
-
-    Args:
-        control: see `PromptRenderer`.
-    """
-    if prompt.turns:
-        return _TurnsRenderer(prompt.turns, prompt.system, control)
-    if prompt.messages is not None:
-        return _MessagesRenderer(prompt.messages, prompt.system, control)
-    return PromptRenderer(prompt, control)
-
-
-def read_chat(text: str) -> Messages:
-    """The messages of a row."""
-    messages: Messages = json.loads(text)
-    return messages
 
 
 def sample_chat(prompt: PromptSpec) -> pa.RecordBatch:
@@ -71,62 +48,78 @@ def has_messages(kind: pa.DataType) -> bool:
     if _is_list(kind) and types.is_struct(kind.value_type):
         names = {field.name for field in kind.value_type}
         return {"role", "content"} <= names and _is_json(kind.value_type)
-    return _is_text(kind)
+    return is_string(kind)
 
 
-class _TurnsRenderer:
-    """Renders `prompt.turns`; a row has the error of its first turn without a text."""
+class ChatRenderer:
+    """Renders `prompt.turns`, or the messages of the column `prompt.messages`.
+
+    Without a chat template, the text of a row is the JSON of its messages. A row whose chat the
+    template refuses gets an error, as does one whose turn has no text.
+    """
 
     def __init__(
-        self, turns: tuple[Turn, ...], system: str | None, control: ControlTokens | None
+        self,
+        prompt: PromptSpec,
+        control: ControlTokens | None = None,
+        chat: ChatTemplate | None = None,
     ) -> None:
-        self._head = _head(system)
+        self._control, self._chat = control or ControlTokens(), chat
+        self._column, self._head = prompt.messages, system_message(prompt)
         self._turns = [
             (turn.role, PromptRenderer(PromptSpec(template=turn.template, constant=True), control))
-            for turn in turns
+            for turn in prompt.turns or ()
         ]
 
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
-        turns = [renderer.render(batch) for _, renderer in self._turns]
+        """Render each row of `batch`; see `PromptRenderer.render`."""
         errors: dict[int, RowError] = {}
-        for turn in reversed(turns):
+        control_rows: set[int] = set()
+        made = self._of_turns if self._turns else self._of_column
+        chats = made(batch, errors, control_rows)
+        texts: list[str | None] = [None] * batch.num_rows
+        for row, text in self._texts(chats, errors).items():
+            texts[row] = text
+        return RenderedPrompts.of(texts, errors, control_rows)
+
+    def _of_turns(
+        self, batch: pa.RecordBatch, errors: dict[int, RowError], control_rows: set[int]
+    ) -> dict[int, Messages]:
+        """The chats of rows; adds the other rows' errors, and rows that spell control tokens."""
+        turns = [renderer.render(batch) for _, renderer in self._turns]
+        for turn in reversed(turns):  # the error of the first turn without a text counts
             errors |= turn.errors
-        columns = [turn.texts.to_pylist() for turn in turns]
-        texts: list[str | None] = []
-        for row, contents in enumerate(zip(*columns, strict=True)):
-            pairs = zip(self._turns, contents, strict=True)
-            chat = [{"role": role, "content": content} for (role, _), content in pairs]
-            texts.append(None if row in errors else _as_text(self._head + chat))
-        control_rows = frozenset[int]().union(*(turn.control_rows for turn in turns))
-        return rendered_prompts(texts, errors, control_rows)
+            control_rows |= turn.control_rows
+        roles = [role for role, _ in self._turns]
+        rows = enumerate(zip(*(turn.texts.to_pylist() for turn in turns), strict=True))
+        return {
+            row: self._head
+            + [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+            for row, texts in rows
+            if row not in errors
+        }
 
-
-class _MessagesRenderer:
-    """Renders `prompt.messages`."""
-
-    def __init__(self, column: str, system: str | None, control: ControlTokens | None) -> None:
-        self._column, self._head = column, _head(system)
-        self._control = control or ControlTokens()
-
-    def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
+    def _of_column(
+        self, batch: pa.RecordBatch, errors: dict[int, RowError], control_rows: set[int]
+    ) -> dict[int, Messages]:
+        """See `_of_turns`."""
         column, where = batch.column(self._column), f"column {self._column!r}"
         known = text_column(column) if has_text(column.type) else None
-        faults = {} if known is None else known.faults
-        errors = {
-            row: RowError(fault.code, f"{where} {fault.reason}") for row, fault in faults.items()
-        }
-        texts: list[str | None] = [None] * batch.num_rows
-        control_rows = []
+        for row, fault in known.faults.items() if known is not None else ():
+            errors[row] = RowError(fault.code, f"{where} {fault.reason}")
+        chats: dict[int, Messages] = {}
         for row, value in enumerate(column if known is None else known.texts):
             try:
                 if row not in errors:
                     given = value.as_py()
-                    found = _loaded(given) if known is not None else _without_nulls(given)
-                    messages, spells_control = self._control.in_messages(messages_of(found))
-                    control_rows += [row] if spells_control else []
-                    texts[row] = self._chat(messages)
+                    loaded = _loaded(given) if known is not None else _without_nulls(given)
+                    messages, spells_control = self._control.in_messages(messages_of(loaded))
+                    control_rows |= {row} if spells_control else set()
+                    head = [] if messages[0]["role"] in SYSTEM_ROLES else self._head
+                    _as_text(messages)
+                    chats[row] = head + messages
             except ControlTokenError as error:
-                control_rows.append(row)
+                control_rows.add(row)
                 errors[row] = RowError(CONTROL_TOKEN, f"{where} {error}")
             except UnicodeDecodeError as error:
                 errors[row] = RowError(NOT_UTF8, f"{where} isn't valid UTF-8: {error.reason}")
@@ -134,15 +127,24 @@ class _MessagesRenderer:
                 is_null = not value.is_valid
                 code = NULL_VALUE if is_null else INVALID_MESSAGES
                 errors[row] = RowError(code, f"{where} {'is null' if is_null else error}")
-        return rendered_prompts(texts, errors, control_rows)
+        return chats
 
-    def _chat(self, messages: Messages) -> str:
-        head = [] if messages[0]["role"] in SYSTEM_ROLES else self._head
-        return _as_text(head + messages)
-
-
-def _head(system: str | None) -> Messages:
-    return [] if system is None else [{"role": "system", "content": system}]
+    def _texts(self, chats: dict[int, Messages], errors: dict[int, RowError]) -> dict[int, str]:
+        """The text of each chat; adds errors of those that the template refuses."""
+        if self._chat is None or not chats:
+            return {row: _as_text(chat) for row, chat in chats.items()}
+        try:
+            return dict(zip(chats, self._chat.render(list(chats.values())), strict=True))
+        except ChatRefusedError:
+            texts: dict[int, str] = {}
+        for row, chat in chats.items():
+            try:
+                [texts[row]] = self._chat.render([chat])
+            except ChatRefusedError as error:
+                reason = shown(" ".join(error.reason.split()))
+                refusal = f"the model's chat template refuses them: {reason}"
+                errors[row] = RowError(INVALID_MESSAGES, refusal)
+        return texts
 
 
 def _as_text(messages: Messages) -> str:
@@ -175,8 +177,8 @@ def _loaded(text: str | None) -> object:
 def _without_nulls(value: Any) -> Any:
     """Without the fields that a struct has only for other rows."""
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -190,18 +192,14 @@ def _is_json(kind: pa.DataType) -> bool:
     if _is_list(kind) or types.is_dictionary(kind):
         return _is_json(kind.value_type)
     is_number = types.is_integer(kind) or types.is_floating(kind)
-    return bool(is_number or types.is_boolean(kind) or types.is_null(kind)) or _is_text(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    return bool(is_number or types.is_boolean(kind) or types.is_null(kind)) or is_string(kind)
 
 
 class InvalidMessagesError(ValueError):
     """Something that isn't a chat; the text says what is wrong, after the column's name."""
 
 
-def messages_of(value: object) -> list[dict[str, Any]]:
+def messages_of(value: object) -> Messages:
     """The messages of a chat, from what its JSON says.
 
     Raises:
@@ -211,46 +209,45 @@ def messages_of(value: object) -> list[dict[str, Any]]:
         raise InvalidMessagesError("isn't a list of messages")
     if not value:
         raise InvalidMessagesError("has no messages")
-    found = []
-    for idx, message in enumerate(value):
+    messages = []
+    for number, message in enumerate(value, start=1):
         try:
-            found.append(_message(message))
+            messages.append(_message(message))
         except InvalidMessagesError as error:
-            raise InvalidMessagesError(f"message {idx + 1} {error}") from None
-    return found
+            raise InvalidMessagesError(f"message {number} {error}") from None
+    return messages
 
 
-def _message(value: object) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
+def _message(given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
         raise InvalidMessagesError("isn't an object with role and content")
-    role = value.get("role")
+    role, content = given.get("role"), given.get("content")
     if role not in _ROLES:
         has = "has no role" if role is None else f"has the role {_named(role)}"
         raise InvalidMessagesError(f"{has}; roles are {', '.join(_ROLES)}")
-    found: dict[str, Any] = {"role": role}
-    calls = _tool_calls(value.get("tool_calls")) if role == "assistant" else []
-    if (content := value.get("content")) is not None:
-        found["content"] = _content(content)
+    message: dict[str, Any] = {"role": role}
+    calls = _tool_calls(given.get("tool_calls")) if role == "assistant" else []
+    if content is not None:
+        _check_content(content)
+        message["content"] = content
     elif not calls:
         raise InvalidMessagesError("has no content")
     if calls:
-        found["tool_calls"] = calls
-    if role == "assistant" and value.get("reasoning") is not None:
-        found["reasoning"] = found["reasoning_content"] = value["reasoning"]
-    if role == "tool" and "tool_call_id" in value:
-        found["tool_call_id"] = value["tool_call_id"]
-    found |= {name: value[name] for name in ("name", "task") if isinstance(value.get(name), str)}
+        message["tool_calls"] = calls
+    if role == "assistant" and given.get("reasoning") is not None:
+        message["reasoning"] = message["reasoning_content"] = given["reasoning"]
+    if role == "tool" and "tool_call_id" in given:
+        message["tool_call_id"] = given["tool_call_id"]
+    message |= {name: given[name] for name in ("name", "task") if isinstance(given.get(name), str)}
     if role == "developer":
-        found["tools"] = value.get("tools")
-    return found
+        message["tools"] = given.get("tools")
+    return message
 
 
-def _content(value: object) -> str | list[dict[str, Any]]:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
+def _check_content(content: object) -> None:
+    if not isinstance(content, str | list):
         raise InvalidMessagesError("has a content that isn't text, nor a list of parts")
-    for part in value:
+    for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise InvalidMessagesError(
@@ -258,31 +255,25 @@ def _content(value: object) -> str | list[dict[str, Any]]:
             )
         if not isinstance(part.get("text"), str):
             raise InvalidMessagesError("has a part without text")
-    return value
 
 
-def _tool_calls(value: object) -> list[dict[str, Any]]:
-    if value is None:
-        return []
-    found: list[dict[str, Any]] = []
-    for given in value if isinstance(value, list) else [None]:
-        call = given if isinstance(given, dict) else {}
+def _tool_calls(given: object) -> list[dict[str, Any]]:
+    """Calls with arguments as an object, which templates read, where OpenAI's API has its JSON."""
+    calls: list[dict[str, Any]] = []
+    for value in given if isinstance(given, list) else [] if given is None else [None]:
+        call = value if isinstance(value, dict) else {}
         function = call.get("function")
         if not isinstance(function, dict) or call.get("type", "function") != "function":
             raise InvalidMessagesError("has tool_calls that aren't a list of calls of functions")
-        found.append({**call, "function": {**function, "arguments": _arguments(function)}})
-    return found
-
-
-def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """Templates read an object, where OpenAI's API has its JSON; anything else is an empty one."""
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    return arguments if isinstance(arguments, dict) else {}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = {}
+        arguments = arguments if isinstance(arguments, dict) else {}
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def _named(value: object) -> str:

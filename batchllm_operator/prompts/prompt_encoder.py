@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any, Final
 
@@ -73,8 +72,7 @@ class PromptEncoder:
         self._fast = None if backend is None else self._make_fast(backend)
         if backend is not None and self._fast is not None:
             probes = [*_PROBES, *_with_added_tokens(backend)]
-            expected = reference(probes)
-            if not _agree(self._encode_fast(probes), range(len(probes)), expected):
+            if not self._agrees(self._encode_fast(probes), probes):
                 self._give_up("its token ids of some test texts differ")
 
     @property
@@ -98,8 +96,7 @@ class PromptEncoder:
         rest = self._encode_by(self._marked, [texts[idx] for idx in marked])
         token_ids = np.concatenate([plain.token_ids, rest.token_ids])
         offsets = np.concatenate([plain.offsets, plain.num_tokens + rest.offsets[1:]])
-        both = TokenTable(token_ids, offsets)
-        return both.take(np.argsort([*others, *marked]))
+        return TokenTable(token_ids, offsets).take(np.argsort([*others, *marked]))
 
     def spans(self, text: str) -> NDArray[np.int64]:
         """See `Tokenizer.spans`."""
@@ -124,9 +121,9 @@ class PromptEncoder:
         def can_be_text(token: str) -> bool:
             marked = token[0] + MARK + token[1:]
             texts = [marked, f"a{marked}a", f" {marked} "]
-            found = self._marked.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self._marked.encode_batch_fast(texts, add_special_tokens=False)
             own = self._marked.token_to_id(token)
-            return all(own not in each.ids for each in found)
+            return all(own not in encoding.ids for encoding in encodings)
 
         return can_be_text
 
@@ -139,27 +136,41 @@ class PromptEncoder:
     def _encode_unmarked(self, texts: Sequence[str]) -> TokenTable:
         if self._fast is None or not texts or any(_DISPUTED in text for text in texts):
             return self._encode_plainly(texts)
-        num_texts, texts = len(texts), list(texts)
-        sample = list(self._next_sample(num_texts))
-        for number, idx in enumerate(sample):
-            if len(texts[idx]) > _HUGE_CHARS:
-                sample[number] = len(texts)
-                texts.append(texts[idx][:_BEGINNING_CHARS])
         try:
-            with ThreadPoolExecutor(1) as thread:  # the reference works on one core
-                chosen = [texts[idx] for idx in sample]
-                expected = thread.submit(lambda: self._reference(chosen) if chosen else [])
-                encoded = self._encode_fast(texts)
+            encoded = self._encode_fast(texts)
+            sample = self._next_sample(len(texts))
+            heads = [texts[i][:_BEGINNING_CHARS] for i in sample if len(texts[i]) > _HUGE_CHARS]
+            of_heads = self._encode_fast(heads)
         except (ValueError, RuntimeError) as error:  # such as a limit of its expressions
             self._give_up(f"it can't encode a prompt: {error}")
         else:
-            if _agree(encoded, sample, _result(expected)):
-                self._num_encoded += num_texts
-                return encoded if len(texts) == num_texts else encoded.take(range(num_texts))
+            wholes = [i for i in sample if len(texts[i]) <= _HUGE_CHARS]
+            if self._agrees(encoded, texts, wholes) and self._agrees(of_heads, heads):
+                self._num_encoded += len(texts)
+                return encoded
             self._give_up("its token ids of a prompt differ; please report this")
         if self._num_encoded:
             raise TokenIdsDifferError(f"{self._name}: {self._num_encoded} prompts to encode again")
-        return self._encode_plainly(texts[:num_texts])
+        return self._encode_plainly(texts)
+
+    def _agrees(
+        self, encoded: TokenTable, texts: Sequence[str], idxs: Sequence[int] | None = None
+    ) -> bool:
+        """Whether the texts at `idxs`, or all, have the ids that the tokenizer's own call gives.
+
+        If that fails at one of them, there is nothing to compare.
+        """
+        idxs = range(len(texts)) if idxs is None else idxs
+        try:
+            expected = self._reference([texts[idx] for idx in idxs]) if idxs else []
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            return True
+        return all(
+            np.array_equal(encoded.prompt(idx), token_ids)
+            for idx, token_ids in zip(idxs, expected, strict=True)
+        )
 
     def be_exact(self) -> None:
         """Encode without fastokens from now on."""
@@ -205,8 +216,10 @@ class PromptEncoder:
         )
 
     def _encode_plainly(self, texts: Sequence[str]) -> TokenTable:
-        if self._backend is None or not texts:
-            return TokenTable.from_lists(self._reference(texts) if texts else [])
+        if not texts:
+            return TokenTable.from_lists([])
+        if self._backend is None:
+            return TokenTable.from_lists(self._reference(texts))
         return self._encode_by(self._backend, texts)
 
     def _encode_by(self, backend: Tokenizer, texts: Sequence[str]) -> TokenTable:
@@ -240,29 +253,9 @@ def _without_marks(backend: Tokenizer) -> Tokenizer:
     return copy
 
 
-def _result(expected: Future[Sequence[Sequence[int]]]) -> Sequence[Sequence[int]] | None:
-    """None if the tokenizer's own call fails at a text: then there is nothing to compare."""
-    try:
-        return expected.result()
-    except BaseException as error:
-        if not _is_panic(error):
-            raise
-        return None
-
-
 def _is_panic(error: BaseException) -> bool:
     """Whether Rust code panicked, as in a too long search through megabytes of spaces."""
     return type(error).__name__ == "PanicException"  # each library has its own, not importable
-
-
-def _agree(
-    encoded: TokenTable, sample: Sequence[int], expected: Sequence[Sequence[int]] | None
-) -> bool:
-    """Whether the prompts at `sample` have the expected ids."""
-    return expected is None or all(
-        np.array_equal(encoded.prompt(idx), token_ids)
-        for idx, token_ids in zip(sample, expected, strict=True)
-    )
 
 
 def _with_added_tokens(backend: Tokenizer) -> list[str]:
@@ -282,5 +275,5 @@ def _with_added_tokens(backend: Tokenizer) -> list[str]:
         for begin in range(1, len(token.content)):
             shared = token.content[begin:]
             following = starts.get((shared, not token.normalized), ())
-            texts.update(token.content + each[len(shared) :] for each in following)
+            texts.update(token.content + other[len(shared) :] for other in following)
     return sorted(texts)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchllm_operator.model import ChatTemplate
 from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.values import TextColumn, text_column
 from batchllm_operator.row_error import RowError
@@ -35,6 +36,14 @@ class RenderedPrompts:
     errors: dict[int, RowError]
     control_rows: frozenset[int] = frozenset()
 
+    @classmethod
+    def of(
+        cls, texts: Sequence[str | None], errors: Mapping[int, RowError], control: Iterable[int]
+    ) -> RenderedPrompts:
+        """Texts by row, with the errors of those without one."""
+        array = pa.array(texts, pa.large_string())
+        return cls(array, dict(sorted(errors.items())), frozenset(control))
+
     @property
     def idxs(self) -> npt.NDArray[np.int64]:
         """The rows that have texts: int64 [num_texts]."""
@@ -54,26 +63,22 @@ class RenderedPrompts:
         return replace(self, texts=texts, errors=dict(sorted({**self.errors, **errors}.items())))
 
 
-def rendered_prompts(
-    texts: Sequence[str | None], errors: dict[int, RowError], control_rows: Iterable[int] = ()
-) -> RenderedPrompts:
-    """Texts by row, with the errors of those without one."""
-    sorted_errors = dict(sorted(errors.items()))
-    return RenderedPrompts(
-        pa.array(texts, pa.large_string()), sorted_errors, frozenset(control_rows)
-    )
-
-
 class PromptRenderer:
     """Renders the template of a spec over batches of rows.
 
     Args:
         control: the control tokens of the model that is to read the prompts.
+        chat: its chat template, if the prompts go through it, each as a user's message.
     """
 
-    def __init__(self, prompt: PromptSpec, control: ControlTokens | None = None) -> None:
+    def __init__(
+        self,
+        prompt: PromptSpec,
+        control: ControlTokens | None = None,
+        chat: ChatTemplate | None = None,
+    ) -> None:
         assert prompt.template is not None
-        # A chat template places the system text itself.
+        self._chat, self._chat_head = chat, system_message(prompt)
         head = "" if prompt.chat_template else (prompt.system or "")
         self._head_bytes = len(head.encode())
         self._columns = prompt.columns
@@ -89,25 +94,32 @@ class PromptRenderer:
 
         Each column has a type that `has_text`. A row gets an error in place of a text if one of
         its values is null or has no text, or if the whole text is empty.
+
+        Raises:
+            ModelError: the chat template refuses a text.
         """
         values: dict[str, TextColumn] = {}
         control_rows: set[int] = set()
         for name in self._columns:
             texts, within = text_column(batch.column(name)), name in self._within
-            values[name], found = self._control.in_column(texts, within=within)
-            control_rows |= found
-        rendered = self._join(values, batch.num_rows)
-        errors: dict[int, RowError] = {}
-        if rendered.null_count:
-            nulls = np.flatnonzero(rendered.is_null().to_numpy(zero_copy_only=False))
-            errors = {int(row): _fault(values, int(row)) for row in nulls}
-        is_empty = pc.equal(pc.binary_length(rendered), self._head_bytes).fill_null(False)
-        if pc.any(is_empty).as_py():
-            rendered = pc.if_else(is_empty, pa.scalar(None, pa.large_string()), rendered)
-            error = RowError(EMPTY_PROMPT, "the template gives this row no text")
-            empty = np.flatnonzero(is_empty.to_numpy(zero_copy_only=False))
-            errors = dict(sorted((errors | dict.fromkeys(empty.tolist(), error)).items()))
-        return RenderedPrompts(rendered, errors, frozenset(control_rows))
+            values[name], spelling = self._control.in_column(texts, within=within)
+            control_rows |= spelling
+        texts = self._join(values, batch.num_rows)
+        errors = {row: _fault(values, row) for row in _rows_where(texts.is_null())}
+        is_empty = pc.equal(pc.binary_length(texts), self._head_bytes).fill_null(False)
+        error = RowError(EMPTY_PROMPT, "the template gives this row no text")
+        empty = dict.fromkeys(_rows_where(is_empty), error)
+        rendered = RenderedPrompts(texts, errors, frozenset(control_rows)).with_errors(empty)
+        return rendered if self._chat is None else self._as_chats(rendered, self._chat)
+
+    def _as_chats(self, rendered: RenderedPrompts, chat: ChatTemplate) -> RenderedPrompts:
+        chats = [
+            [*self._chat_head, {"role": "user", "content": text}] for text in rendered.present()
+        ]
+        texts: list[str | None] = [None] * len(rendered.texts)
+        for row, text in zip(rendered.idxs, chat.render(chats) if chats else (), strict=True):
+            texts[row] = text
+        return replace(rendered, texts=pa.array(texts, pa.large_string()))
 
     def _join(self, values: dict[str, TextColumn], num_rows: int) -> pa.LargeStringArray:
         """All pieces of each row as one text, null if one of them is null."""
@@ -122,6 +134,16 @@ class PromptRenderer:
             return pa.repeat(pa.scalar(text, pa.large_string()), num_rows)
         separator = pa.scalar("", pa.large_string())
         return pc.binary_join_element_wise(*pieces, separator, null_handling="emit_null")
+
+
+def system_message(prompt: PromptSpec) -> list[dict[str, str]]:
+    """The beginning of each chat."""
+    return [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+
+
+def _rows_where(is_chosen: pa.Array) -> list[int]:
+    rows: list[int] = np.flatnonzero(is_chosen.to_numpy(zero_copy_only=False)).tolist()
+    return rows
 
 
 def _fault(values: dict[str, TextColumn], row: int) -> RowError:

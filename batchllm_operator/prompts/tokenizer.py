@@ -1,4 +1,4 @@
-"""Turns prompt texts into token ids, exactly as the engine's own tokenizer does."""
+"""Turns rows into prompt texts and token ids, exactly as the engine's own tokenizer does."""
 
 from __future__ import annotations
 
@@ -14,29 +14,21 @@ from numpy.typing import NDArray
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model import (
-    ChatRefusedError,
+    ChatTemplate,
     ModelFiles,
-    StoredTokenizer,
     TransformersTokenizer,
     choose_length,
     find_length,
     folder_digest,
-    read_stored,
 )
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prefixes.token_table import MAX_TOKEN_ID
-from batchllm_operator.prompts.chats import (
-    INVALID_MESSAGES,
-    read_chat,
-    renderer_of,
-    sample_chat,
-)
+from batchllm_operator.prompts.chats import ChatRenderer, sample_chat
 from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
-from batchllm_operator.prompts.template import EMPTY_PROMPT, RenderedPrompts, rendered_prompts
+from batchllm_operator.prompts.template import EMPTY_PROMPT, PromptRenderer
 from batchllm_operator.row_error import RowError
-from batchllm_operator.spec import JobSpec
-from batchllm_operator.spec.limits import shown
+from batchllm_operator.spec import JobSpec, PromptSpec
 
 PROMPT_TOO_LONG: Final = "prompt_too_long"
 _UTF8_MAX_LEN: Final = 4096
@@ -47,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tokenizer(ABC):
-    """Turns prompt texts into token ids.
+    """Turns rows into prompt texts, and these into token ids.
 
     Attributes:
         fingerprint: changes when the tokenizer does.
@@ -57,7 +49,8 @@ class Tokenizer(ABC):
         max_prompt_len: most tokens of a prompt.
         max_prompt_bytes: most bytes of a text that can be a prompt; a longer one isn't tokenized.
         vocabulary_bound: above all token ids.
-        control_tokens: what renderers have to know of its control tokens.
+        control_tokens: those of the model, and what becomes of text that spells one.
+        chat: the model's chat template; None if prompts don't go through it.
     """
 
     fingerprint: str
@@ -68,29 +61,28 @@ class Tokenizer(ABC):
     max_prompt_bytes: int
     vocabulary_bound: int
     control_tokens = ControlTokens()
+    chat: ChatTemplate | None = None
+
+    def renderer(self, prompt: PromptSpec) -> PromptRenderer | ChatRenderer:
+        """Makes the texts for `encode` by a prompt that is the spec's, but for columns' order."""
+        kind = ChatRenderer if prompt.is_chat else PromptRenderer
+        return kind(prompt, self.control_tokens, self.chat)
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        """Token ids of each text, chat template and special tokens included.
+        """Token ids of each text, special tokens included.
 
         Raises:
             TokenIdsDifferError: earlier calls may have returned wrong ids; encode all again.
-            ModelError: the chat template refuses a text, or the tokenizer fails at one.
+            ModelError: the tokenizer fails at a text.
         """
 
     def be_exact(self) -> None:  # noqa: B027
         """Encode without a fast library from now on: its ids have differed in another process."""
 
-    def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
-        """The texts of rows that are whole chats, for `encode`; other rows unchanged.
-
-        A row whose chat the template refuses gets an error.
-        """
-        return prompts
-
     @abstractmethod
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
-        """The tokens by which a model gives each answer to a prompt."""
+        """The tokens by which a model gives each answer to a prompt's text."""
 
     @abstractmethod
     def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
@@ -106,10 +98,7 @@ class Tokenizer(ABC):
 
 
 class ModelTokenizer(Tokenizer):
-    """The model's own tokenizer: read from its folder, or loaded by transformers.
-
-    transformers takes a second and hundreds of megabytes to import, so it is used only if a chat
-    template needs it, or if `read_stored` can't tell what it would make of the files.
+    """The model's own tokenizer.
 
     Raises:
         ModelError: the folder or hub name can't be loaded, or lacks a chat template
@@ -117,50 +106,45 @@ class ModelTokenizer(Tokenizer):
     """
 
     def __init__(self, spec: JobSpec, ds: str) -> None:
-        model, chat = spec.model, spec.prompt.chat_template
+        model, where = spec.model, f"model {spec.model.path}"
         if model.trust_remote_code:
-            _log.warning("model %s: runs code of its own (trust_remote_code)", model.path)
+            _log.warning("%s: runs code of its own (trust_remote_code)", where)
         self.files = files = ModelFiles(model.path, model.revision)
-        self._prompt, folder = spec.prompt, Path(model.path)
-        stored = None if chat or model.trust_remote_code else read_stored(folder)
-        loaded = TransformersTokenizer(model, spec.prompt, files) if stored is None else None
-        self._chat = loaded.chat_template(ds) if loaded and chat else None
-        own = loaded or stored
-        assert own is not None
-        self._decode = own.decode
-        # Before encoding, which changes the tokenizer's own JSON.
-        self.fingerprint = own.fingerprint
+        own = TransformersTokenizer(model, spec.prompt, files, ds)
+        self._decode, self.fingerprint = own.decode, own.fingerprint
         vocabulary = own.vocabulary()
-        self.vocabulary_bound = _vocabulary_bound(vocabulary, model.path)
+        self.vocabulary_bound = _vocabulary_bound(vocabulary, where)
         length = find_length(own.config, files, spec.engine, is_pooled=spec.is_pooled)
         self.max_model_len = choose_length(length, spec.engine.max_model_len, model.path)
         self.max_prompt_len = self.max_model_len - (not spec.is_pooled)  # room for one of output
         longest = max((len(token.encode(errors="replace")) for token in vocabulary), default=1)
         self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len * longest)
-        self.model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
+        self.model_version = (
+            f"commit:{own.commit}" if own.commit else folder_digest(Path(model.path))
+        )
         # Here, so that its memory counts as resident before any row is read.
         self._encoder = PromptEncoder(
-            own.encode, own.backend, f"model {model.path}", add_special_tokens=not chat
+            own.encode, own.backend, where, add_special_tokens=own.chat is None
         )
-        self.control_tokens = self._control_tokens(own)
-        if spec.prompt.turns:
-            self._check_turns(model.path)
+        self.chat, self.control_tokens = own.chat, self._control_tokens(spec, own)
+        if spec.prompt.turns:  # their roles come from the spec, so either all rows fit or none
+            sample = self.renderer(spec.prompt).render(sample_chat(spec.prompt))
+            for error in sample.errors.values():
+                raise ModelError(f"{where}: prompt.turns: {error}")
 
-    def _check_turns(self, path: str) -> None:
-        """Refuse turns that no row can have: their roles come from the spec."""
-        sample = renderer_of(self._prompt).render(sample_chat(self._prompt))
-        for error in self.apply_chat_template(sample).errors.values():
-            raise ModelError(f"model {path}: prompt.turns: {error}")
-
-    def _control_tokens(self, own: TransformersTokenizer | StoredTokenizer) -> ControlTokens:
-        prompt, added = self._prompt, own.added_tokens()
-        chat_template = "" if self._chat is None else self._chat.source
-        written = "\0".join([chat_template, *prompt.literals])
+    def _control_tokens(self, spec: JobSpec, own: TransformersTokenizer) -> ControlTokens:
+        prompt, added = spec.prompt, own.added_tokens()
+        written = "\0".join(["" if own.chat is None else own.chat.source, *prompt.literals])
         special = {token for token, is_special in added.items() if is_special}
-        others = {each for each in added.keys() - special if _is_markup(each) and each in written}
+        others = {token for token in added.keys() - special if _is_markup(token)}
         mode = prompt.control_mode
         can_be_text = self._encoder.drop_marks() if mode != "keep" else None
-        return ControlTokens(special, others, mode=mode, can_be_text=can_be_text)
+        return ControlTokens(
+            special,
+            {token for token in others if token in written},
+            mode=mode,
+            can_be_text=can_be_text,
+        )
 
     @property
     def library(self) -> str:
@@ -168,59 +152,29 @@ class ModelTokenizer(Tokenizer):
         return self._encoder.library
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        return self._encoder.encode(self._rendered(texts))
+        return self._encoder.encode(texts)
 
     def be_exact(self) -> None:
         self._encoder.be_exact()
 
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
-        (head,) = self._rendered([prompt])
-        before, special, *found = self._encoder.encode(
-            [head, "", *(head + each for each in answers), *answers]
-        ).to_lists()
-        after, alone = found[: len(answers)], found[len(answers) :]
+        texts = [prompt, "", *(prompt + answer for answer in answers), *answers]
+        before, special, *ids = self.encode(texts).to_lists()
         # An answer may merge with the prompt's end, which is fixed when the model begins.
-        merged = [
-            answer
-            for answer, whole in zip(answers, after, strict=True)
-            if whole[: len(before)] != before
-        ]
-        if merged and head[-1:].isspace():
+        tokens = {
+            answer: whole[len(before) :]
+            for answer, whole in zip(answers, ids, strict=False)
+            if whole[: len(before)] == before
+        }
+        merged = [answer for answer in answers if answer not in tokens]
+        if merged and prompt[-1:].isspace():
             _log.warning(
                 "labels: the prompt's end and %s would be one token, which the model can't choose"
                 " any more; end the prompt without its last space or line break",
                 ", ".join(map(repr, merged[:_MOST_NAMED])),
             )
-        return [
-            whole[len(before) :] if whole[: len(before)] == before else text[len(special) :]
-            for whole, text in zip(after, alone, strict=True)
-        ]
-
-    def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
-        if self._chat is None or not self._prompt.is_chat:
-            return prompts
-        texts, errors = prompts.texts.to_pylist(), dict(prompts.errors)
-        chats = {row: read_chat(text) for row, text in enumerate(texts) if text is not None}
-        try:
-            rendered = self._chat.render(list(chats.values())) if chats else []
-            for row, text in zip(chats, rendered, strict=True):
-                texts[row] = text
-        except ChatRefusedError:
-            for row, chat in chats.items():
-                try:
-                    texts[row] = self._chat.render([chat])[0]
-                except ChatRefusedError as error:
-                    reason = shown(" ".join(error.reason.split()))
-                    refusal = f"the model's chat template refuses them: {reason}"
-                    texts[row], errors[row] = None, RowError(INVALID_MESSAGES, refusal)
-        return rendered_prompts(texts, errors)
-
-    def _rendered(self, texts: Sequence[str]) -> Sequence[str]:
-        if self._chat is None or self._prompt.is_chat or not texts:
-            return texts
-        system = self._prompt.system
-        head = [] if system is None else [{"role": "system", "content": system}]
-        return self._chat.render([[*head, {"role": "user", "content": text}] for text in texts])
+        alone = zip(answers, ids[len(answers) :], strict=True)
+        return [tokens.get(answer, own_ids[len(special) :]) for answer, own_ids in alone]
 
     def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
         return [self._encoder.spans(text or "") for text in texts]
@@ -282,6 +236,18 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
         ) from error
 
 
+def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> RowError | None:
+    """The row error of a prompt without tokens, or with more than the model allows."""
+    if num_prompt_tokens == 0:
+        return RowError(EMPTY_PROMPT, "the tokenizer makes no tokens of this row's text")
+    most = tokenizer.max_prompt_len
+    if num_prompt_tokens <= most:
+        return None
+    output = " and one of output" if most < tokenizer.max_model_len else ""
+    reason = f"{num_prompt_tokens} tokens, the model allows {most}{output}"
+    return RowError(PROMPT_TOO_LONG, reason)
+
+
 def _is_markup(token: str) -> bool:
     """Whether it isn't just a word or white space that a vocabulary was extended by."""
     return not (token[0].isalnum() or token[0].isspace() or token[-1].isalnum())
@@ -295,24 +261,12 @@ def _local_files(path: str) -> ModelFiles | None:
         return None
 
 
-def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> RowError | None:
-    """The row error of a prompt without tokens, or with more than the model allows."""
-    if num_prompt_tokens == 0:
-        return RowError(EMPTY_PROMPT, "the tokenizer makes no tokens of this row's text")
-    most = tokenizer.max_prompt_len
-    if num_prompt_tokens <= most:
-        return None
-    output = " and one of output" if most < tokenizer.max_model_len else ""
-    reason = f"{num_prompt_tokens} tokens, the model allows {most}{output}"
-    return RowError(PROMPT_TOO_LONG, reason)
-
-
-def _vocabulary_bound(vocabulary: dict[str, int], path: str) -> int:
+def _vocabulary_bound(vocabulary: dict[str, int], where: str) -> int:
     """One more than the largest id. Refuses ids that don't fit into 31 bits."""
     token, token_id = max(vocabulary.items(), key=itemgetter(1), default=("", 0))
     if token_id > MAX_TOKEN_ID:
         raise ModelError(
-            f"model {path}: token {token!r} of its vocabulary has the id {token_id}; ids above"
+            f"{where}: token {token!r} of its vocabulary has the id {token_id}; ids above"
             f" {MAX_TOKEN_ID} can't be planned"
         )
     return token_id + 1

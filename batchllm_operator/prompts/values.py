@@ -77,13 +77,13 @@ def _is_list(kind: pa.DataType) -> bool:
 def _scalar_texts(kind: pa.DataType) -> Callable[[pa.Array], TextColumn] | None:
     """The function that renders a column of scalars, once decoded; None for other types."""
     if isinstance(kind, pa.BaseExtensionType):  # JSON is text with a name
-        return _strings if _is_string(kind.storage_type) else None
+        return _strings if is_string(kind.storage_type) else None
     if types.is_dictionary(kind):
         return _scalar_texts(kind.value_type)
     if types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind):
         return lambda column: TextColumn(column.cast(pa.large_string()), {})
     makers: dict[Callable[[pa.DataType], bool], Callable[[pa.Array], TextColumn]] = {
-        _is_string: _strings,
+        is_string: _strings,
         types.is_floating: _floats,
         types.is_decimal: _decimals,
         types.is_date: _dates,
@@ -93,7 +93,7 @@ def _scalar_texts(kind: pa.DataType) -> Callable[[pa.Array], TextColumn] | None:
     return next((make for is_kind, make in makers.items() if is_kind(kind)), None)
 
 
-def _is_string(kind: pa.DataType) -> bool:
+def is_string(kind: pa.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 

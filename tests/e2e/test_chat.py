@@ -14,7 +14,7 @@ import pytest
 from support.demo_job import DS, Demo
 
 from batchllm_operator.errors import ExitCode
-from batchllm_operator.prompts import load_tokenizer, renderer_of
+from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import load_spec
 
 HEAD = (
@@ -154,7 +154,7 @@ def test_token_ids_equal_those_of_stock_chat(demo: Demo, stock: Stock, template:
         spec = load_spec(demo.write_spec("chat-ids", model={"path": str(folder)}, prompt=prompt))
         tokenizer = load_tokenizer(spec, DS)
         batch = pa.record_batch({"chat": column})
-        rendered = tokenizer.apply_chat_template(renderer_of(spec.prompt).render(batch))
+        rendered = tokenizer.renderer(spec.prompt).render(batch)
         assert not rendered.errors
         found = tokenizer.encode(rendered.present()).to_lists()
         assert found == [ids for ids, *_ in stock.prompts[template, idx]]
@@ -166,7 +166,7 @@ def test_turns_have_the_token_ids_of_stock_chat(demo: Demo, model: Path, stock: 
     spec = load_spec(demo.write_spec("turns", model={"path": str(model)}, prompt=prompt))
     tokenizer = load_tokenizer(spec, DS)
     batch = pa.RecordBatch.from_pylist(stock.rows)
-    rendered = tokenizer.apply_chat_template(renderer_of(spec.prompt).render(batch))
+    rendered = tokenizer.renderer(spec.prompt).render(batch)
     found = tokenizer.encode(rendered.present()).to_lists()
     assert found == [ids for ids, *_ in stock.turns]
 

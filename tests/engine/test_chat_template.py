@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from e2e.test_chat import BY_PARTS, BY_TEXT
 
-from batchllm_operator.model.content_format import takes_parts
+from batchllm_operator.model.chat_template import takes_parts
 
 hf = pytest.importorskip("vllm.renderers.hf")
 

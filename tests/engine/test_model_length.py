@@ -129,18 +129,6 @@ def test_lengths_are_those_that_vllm_allows(tmp_path: Path, name: str, is_pooled
         choose_length(found, found.most + 1, "m")
 
 
-@pytest.mark.parametrize("name", ["llama", "linear", "dynamic, by its older name", "llama3"])
-def test_the_fields_of_the_file_say_the_same(tmp_path: Path, name: str) -> None:
-    """As for a tokenizer that is read without transformers."""
-    config, _ = CASES[name]
-    files = write(tmp_path, config)
-    lengths = {
-        find_length(given, files, EngineSpec(), is_pooled=False)
-        for given in (SimpleNamespace(**config), AutoConfig.from_pretrained(tmp_path))
-    }
-    assert len(lengths) == 1
-
-
 @pytest.mark.parametrize(
     ("config", "length", "most"),
     [

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from support.adapters import write_adapter
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model import find_adapters, warn_of_other_models
+from batchllm_operator.model import check_adapters, find_adapters
 from batchllm_operator.spec import ModelSpec
 
 MODULES = {"model.layers.0.self_attn.q_proj": (8, 8)}
@@ -73,5 +73,5 @@ def test_another_base_model_is_a_warning(
     write_adapter(folder, MODULES, base_model_name_or_path=base)
     model = ModelSpec(path="we/base", adapters={"a": "we/tuned"}, adapter="a")
     with caplog.at_level(logging.WARNING):
-        warn_of_other_models(model, find_adapters(model))
+        check_adapters(model, find_adapters(model), None, chat=False)
     assert ("was trained on we/other" in caplog.text) == warns

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from batchllm_operator.model import folder, folder_digest
+from batchllm_operator.model import files, folder_digest
 
 
 def test_the_version_of_a_folder_changes_with_its_weights_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "_WHOLE_FILE_BYTES", 100)
-    monkeypatch.setattr(folder, "_END_BYTES", 10)
-    monkeypatch.setattr(folder, "_SAMPLE_BYTES", 1)
-    monkeypatch.setattr(folder, "_NUM_SAMPLES", 4)
+    monkeypatch.setattr(files, "_WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr(files, "_END_BYTES", 10)
+    monkeypatch.setattr(files, "_SAMPLE_BYTES", 1)
+    monkeypatch.setattr(files, "_NUM_SAMPLES", 4)
     (tmp_path / "config.json").write_text("{}")
     weights = bytearray(1000)
     (tmp_path / "model.safetensors").write_bytes(weights)
@@ -39,9 +39,9 @@ def test_the_version_of_a_folder_changes_with_each_tensor(
     tmp_path: Path, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adapters merged into the weights leave sizes and both ends of the files as they were."""
-    monkeypatch.setattr(folder, "_WHOLE_FILE_BYTES", 100)
-    monkeypatch.setattr(folder, "_END_BYTES", 1000)
-    monkeypatch.setattr(folder, "_SAMPLE_BYTES", 16)
+    monkeypatch.setattr(files, "_WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr(files, "_END_BYTES", 1000)
+    monkeypatch.setattr(files, "_SAMPLE_BYTES", 16)
     names = ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.k_proj", "model.norm"]
     weights = {name: np.zeros((64, 64), np.float16) for name in names}
     versions = []
@@ -58,7 +58,7 @@ def test_the_version_of_a_folder_changes_with_each_tensor(
 def test_weights_that_are_not_what_they_are_called_have_a_version(
     tmp_path: Path, header: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "_WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr(files, "_WHOLE_FILE_BYTES", 100)
     data = len(header).to_bytes(8, "little") + header + bytes(200)
     (tmp_path / "model.safetensors").write_bytes(data)
     assert folder_digest(tmp_path).startswith("sha256:")

@@ -11,8 +11,9 @@ import pytest
 from prompts.test_tokenizer import CHAT_TEMPLATE, END, START, build_tokenizer, job
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.prompts import RenderedPrompts, Tokenizer, has_messages, renderer_of
+from batchllm_operator.prompts import RenderedPrompts, has_messages
 from batchllm_operator.prompts import load_tokenizer as load
+from batchllm_operator.prompts.chats import ChatRenderer
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 
@@ -35,7 +36,7 @@ FULL = (
 
 def chats(prompt: dict[str, Any], columns: dict[str, Any]) -> RenderedPrompts:
     spec = job("/model", template=None, **prompt)
-    return renderer_of(spec.prompt).render(pa.record_batch(columns))
+    return ChatRenderer(spec.prompt).render(pa.record_batch(columns))
 
 
 def messages(*values: Any, **prompt: Any) -> RenderedPrompts:
@@ -48,11 +49,14 @@ def found(rendered: RenderedPrompts) -> list[Any]:
     return [text and json.loads(text) for text in rendered.texts.to_pylist()]
 
 
-def texts_of(tokenizer: Tokenizer, spec: JobSpec, rows: list[Any]) -> list[Any]:
+def rendered_by(spec: JobSpec, batch: pa.RecordBatch, ds: str = DS) -> RenderedPrompts:
+    return load(spec, ds).renderer(spec.prompt).render(batch)
+
+
+def texts_of(spec: JobSpec, rows: list[Any], ds: str = DS) -> list[Any]:
     """The texts that the chat template gives to rows of a JSON column."""
     batch = pa.record_batch({"chat": [json.dumps(row) for row in rows]})
-    rendered = tokenizer.apply_chat_template(renderer_of(spec.prompt).render(batch))
-    texts: list[Any] = rendered.texts.to_pylist()
+    texts: list[Any] = rendered_by(spec, batch, ds).texts.to_pylist()
     return texts
 
 
@@ -197,7 +201,7 @@ def test_the_template_gets_messages_arguments_and_tools(tmp_path: Path) -> None:
     ]
     head = f"{json.dumps([TOOL])}\nZ"
     tokenizer = load(spec, DS)
-    texts = texts_of(tokenizer, spec, rows)
+    texts = texts_of(spec, rows)
     assert texts == [
         head + "[user ann] hello\n",
         head + '[user] hello\n[assistant] {"a": null}\n',
@@ -213,7 +217,7 @@ def test_a_template_that_loops_over_parts_gets_them(tmp_path: Path) -> None:
     template = f"{{% for m in messages %}}{loop}{{% endfor %}}"
     spec = chat_job(tmp_path, template)
     rows = [[USER], [{"role": "assistant", "tool_calls": [CALL]}]]
-    assert texts_of(load(spec, DS), spec, rows) == ["<hello>", ""]
+    assert texts_of(spec, rows) == ["<hello>", ""]
 
 
 def test_developers_are_the_system_to_templates_that_do_not_know_them(tmp_path: Path) -> None:
@@ -222,7 +226,7 @@ def test_developers_are_the_system_to_templates_that_do_not_know_them(tmp_path: 
         [{"role": "system", "content": "a"}, USER, {"role": "developer", "content": "b"}],
         [{"role": "developer", "content": "b"}, USER],
     ]
-    assert texts_of(load(spec, DS), spec, rows) == [
+    assert texts_of(spec, rows) == [
         f"{START}system\n{system}{END}\n{START}user\nhello{END}\n{START}assistant\n"
         for system in ("a\n\nb", "b")
     ]
@@ -233,7 +237,7 @@ def test_chats_share_the_tokens_of_the_turns_they_share(tmp_path: Path) -> None:
     tokenizer = load(spec, DS)
     first = [USER, {"role": "assistant", "content": "yes?"}]
     rows = [[*first, {"role": "user", "content": text}] for text in ("one", "two")]
-    one, two = tokenizer.encode(texts_of(tokenizer, spec, rows)).to_lists()
+    one, two = tokenizer.encode(texts_of(spec, rows)).to_lists()
     shared = tokenizer.encode(
         [f"{START}user\nhello{END}\n{START}assistant\nyes?{END}\n{START}user\n"]
     )
@@ -244,7 +248,7 @@ def test_chats_share_the_tokens_of_the_turns_they_share(tmp_path: Path) -> None:
 def test_a_chat_that_the_template_refuses_fails_its_row_only(tmp_path: Path) -> None:
     spec = chat_job(tmp_path, STRICT)
     batch = pa.record_batch({"chat": [json.dumps(row) for row in ([USER], [USER, USER], [USER])]})
-    rendered = load(spec, DS).apply_chat_template(renderer_of(spec.prompt).render(batch))
+    rendered = rendered_by(spec, batch)
     assert rendered.texts.to_pylist() == ["user: hello\n", None, "user: hello\n"]
     assert rendered.errors == {
         1: RowError(
@@ -257,7 +261,7 @@ def test_a_chat_that_the_template_refuses_fails_its_row_only(tmp_path: Path) -> 
 def test_an_error_of_the_templates_own_fails_its_row_only(tmp_path: Path) -> None:
     spec = chat_job(tmp_path, "{{ 1 + messages[1].content }}")
     batch = pa.record_batch({"chat": [json.dumps([USER, USER])]})
-    rendered = load(spec, DS).apply_chat_template(renderer_of(spec.prompt).render(batch))
+    rendered = rendered_by(spec, batch)
     assert str(rendered.errors[0]).startswith("invalid_messages: the model's chat template refuses")
 
 
@@ -269,6 +273,6 @@ def test_turns_whose_roles_the_template_refuses_are_refused_at_once(tmp_path: Pa
 
 def test_a_date_that_no_partition_has_is_the_models_fault_not_the_rows(tmp_path: Path) -> None:
     spec = chat_job(tmp_path, "{{ strftime_now('%Y') }}{{ messages[0].content }}")
-    assert texts_of(load(spec, DS), spec, [[USER]]) == ["2026hello"]
+    assert texts_of(spec, [[USER]]) == ["2026hello"]
     with pytest.raises(ModelError, match="asks for the date"):
-        texts_of(load(spec, "latest"), spec, [[USER]])
+        texts_of(spec, [[USER]], "latest")

@@ -17,7 +17,7 @@ from support.tokenizer_families import FAMILIES
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from batchllm_operator.plan.rows.input_checks import warn_of_control_tokens
-from batchllm_operator.prompts import load_tokenizer, renderer_of
+from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.prompts.control_tokens import MARK, ControlTokens, Spellings
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import PromptRenderer
@@ -60,9 +60,9 @@ def planned(
 ) -> tuple[list[list[int]], dict[int, RowError], int]:
     """Token ids of the rows that have some, errors, and the number of rows with control tokens."""
     tokenizer = load_tokenizer(spec, "2026-01-31")
-    rendered = renderer_of(spec.prompt, tokenizer.control_tokens).render(pa.record_batch(columns))
-    texts = tokenizer.apply_chat_template(rendered)
-    return tokenizer.encode(texts.present()).to_lists(), texts.errors, len(rendered.control_rows)
+    rendered = tokenizer.renderer(spec.prompt).render(pa.record_batch(columns))
+    ids = tokenizer.encode(rendered.present()).to_lists()
+    return ids, rendered.errors, len(rendered.control_rows)
 
 
 def without_added_tokens(model: Path) -> Tokenizer:

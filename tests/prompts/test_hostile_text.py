@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prompts.test_tokenizer import CHAT_TEMPLATE, END, START, build_tokenizer, job
+from prompts.test_tokenizer import CHAT_TEMPLATE, END, START, build_tokenizer, ids_of, job
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.prompts import load_tokenizer
 
-DS = "2026-01-31"
 HOSTILE = [
     *("{{ 7 * 7 }}", "{% for x in messages %}{{ x }}{% endfor %}", "{# gone #}", "{{ messages }}"),
     *("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{doc}", "{0.__class__}", "%(doc)s"),
@@ -28,8 +26,8 @@ def test_a_chat_template_places_the_text_of_a_row_and_does_not_read_it(model: Pa
 
     own = AutoTokenizer.from_pretrained(model)
     system = "\n".join(HOSTILE)
-    tokenizer = load_tokenizer(job(model, chat_template=True, system=system), DS)
-    for text, ids in zip(HOSTILE, tokenizer.encode(HOSTILE).to_lists(), strict=True):
+    spec = job(model, chat_template=True, system=system)
+    for text, ids in zip(HOSTILE, ids_of(spec, HOSTILE), strict=True):
         expected = f"{START}system\n{system}{END}\n{START}user\n{text}{END}\n{START}assistant\n"
         assert own.decode(ids) == expected
 
@@ -46,6 +44,5 @@ def test_a_chat_template_places_the_text_of_a_row_and_does_not_read_it(model: Pa
 def test_a_models_chat_template_runs_in_a_sandbox(tmp_path: Path, expression: str) -> None:
     template = CHAT_TEMPLATE + "{{ " + expression + " }}"
     folder = build_tokenizer(tmp_path / "model", chat_template=template)
-    tokenizer = load_tokenizer(job(folder, chat_template=True), DS)
     with pytest.raises(ModelError, match="its chat template refuses the prompt"):
-        tokenizer.encode(["text"])
+        ids_of(job(folder, chat_template=True), ["text"])

@@ -29,8 +29,7 @@ from batchllm_operator.errors import (
 )
 from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.prompts import TokenIdsDifferError
-from batchllm_operator.prompts.control_tokens import ControlTokens
+from batchllm_operator.prompts import PromptRenderer, TokenIdsDifferError
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spark import plan_job as stage
 from batchllm_operator.spark import prompts, ranges, reading, session
@@ -366,10 +365,9 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
         max_model_len = 1000
         max_prompt_len = 999
         max_prompt_bytes = 1 << 20
-        control_tokens = ControlTokens()
 
-        def apply_chat_template(self, rendered: Any) -> Any:
-            return rendered
+        def renderer(self, prompt: Any) -> Any:
+            return PromptRenderer(prompt)
 
         def encode(self, texts: Any) -> Any:
             raise TokenIdsDifferError("3 prompts to encode again")

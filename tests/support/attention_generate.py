@@ -22,7 +22,7 @@ from support.fake_job import fake_spec
 from support.flash_attention import VarlenReference, install
 
 from batchllm_kernels.prefix_attention import StepPlan, StepPlanner
-from batchllm_operator.answers.logprobs import TOP_FIELD
+from batchllm_operator.answers.generated import TOP_FIELD
 from batchllm_operator.engine import EngineJob, EngineRequest, start_engine
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import (
@@ -260,3 +261,19 @@ FAMILIES: Final[dict[str, Callable[[], Tokenizer]]] = {
     **{build.__name__: build for build in _BUILDERS},
     **{f"{build.__name__}_added": _with_added_tokens(build) for build in _BUILDERS},
 }
+
+
+def make_qwen(folder: Path) -> None:
+    """A model's tokenizer with tokens behind its vocabulary, as transformers saves it."""
+    from transformers import Qwen2Tokenizer
+
+    model = json.loads(FAMILIES["qwen2"]().to_str())["model"]
+    merges: Any = [tuple(merge) for merge in model["merges"]]
+    Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=merges,
+        unk_token=START,
+        eos_token=END,
+        pad_token=END,
+        extra_special_tokens=["<|tool|>", "<|think|>"],  # behind the vocabulary
+    ).save_pretrained(folder)

@@ -11,7 +11,7 @@ from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from batchllm_operator.answers import Answers
-from batchllm_operator.answers.reasoning import REASONING_FIELD
+from batchllm_operator.answers.generated import REASONING_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.vllm.formats import structured_outputs
 from batchllm_operator.engine.vllm.logs import one_line

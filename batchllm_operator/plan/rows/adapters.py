@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.model import check_adapter_tokenizers, find_adapters, warn_of_other_models
+from batchllm_operator.model import check_adapters, find_adapters
 from batchllm_operator.prefixes import PromptClasses, TokenTable
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer
 from batchllm_operator.row_error import RowError
@@ -41,15 +41,13 @@ class RowAdapters:
 
         Raises:
             SpecError: there are too many for this vocabulary.
-            ModelError: see `find_adapters` and `check_adapter_tokenizers`.
+            ModelError: see `find_adapters` and `check_adapters`.
         """
         if not spec.model.adapters:
             return None
         adapters = find_adapters(spec.model)
-        warn_of_other_models(spec.model, adapters)
-        if tokenizer.files is not None:
-            chat = spec.prompt.chat_template
-            check_adapter_tokenizers(adapters, tokenizer.files, chat=chat)
+        chat = spec.prompt.chat_template
+        check_adapters(spec.model, adapters, tokenizer.files, chat=chat)
         try:
             classes = PromptClasses(tokenizer.vocabulary_bound, 1 + len(adapters))
         except PlanError as error:

@@ -20,7 +20,6 @@ from batchllm_operator.prompts import (
     PROMPT_TOO_LONG,
     RenderedPrompts,
     Tokenizer,
-    renderer_of,
     sample_chat,
     text_column,
 )
@@ -62,7 +61,7 @@ class Prompter:
     def __init__(self, spec: JobSpec, tokenizer: Tokenizer, adapters: RowAdapters | None) -> None:
         self._cuts = spec.prompt.truncate
         self._tokenizer, self._adapters = tokenizer, adapters
-        self._renderer = renderer_of(spec.prompt, tokenizer.control_tokens)
+        self._renderer = tokenizer.renderer(spec.prompt)
         adapter = filter(None, [spec.model.adapter_column])
         self._columns = list(dict.fromkeys((*spec.prompt.columns, *adapter)))
         self._most = tokenizer.max_prompt_len
@@ -94,7 +93,6 @@ class Prompter:
     def _made(self, rows: pa.RecordBatch) -> Prompts:
         rendered = self._renderer.render(rows)
         num_control = len(rendered.control_rows)
-        rendered = self._tokenizer.apply_chat_template(rendered)
         rendered = rendered.with_errors(self._huge(rendered, rows))
         if self._adapters is None:
             tokens = self._tokenizer.encode(rendered.present())
@@ -234,9 +232,9 @@ def _with_texts(rows: pa.RecordBatch, texts: Mapping[str, Sequence[str | None]])
 
 def sample_tokens(spec: JobSpec, tokenizer: Tokenizer) -> TokenTable:
     """The prompt of a made-up row; none if the chat template refuses it."""
-    sample = renderer_of(spec.prompt).render(sample_chat(spec.prompt))
     try:
-        return tokenizer.encode(tokenizer.apply_chat_template(sample).present())
+        sample = tokenizer.renderer(spec.prompt).render(sample_chat(spec.prompt))
+        return tokenizer.encode(sample.present())
     except ChatRefusedError:
         return TokenTable.from_lists([])
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from model.test_stored_tokenizer import make_qwen
 from support.fake_job import DS, job_fields
+from support.tokenizer_families import make_qwen
 
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -10,9 +11,8 @@ from typing import Any, Final
 from tokenizers import Tokenizer as Backend
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model.chat_template import ChatTemplate, advise_without_template
+from batchllm_operator.model.chat_template import ChatTemplate
 from batchllm_operator.model.files import ModelFiles, one_line, pointer_fault
-from batchllm_operator.model.stored_tokenizer import fingerprint
 from batchllm_operator.spec import ModelSpec, PromptSpec
 
 _CONFIG_FILE: Final = "config.json"
@@ -21,17 +21,18 @@ _TOKENIZERS: Final = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json
 
 
 class TransformersTokenizer:
-    """The tokenizer of a model, with numbers of its configuration.
+    """The tokenizer of a model.
 
     Args:
-        model: a folder or a name on the hub.
-        prompt: the spec's, which says whether prompts go through its chat template.
+        prompt: the spec's, which says whether prompts go through the model's chat template.
         files: the model's.
+        ds: the partition, for chat templates that ask for the date.
 
     Attributes:
+        chat: the chat template; None if prompts don't go through it.
         backend: a copy of what its call passes its texts to, set not to cut or pad; None if the
             call does more than that.
-        fingerprint: see `StoredTokenizer`; includes the chat template if it is used.
+        fingerprint: changes when the tokenizer, or a chat template that is used, does.
         config: the model's configuration.
         commit: the hub's commit; None for a folder.
 
@@ -39,35 +40,34 @@ class TransformersTokenizer:
         ModelError: the tokenizer can't be loaded, or has no chat template.
     """
 
-    def __init__(self, model: ModelSpec, prompt: PromptSpec, files: ModelFiles) -> None:
-        self._path, self._prompt = model.path, prompt
+    def __init__(self, model: ModelSpec, prompt: PromptSpec, files: ModelFiles, ds: str) -> None:
         self._tokenizer, self.config = _load(model, files)
-        self._chat = chat = prompt.chat_template
-        template = self._tokenizer.chat_template if chat else ""
-        if chat and not template:
-            raise ModelError(
-                f"model {model.path}: has no chat template; {advise_without_template(prompt)}"
-            )
+        self.chat: ChatTemplate | None = None
+        template = ""
+        if prompt.chat_template:
+            self.chat = ChatTemplate(self._tokenizer, model.path, ds, prompt)
+            template = json.dumps(self._tokenizer.chat_template)
         self.backend = _copy_backend(self._tokenizer)
-        self.fingerprint = self._fingerprint(json.dumps(template) if chat else "")
+        # Before encoding, which changes the tokenizer's own JSON.
+        self.fingerprint = self._fingerprint(template)
         self.commit: str | None = getattr(self.config, "_commit_hash", None)
 
     def vocabulary(self) -> dict[str, int]:
-        found: dict[str, int] = self._tokenizer.get_vocab()
-        return found
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
 
     def added_tokens(self) -> dict[str, bool]:
-        """See `StoredTokenizer.added_tokens`."""
+        """Tokens beside the model's own vocabulary, and whether they are special."""
         added = self._tokenizer.added_tokens_decoder.values()
-        found = {token.content: bool(token.special) for token in added}
-        return found | dict.fromkeys(map(str, self._tokenizer.all_special_tokens), True)
+        tokens = {token.content: bool(token.special) for token in added}
+        return tokens | dict.fromkeys(map(str, self._tokenizer.all_special_tokens), True)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text; a chat template adds its special tokens itself."""
         # verbose=False: the caller checks the lengths.
         encoded = self._tokenizer(
             list(texts),
-            add_special_tokens=not self._chat,
+            add_special_tokens=self.chat is None,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
@@ -78,18 +78,26 @@ class TransformersTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
 
-    def chat_template(self, ds: str) -> ChatTemplate:
-        """Its chat template; see there."""
-        return ChatTemplate(self._tokenizer, self._path, ds, self._prompt)
-
     def _fingerprint(self, chat_template: str) -> str:
-        """The fingerprint by the backend, or by class and vocabulary without one."""
+        """By the backend, or by class and vocabulary without one."""
         special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
         if self._tokenizer.is_fast:
             return fingerprint(self._tokenizer.backend_tokenizer.to_str(), special, chat_template)
-        kind = type(self._tokenizer).__name__
-        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        return fingerprint(None, kind, vocabulary, special, chat_template)
+        kind, vocabulary = type(self._tokenizer).__name__, self._tokenizer.get_vocab()
+        return _digest(kind, json.dumps(vocabulary, sort_keys=True), special, chat_template)
+
+
+def fingerprint(backend: str, *more: str) -> str:
+    """A digest of a backend's JSON, and of all else that a tokenizer's ids depend on."""
+    content = json.loads(backend)
+    # Each call that encodes sets these; prompts are never cut or padded here.
+    content.pop("truncation", None)
+    content.pop("padding", None)
+    return _digest(json.dumps(content, sort_keys=True), *more)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _load(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
