@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import quote, urlencode
 
 from airflow.api_fastapi.app import get_auth_manager
@@ -18,6 +18,7 @@ from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessE
 from airflow.api_fastapi.core_api.security import get_user
 from airflow.models.dag import DagModel
 from fastapi import Depends, HTTPException, Request
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchllm_operator.secrets import Masker
@@ -109,23 +110,16 @@ def live_policy(nonce: str) -> str:
 
 
 def with_security_headers(app: ASGIApp) -> ASGIApp:
-    """The ASGI application, with our headers in each response."""
+    """The ASGI application, with our headers in each response; its own policy stays."""
 
     async def secured(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": _completed(message.get("headers", ()))}
+                headers = MutableHeaders(scope=message)
+                headers.update(_ALWAYS)
+                headers.setdefault(CSP, _POLICY)
             await send(message)
 
         await app(scope, receive, send_with_headers)
 
     return secured
-
-
-def _completed(given: Any) -> list[tuple[bytes, bytes]]:
-    """The headers, overridden by ours; only a given content security policy stays."""
-    kept = [(name, value) for name, value in given if name.lower().decode() not in _ALWAYS]
-    ours = dict(_ALWAYS)
-    if not any(name.lower() == CSP.encode() for name, _ in kept):
-        ours[CSP] = _POLICY
-    return kept + [(name.encode(), value.encode()) for name, value in ours.items()]

@@ -6,16 +6,19 @@ Each is checked to belong to the plan before it is shown. Requests never name a 
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import IO, Any, Final, Generic, TypeVar
 
 from airflow.models.connection import Connection
 from airflow.providers.common.compat.sdk import AirflowException
+from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import BatchLLMError, PlanError, StorageError
 from batchllm_operator.shards.committed import COMMITTED_FILE
@@ -26,7 +29,6 @@ from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
 from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import RUNS_FOLDER, StoredPlan
 from batchllm_operator.web.access import PageError
-from batchllm_operator.web.files_without_links import LINKS, FilesWithoutLinks
 from batchllm_operator.web.plan_uri import PlanURI
 
 _T = TypeVar("_T")
@@ -46,6 +48,8 @@ _READERS: Final = threading.BoundedSemaphore(8)
 """A storage that doesn't answer blocks at most this many threads of the API server."""
 _READER_WAIT_S: Final = 5.0
 _SLOW: Final = "The lake takes long to answer; look again in a moment."
+_LINKS: Final = "the plan's folder has symbolic links in it"
+_FOLDER: Final = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # enough to traverse a folder
 
 
 @dataclass(slots=True)
@@ -128,7 +132,7 @@ class LakeReader:
             if plan.folder.exists(COMMITTED_FILE):  # the status would open the output table
                 return self._read_report(plan)
             if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
-                raise PlanError(LINKS)
+                raise PlanError(_LINKS)
             return read_status(plan)
         except StorageError as error:
             text = f"The lake can't be read: {error}"
@@ -153,7 +157,7 @@ class LakeReader:
     def _open_plan(self) -> tuple[StoredPlan, frozenset[str]]:
         folder = Folder.open(self._uri.place(self._roots), **self._options())
         if self._uri.local_path is not None:
-            folder = Folder(FilesWithoutLinks(), folder.path)
+            folder = Folder(_FilesWithoutLinks(), folder.path)
         try:
             data = _bounded(folder, MANIFEST_FILE)
         except FileNotFoundError:
@@ -199,3 +203,45 @@ def _bounded(folder: Folder, name: str) -> bytes:
     if len(data) > _MAX_BYTES:
         raise PlanError(f"{folder.uri}/{name}: is larger than any of ours")
     return data
+
+
+class _FilesWithoutLinks(LocalFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Reads regular files at absolute paths without following symbolic links.
+
+    A plan's folder is checked by its real path. Users with write access could put a symbolic link
+    there afterwards, to a file that only Airflow's API server may read.
+
+    Raises PlanError at a link, OSError if it isn't a regular file.
+    """
+
+    def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> IO[bytes]:
+        *folders, name = path.strip("/").split("/")
+        where = os.open("/", _FOLDER)
+        try:
+            for folder in folders:
+                parent, where = where, _open_in(where, folder, _FOLDER)
+                os.close(parent)
+            file = _open_in(where, name, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
+        finally:
+            os.close(where)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OSError("isn't a file")
+        return os.fdopen(file, "rb")
+
+    def exists(self, path: str, **_: Any) -> bool:
+        try:
+            self._open(path).close()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def _open_in(folder: int, name: str, flags: int) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        with suppress(OSError):
+            if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
+                raise PlanError(_LINKS) from error
+        raise

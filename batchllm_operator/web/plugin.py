@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from airflow.plugins_manager import AirflowPlugin
@@ -13,30 +15,27 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class LazyApp:
+_building = threading.Lock()
+
+
+async def lazy_app(scope: Scope, receive: Receive, send: Send) -> None:
     """The pages as an ASGI application that is built at the first request.
 
     Scheduler, triggerer and tasks load plugins, too, and must not pay for pyarrow and jinja2.
     """
-
-    def __init__(self) -> None:
-        self._app: ASGIApp | None = None
-        self._lock = asyncio.Lock()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app or await self._built()
-        await app(scope, receive, send)
-
-    async def _built(self) -> ASGIApp:
-        async with self._lock:  # imports take a second, in a thread
-            if self._app is None:
-                self._app = await asyncio.to_thread(_build)
-            return self._app
+    app = await asyncio.to_thread(_pages)
+    await app(scope, receive, send)
 
 
+def _pages() -> ASGIApp:
+    with _building:
+        return _build()
+
+
+@cache
 def _build() -> ASGIApp:
     from batchllm_operator.web.access import with_security_headers
-    from batchllm_operator.web.app import create_app
+    from batchllm_operator.web.routes import create_app
 
     return with_security_headers(create_app())
 
@@ -47,7 +46,7 @@ class BatchLLMPlugin(AirflowPlugin):
     name = "batchllm"
     # Airflow declares these as instance variables, but also reads them from the class.
     fastapi_apps: list[Any] = [  # noqa: RUF012
-        {"app": LazyApp(), "url_prefix": PREFIX, "name": "BatchLLM"}
+        {"app": lazy_app, "url_prefix": PREFIX, "name": "BatchLLM"}
     ]
     external_views: list[Any] = [  # noqa: RUF012
         {

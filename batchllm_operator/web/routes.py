@@ -1,17 +1,21 @@
-"""The pages' routes. They take only Airflow's ids and numbers; the run's XCom names the plan.
+"""The application that Airflow's API server mounts.
 
+Its routes take only Airflow's ids and numbers; the run's XCom names the plan.
 These functions block on the database and the lake, so FastAPI calls them in threads.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from typing import Annotated, Final
 
 from airflow.utils.session import create_session
-from fastapi import APIRouter, Depends, Path, Response
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
+from starlette.exceptions import HTTPException
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import PlanError
@@ -26,18 +30,29 @@ from batchllm_operator.web.access import (
     CurrentUser,
     PageError,
     check_readable,
+    current_user,
     links_of,
     live_policy,
+    login_url,
     may_read,
     readable_dag,
 )
-from batchllm_operator.web.job_state import job_state
-from batchllm_operator.web.jobs import list_jobs
+from batchllm_operator.web.jobs import job_state, list_jobs
 from batchllm_operator.web.lake_access import LakeReader
 from batchllm_operator.web.links import Links
 from batchllm_operator.web.plan_uri import PlanURI
 from batchllm_operator.web.roots import report_roots
 from batchllm_operator.web.runs import JobRef, JobRun, job_of_task, jobs_of_run
+
+_log = logging.getLogger(__name__)
+_RELOAD: Final = 205
+"""Makes a live page's script reload the page, which has become another one."""
+_HEADINGS: Final = {
+    401: "You aren't logged in",
+    403: "You may not see this",
+    404: "There is nothing here",
+    503: "The lake can't be read",
+}
 
 MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
 ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
@@ -57,14 +72,11 @@ def find_job(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> Job
 
 PathJob = Annotated[JobRun, Depends(find_job)]
 
-_RELOAD: Final = 205
-"""Makes a live page's script reload the page, which has become another one."""
-
-pages = APIRouter()
-dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(readable_dag)])
+_pages = APIRouter()
+_dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(readable_dag)])
 
 
-@pages.get("/")
+@_pages.get("/")
 def show_jobs(user: CurrentUser, links: PageLinks) -> Response:
     """All jobs of DAGs that the user may read. Doesn't read the lake."""
     with create_session(scoped=False) as session:
@@ -72,7 +84,7 @@ def show_jobs(user: CurrentUser, links: PageLinks) -> Response:
     return HTMLResponse(views.jobs_page(jobs, links))
 
 
-@pages.get("/compare")
+@_pages.get("/compare")
 def show_comparison(user: CurrentUser, links: PageLinks, before: str, after: str) -> Response:
     """Compare two committed jobs, of any DAGs that the user may read.
 
@@ -91,7 +103,7 @@ def show_comparison(user: CurrentUser, links: PageLinks, before: str, after: str
     return HTMLResponse(render_comparison(compare(*reports), trail=links.trail()))
 
 
-@dag_pages.get("")
+@_dag_pages.get("")
 def show_run(links: PageLinks, dag_id: str, run_id: str) -> Response:
     """A run's only job, or a choice among its jobs."""
     with create_session(scoped=False) as session:
@@ -107,7 +119,7 @@ def show_run(links: PageLinks, dag_id: str, run_id: str) -> Response:
     return show_job(links, jobs[0])
 
 
-@dag_pages.get("/jobs/{task_id}/{map_index}")
+@_dag_pages.get("/jobs/{task_id}/{map_index}")
 def show_job(links: PageLinks, job: PathJob) -> Response:
     """A job: live progress until the commit, then its report."""
     shown = _job_view(job, links)
@@ -116,13 +128,13 @@ def show_job(links: PageLinks, job: PathJob) -> Response:
     return _live_page(shown)
 
 
-@dag_pages.get("/jobs/{task_id}/{map_index}/live")
+@_dag_pages.get("/jobs/{task_id}/{map_index}/live")
 def show_job_news(links: PageLinks, job: PathJob) -> Response:
     """The part of a job's page that changes; 205 once there is a report."""
     return _news(_job_view(job, links))
 
 
-@dag_pages.get("/jobs/{task_id}/{map_index}/report.html")
+@_dag_pages.get("/jobs/{task_id}/{map_index}/report.html")
 def download_report(job: PathJob) -> Response:
     """The report as a file, rendered from report.json."""
     report = _look(job)
@@ -133,7 +145,7 @@ def download_report(job: PathJob) -> Response:
     return HTMLResponse(render_report(report), headers=headers)
 
 
-@dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}")
+@_dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}")
 def show_shard(links: PageLinks, job: PathJob, shard_idx: ShardIdx) -> Response:
     """A shard's live progress; after the commit, the job's report."""
     shown = _shard_view(job, shard_idx, links)
@@ -142,13 +154,13 @@ def show_shard(links: PageLinks, job: PathJob, shard_idx: ShardIdx) -> Response:
     return _live_page(shown)
 
 
-@dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}/live")
+@_dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}/live")
 def show_shard_news(links: PageLinks, job: PathJob, shard_idx: ShardIdx) -> Response:
     """The part of a shard's page that changes; 205 once there is a report."""
     return _news(_shard_view(job, shard_idx, links))
 
 
-@dag_pages.get("/tasks/{task_id}/{map_index}")
+@_dag_pages.get("/tasks/{task_id}/{map_index}")
 def show_task(
     links: PageLinks, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
 ) -> Response:
@@ -212,3 +224,39 @@ def _news(shown: RunReport | views.LivePage) -> Response:
     if isinstance(shown, RunReport):
         return Response(status_code=_RELOAD)
     return HTMLResponse(shown.fragment())
+
+
+def create_app() -> FastAPI:
+    """The pages. Every route requires a login, those below `/dags/` also access to the DAG."""
+    app = FastAPI(
+        title="BatchLLM",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        dependencies=[Depends(current_user)],
+    )
+    app.include_router(_pages)
+    app.include_router(_dag_pages)
+    for kind in (HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _refusal)
+    return app
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    """The answer in place of a page; a browser without a login goes to the login page.
+
+    It shows nothing of an unexpected error, which may hold secrets; the log has it.
+    """
+    is_browser = request.method == "GET" and "text/html" in request.headers.get("accept", "")
+    status_code, text = 500, "The page failed; the log of Airflow's API server says how."
+    if isinstance(error, HTTPException):
+        status_code, text = error.status_code, str(error.detail)
+        if status_code == 401 and is_browser:
+            return RedirectResponse(login_url(request), status_code=302)
+        _log.info("%s: %s", request.url.path, text)
+    elif isinstance(error, RequestValidationError):
+        status_code, text = 404, NO_PAGE
+    if not is_browser:
+        return PlainTextResponse(text, status_code)
+    heading = _HEADINGS.get(status_code, "This page can't be shown")
+    return HTMLResponse(views.message_page(heading, text, links_of(request)), status_code)

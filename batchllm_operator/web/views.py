@@ -12,8 +12,7 @@ from batchllm_operator.report.pages import Trail, mean, ratio, render, usd
 from batchllm_operator.secrets import Masker
 from batchllm_operator.shards.status import JobStatus, ShardStatus
 from batchllm_operator.stored_plan.run_report import RunReport
-from batchllm_operator.web.job_state import JobState
-from batchllm_operator.web.jobs import Job
+from batchllm_operator.web.jobs import Job, JobState
 from batchllm_operator.web.links import Links
 from batchllm_operator.web.runs import JobRef, JobRun
 

@@ -77,7 +77,7 @@ class Browser:
 @pytest.fixture(scope="session")
 def pages(database: None) -> Any:
     """The application of the pages."""
-    from batchllm_operator.web.app import create_app
+    from batchllm_operator.web.routes import create_app
 
     return create_app()
 

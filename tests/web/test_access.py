@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from starlette.responses import PlainTextResponse
 from support.airflow_records import Records
 
 Browser = Any  # the class in conftest.py
@@ -53,11 +52,6 @@ def more_pages(pages: Any) -> Iterator[Any]:
     before = [*pages.router.routes]
     yield pages
     pages.router.routes[:] = before
-
-
-def test_a_route_beside_the_dependency_would_be_found(nobody: Browser, more_pages: Any) -> None:
-    more_pages.add_route("/open", lambda request: PlainTextResponse("all of it"))
-    assert not refuses_without_login(nobody, more_pages)
 
 
 def test_a_route_that_is_added_to_the_application_has_the_dependency(

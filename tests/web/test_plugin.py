@@ -107,23 +107,25 @@ def test_without_the_operators_providers_no_task_has_the_link(
 
 
 def test_pages_are_built_once_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchllm_operator.web import plugin
+    from batchllm_operator.web import plugin, routes
 
     built, answered = [], []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def pages(scope: Any, receive: Any, send: Any) -> None:
         answered.append(scope["path"])
 
     def build() -> Any:
         built.append(1)
-        return app
+        return pages
 
     async def ask() -> None:
-        lazy = plugin.LazyApp()
-        await asyncio.gather(*(lazy({"path": idx}, None, None) for idx in range(5)))
+        scopes = ({"type": "test", "path": idx} for idx in range(5))
+        await asyncio.gather(*(plugin.lazy_app(scope, None, None) for scope in scopes))
 
-    monkeypatch.setattr(plugin, "_build", build)
+    plugin._build.cache_clear()
+    monkeypatch.setattr(routes, "create_app", build)
     asyncio.run(ask())
+    plugin._build.cache_clear()
     assert built == [1] and sorted(answered) == [0, 1, 2, 3, 4]
 
 
