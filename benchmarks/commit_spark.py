@@ -29,7 +29,7 @@ from batchllm_operator.spec.loading import parse_spec_json
 from benchmarks.faults.tables import DS, FORMATS, Tables, set_environment
 from benchmarks.lake import Job
 from benchmarks.lake_stage import make_input
-from benchmarks.provenance import git_sha
+from benchmarks.provenance import git_sha, print_last_line
 from benchmarks.spark_cluster import CONF, Cluster, spark_cluster
 
 KINDS: Final = ("delta", "iceberg")
@@ -100,19 +100,15 @@ def main() -> None:
         for kind in KINDS:
             found.append(measure(Path(folder, kind), kind, args.rows))
     peaks = {part: max(each[part]["peak_bytes"] for each in found) for part in ("spark", "local")}
-    line = json.dumps(
-        {
-            "benchmark": "commit_spark",
-            "commits": found,
-            "driver_peak_bytes": peaks["spark"],
-            "local_peak_bytes": peaks["local"],
-            "executor_us": max(each["spark"]["executor_us"] for each in found),
-            "git_sha": git_sha(),
-        }
-    )
-    print(line)
-    if args.json is not None:
-        args.json.write_text(f"{line}\n", encoding="utf-8")
+    report = {
+        "benchmark": "commit_spark",
+        "commits": found,
+        "driver_peak_bytes": peaks["spark"],
+        "local_peak_bytes": peaks["local"],
+        "executor_us": max(each["spark"]["executor_us"] for each in found),
+        "git_sha": git_sha(),
+    }
+    print_last_line(report, args.json)
 
 
 if __name__ == "__main__":

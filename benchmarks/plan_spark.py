@@ -42,7 +42,7 @@ from benchmarks.plan_stage import (
     make_table,
     train_tokenizer,
 )
-from benchmarks.provenance import git_sha
+from benchmarks.provenance import git_sha, print_last_line
 from benchmarks.spark_cluster import CONF, spark_cluster
 
 
@@ -150,24 +150,18 @@ def main() -> None:
         both = [sum(row[name] for name in names) for row in found]
         return float((both[1] - both[0]) / (whole["rows"] - third["rows"]))
 
-    line = json.dumps(
-        {
-            "benchmark": "plan_spark",
-            "plans": found,
-            "saved_share": round(saved_tokens(plan) / max(1, saved_tokens(local)), 5),
-            "saving": [
-                round(each.manifest.counts.planned_saving_ratio, 5) for each in (plan, local)
-            ],
-            "marginal_us": round(marginal("jvm_s", "python_s") * 1e6, 1),
-            "marginal_shuffled_bytes": round(marginal("shuffled_bytes")),
-            "marginal_key_bytes": round(marginal("key_bytes")),
-            "driver_peak_bytes": driver_peak_bytes,
-            "git_sha": git_sha(),
-        }
-    )
-    print(line)
-    if args.json is not None:
-        args.json.write_text(f"{line}\n", encoding="utf-8")
+    report = {
+        "benchmark": "plan_spark",
+        "plans": found,
+        "saved_share": round(saved_tokens(plan) / max(1, saved_tokens(local)), 5),
+        "saving": [round(each.manifest.counts.planned_saving_ratio, 5) for each in (plan, local)],
+        "marginal_us": round(marginal("jvm_s", "python_s") * 1e6, 1),
+        "marginal_shuffled_bytes": round(marginal("shuffled_bytes")),
+        "marginal_key_bytes": round(marginal("key_bytes")),
+        "driver_peak_bytes": driver_peak_bytes,
+        "git_sha": git_sha(),
+    }
+    print_last_line(report, args.json)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ from batchllm_operator.prompts import PromptRenderer
 from batchllm_operator.prompts.tokenizer import ModelTokenizer
 from batchllm_operator.spec import JobSpec
 from benchmarks.memory import peak_rss_bytes
-from benchmarks.provenance import provenance
+from benchmarks.provenance import print_last_line, provenance
 
 DS: Final = "2026-01-31"
 SYSTEM: Final = "Answer the question about the document.\n\n"
@@ -392,10 +392,8 @@ def main() -> None:
         lake = Path(folder)
         make_model(lake / "model", tokenizer)
         make_table(args, texts, tokenizer, lake)
-        line = json.dumps(report(args, measure_all(args, lake), lake))
-    print(line)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
+        found = report(args, measure_all(args, lake), lake)
+    print_last_line(found, args.json)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def provenance() -> dict[str, Any]:
     else:
         found["device"] = "cpu"
     return found
+
+
+def print_last_line(report: Mapping[str, Any], file: Path | None = None) -> None:
+    """Print a benchmark's report as its last line, and write it to a file, too, if one is given."""
+    line = json.dumps(report)
+    if file is not None:
+        file.write_text(f"{line}\n", encoding="utf-8")
+    print(line, flush=True)
 
 
 def git_sha() -> str | None:

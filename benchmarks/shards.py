@@ -56,7 +56,7 @@ from batchllm_operator.prefixes.search.lcp_tree import rank_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.spec import JobSpec, parse_spec
-from benchmarks.provenance import provenance
+from benchmarks.provenance import print_last_line, provenance
 from benchmarks.shard_shapes import SHAPES, Prompts, Tokens, outputs_of, two_kinds
 
 NUM_SHARDS: Final = (1, 4, 16, 64)
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--makespans", action="store_true", help="simulate 4 shards as well")
     parser.add_argument("--makespan-prompts", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for the last line, indented")
+    parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
     rows = []
     for name in args.shapes:
@@ -255,9 +255,7 @@ def main() -> None:
         "seed": args.seed,
         **provenance(),
     }
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    print_last_line(report, args.json)
 
 
 if __name__ == "__main__":

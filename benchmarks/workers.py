@@ -58,7 +58,7 @@ from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.shards.attempts import attempt_numbers
 from batchllm_operator.spec import parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
-from benchmarks.provenance import provenance
+from benchmarks.provenance import print_last_line, provenance
 from benchmarks.simulated_machines import Machine, Simulation
 
 DS: Final = "2026-01-31"
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, default=200)
     parser.add_argument("--shard-requests", type=int, default=50)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--json", type=Path, help="file for the last line, indented")
+    parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
     rows = []
     for case in CASES:
@@ -288,9 +288,7 @@ def main() -> None:
         "seeds": args.seeds,
         **provenance(),
     }
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    print_last_line(report, args.json)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from benchmarks.end_to_end.models import TINY, model_config
 from benchmarks.end_to_end.policies import POLICIES
-from benchmarks.provenance import provenance
+from benchmarks.provenance import print_last_line, provenance
 from benchmarks.workloads import WORKLOADS, scaled, shrunk
 
 AIM: Final = 0.15  # most that a prediction may be off
@@ -226,9 +226,7 @@ def main() -> None:
     }
     if args.gpu_table:
         args.gpu_table.write_text(gpu_table(fitted, args.gpu), encoding="utf-8")
-    if args.json:
-        args.json.write_text(json.dumps(report), encoding="utf-8")
-    print(json.dumps(report))
+    print_last_line(report, args.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.end_to_end.engine_run import Profiles, Prompts, Task, make_spec,
 from benchmarks.end_to_end.models import MODELS, max_model_len
 from benchmarks.end_to_end.policies import POLICIES, SETTINGS
 from benchmarks.end_to_end.requests import make_requests
-from benchmarks.provenance import provenance
+from benchmarks.provenance import print_last_line, provenance
 from benchmarks.workloads import WORKLOADS, least_prefill_tokens
 
 _MOST_ROWS = 25
@@ -162,9 +162,7 @@ def main() -> None:
     }
     for row in report["kernels"]:
         print(f"{row['share']:7.1%}{row['ms_per_step']:10.3f} ms{row['calls']:8}  {row['name']}")
-    if args.json:
-        args.json.write_text(json.dumps(report), encoding="utf-8")
-    print(json.dumps(report))
+    print_last_line(report, args.json)
 
 
 if __name__ == "__main__":

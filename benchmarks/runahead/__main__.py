@@ -41,7 +41,7 @@ from batchllm_operator.cost import GPU, model_shape
 from batchllm_operator.errors import PlanError
 from batchllm_operator.runahead.placement import GroupLoads, Placement, choose_placement
 from batchllm_operator.runahead.prediction import Chain, ReplicaCost, Split
-from benchmarks.provenance import provenance
+from benchmarks.provenance import print_last_line, provenance
 from benchmarks.runahead.replica import BLOCK_SIZE, ENVIRONMENT, MODEL, ReplicaSettings, serve
 from benchmarks.runahead.work import ReplicaWork, Sizes, place
 
@@ -339,9 +339,7 @@ def main() -> int:
         "seed": args.seed,
         **provenance(),
     }
-    if args.json:
-        args.json.write_text(json.dumps(report), encoding="utf-8")
-    print(json.dumps(report))
+    print_last_line(report, args.json)
     has_all = all(row["tokens_equal"] and not row["failures"] for row in report["rows"])
     return 0 if has_all else 1
 

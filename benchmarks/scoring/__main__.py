@@ -23,13 +23,12 @@ scheduling time a step, bitmasks included. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance_of_another_process
+from benchmarks.provenance import print_last_line, provenance_of_another_process
 from benchmarks.scoring.formed import formed
 from benchmarks.scoring.measured import TEMPLATES, GateError, measured, prepare
 from benchmarks.scoring.simulated import GPU, MODEL, simulated, targets
@@ -65,11 +64,7 @@ def main() -> None:
             for row in rows:
                 _print(row, "wall_s", "wall_of_ours", "cpu_s", "computed_tokens", "steps")
         print("json_schema", "  ".join(f"{k} {v}" for k, v in report["json_schema"].items()))
-    report |= provenance_of_another_process()
-    line = json.dumps(report)
-    if args.json is not None:
-        args.json.write_text(line + "\n")
-    print(line)
+    print_last_line(report | provenance_of_another_process(), args.json)
 
 
 def _print(row: dict[str, Any], *names: str) -> None:
