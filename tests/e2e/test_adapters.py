@@ -55,7 +55,7 @@ def stock(demo: Demo, rows: list[dict[str, Any]], adapters: dict[str, str]) -> l
         "adapters": [row["style"] and str(demo.folder / row["style"]) for row in rows],
         "sampling": {"max_tokens": 12, "temperature": 0.0},
     }
-    [found] = demo.stock("stock_answers", [job])
+    [found] = demo.stock("answers", [job])
     return [text for [(text, _)] in found]
 
 

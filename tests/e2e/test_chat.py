@@ -117,10 +117,7 @@ def stock(demo: Demo, model: Path) -> Stock:
     calls.append({"messages": turns, "max_tokens": 1, "tools": TOOLS})
     chats = [row["chat"] for row in rows]
     calls.append({"messages": chats, "max_tokens": 16, "tools": TOOLS, "plugin": PLUGIN})
-    given, outputs = demo.folder / "chat-calls.json", demo.folder / "chat-outputs.json"
-    given.write_text(json.dumps(calls))
-    demo.run_module("support.stock_chat", model, given, outputs)
-    *found, of_turns, answers = json.loads(outputs.read_text())
+    *found, of_turns, answers = demo.stock("chats", calls, model)
     return Stock(dict(zip(keys, found, strict=True)), rows, of_turns, answers)
 
 

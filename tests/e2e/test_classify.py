@@ -24,7 +24,7 @@ def test_probabilities_equal_those_of_full_logprobs(demo: Demo) -> None:
     )
     rows = demo.rows("h")
     texts = [f"Document: {row['document']}\nQuery: {row['query']}\nAnswer:" for row in rows]
-    stock = demo.stock("stock_classify", texts)
+    stock = demo.stock("first_logprobs", texts)
     tokenizer = Tokenizer.from_file(str(demo.model / "tokenizer.json"))
     num_prompt = len(tokenizer.encode(texts[0]).ids)
     tokens = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,55 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.demo_job import DS, Demo, Job
-from support.pooling_models import LABELS, encoder, with_head
 
+LABELS = ("good", "bad", "ugly")
 PROMPT: dict[str, Any] = {"system": None, "template": "Document: {document}\nQuery: {query}"}
 FEW: dict[str, Any] = {"filter": [{"column": "package", "op": "<", "value": "h"}]}
+
+
+def with_head(model: Path, folder: Path) -> Path:
+    """The demo's model with a head of three labels in place of its output layer; the folder."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    size = weights.pop("lm_head.weight").shape[1]
+    generator = torch.Generator().manual_seed(0)
+    weights["score.weight"] = torch.randn(len(LABELS), size, generator=generator) / size**0.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen2ForSequenceClassification"]
+    config["id2label"] = {str(idx): label for idx, label in enumerate(LABELS)}
+    config["label2id"] = {label: idx for idx, label in enumerate(LABELS)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def encoder(model: Path, folder: Path) -> Path:
+    """A BERT with the demo's tokens; the folder."""
+    from transformers import BertConfig, BertModel
+
+    shutil.copytree(model, folder)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = BertConfig(
+        vocab_size=size,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=2048,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BertModel(config).save_pretrained(folder)
+    return folder
 
 
 def stock_vectors(demo: Demo, model: Path, task: str) -> np.ndarray[Any, Any]:
     """float64 [num_rows, size], in the table's order."""
     texts = [f"Document: {row['document']}\nQuery: {row['query']}" for row in demo.rows("h")]
-    return np.array(demo.stock("stock_pooling", texts, task, model=model))
+    return np.array(demo.stock(task, texts, model))
 
 
 def pooled(demo: Demo, name: str, model: Path, task: str, **changes: Any) -> Job:

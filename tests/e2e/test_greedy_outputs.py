@@ -40,7 +40,7 @@ def stock(
         ]
         for row in chat_rows
     ]
-    return list(demo.stock("stock_generate", [texts, messages]))
+    return list(demo.stock("texts", [texts, messages]))
 
 
 def test_every_row_equals_stock_vllm_in_table_order(

@@ -18,7 +18,7 @@ def stock(demo: Demo) -> list[list[list[Any]]]:
     """The completions of each row, sampled and with log-probabilities."""
     prompts = [*map(snippet_prompt, demo.rows("h"))]
     jobs = [{"prompts": prompts, "sampling": sampling} for sampling in (SAMPLED, SCORED)]
-    return list(demo.stock("stock_answers", jobs))
+    return list(demo.stock("answers", jobs))
 
 
 @pytest.fixture(scope="module")

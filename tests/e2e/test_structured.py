@@ -9,7 +9,7 @@ import jsonschema
 import pyarrow as pa
 import pytest
 from support.demo_job import Demo, snippet_prompt
-from support.stock_answers import WITHOUT_SPACES
+from support.stock_vllm import WITHOUT_SPACES
 
 FIRST = {"filter": [{"column": "package", "op": "<", "value": "d"}]}
 SCHEMA: dict[str, Any] = {
@@ -41,7 +41,7 @@ def stock(demo: Demo) -> list[list[str]]:
         {"prompts": prompts, "sampling": sampling, "structured_outputs": form}
         for sampling, form in forms
     ]
-    return [[row[0][0] for row in job] for job in demo.stock("stock_answers", asked)]
+    return [[row[0][0] for row in job] for job in demo.stock("answers", asked)]
 
 
 def run(demo: Demo, name: str, **changes: Any) -> pa.Table:

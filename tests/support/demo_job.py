@@ -94,11 +94,11 @@ class Demo:
         rows = pq.read_table(self.folder / "documents").to_pylist()
         return [row for row in rows if row["package"] < before]
 
-    def stock(self, script: str, given: object, *args: object, model: Path | None = None) -> Any:
-        """What a script of stock vLLM makes of something; both are JSON."""
+    def stock(self, kind: str, given: object, model: Path | None = None) -> Any:
+        """What stock vLLM makes of something, by a function of `support.stock_vllm`."""
         inputs, outputs = (self.folder / f"{uuid.uuid4()}.json" for _ in range(2))
         inputs.write_text(json.dumps(given))
-        self.run_module(f"support.{script}", model or self.model, *args, inputs, outputs)
+        self.run_module("support.stock_vllm", kind, model or self.model, inputs, outputs)
         return json.loads(outputs.read_text())
 
     def run_script(self, name: str, spec: Path) -> dict[str, Any]:

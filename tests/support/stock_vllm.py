@@ -1,0 +1,153 @@
+"""Run as a script: what stock vLLM makes of something, greedily unless it is told otherwise.
+
+    python -m support.stock_vllm KIND MODEL INPUTS OUTPUTS
+
+KIND is one of this module's functions, INPUTS its argument as JSON. OUTPUTS gets its result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WITHOUT_SPACES = {"backend": "xgrammar", "disable_any_whitespace": True}
+"""Of structured outputs: a random model would write spaces wherever it may."""
+
+
+def start(model: str, **changes: Any) -> Any:
+    from vllm import LLM
+
+    sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
+    args = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "block_size": 32}
+    return LLM(model, enforce_eager=True, **args, **changes)
+
+
+def greedy(**changes: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0.0, **changes})
+
+
+def texts(model: str, lists: list[list[Any]]) -> list[Any]:
+    """Text and finish reason for each prompt (a text, or the messages of a chat), list by list."""
+    llm, found = start(model), []
+    for prompts in lists:
+        generate = llm.generate if isinstance(prompts[0], str) else llm.chat
+        outputs = generate(prompts, greedy(max_tokens=16), use_tqdm=False)
+        found.append([(each.outputs[0].text, each.outputs[0].finish_reason) for each in outputs])
+    return found
+
+
+def embed(model: str, prompts: list[str]) -> list[Any]:
+    """The vectors of texts."""
+    return [
+        each.outputs.embedding
+        for each in start(model, runner="pooling").embed(prompts, use_tqdm=False)
+    ]
+
+
+def classify(model: str, prompts: list[str]) -> list[Any]:
+    """The probabilities of classes, of a model with a head for them."""
+    return [
+        each.outputs.probs
+        for each in start(model, runner="pooling").classify(prompts, use_tqdm=False)
+    ]
+
+
+def first_logprobs(model: str, prompts: list[str]) -> list[dict[str, float]]:
+    """The whole vocabulary's log-probabilities after each text, by token id."""
+    llm = start(model, max_logprobs=-1)
+    outputs = llm.generate(prompts, greedy(max_tokens=1, logprobs=-1), use_tqdm=False)
+    firsts = [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
+    return [{str(token): each.logprob for token, each in first.items()} for first in firsts]
+
+
+def answers(model: str, jobs: list[dict[str, Any]]) -> list[Any]:
+    """For each prompt of each job, its completions as [text, places].
+
+    A job has `prompts` (texts) and `sampling` (of `SamplingParams`), and maybe `adapters` (for each
+    prompt the path of a LoRA adapter, or null) and `structured_outputs`. Places are null or, for
+    each token, [its log-probability, [[token, log-probability] of the likeliest, in order]].
+    """
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
+
+    paths = sorted({path for job in jobs for path in job.get("adapters", ()) if path})
+    numbers = {path: number for number, path in enumerate(paths, start=1)}
+    # On a CPU, vLLM adds the adapter in the last slot to prompts without one.
+    lora = {"enable_lora": True, "max_loras": len(paths) + 1} if paths else {}
+    llm = start(
+        model,
+        structured_outputs_config=WITHOUT_SPACES,
+        enable_chunked_prefill=False,  # on a CPU, vLLM dies of a seeded prompt in pieces
+        **lora,
+    )
+    found = []
+    for job in jobs:
+        sampling = greedy(**job["sampling"])
+        if form := job.get("structured_outputs"):
+            sampling.structured_outputs = StructuredOutputsParams(**form)
+        adapters = [
+            path and LoRARequest(path, numbers[path], path) for path in job.get("adapters", ())
+        ]
+        outputs = llm.generate(
+            job["prompts"], sampling, use_tqdm=False, lora_request=adapters or None
+        )
+        found.append([[_completion(each) for each in output.outputs] for output in outputs])
+    return found
+
+
+def _completion(found: Any) -> list[Any]:
+    if found.logprobs is None:
+        return [found.text, None]
+    places = []
+    for token_id, logprobs in zip(found.token_ids, found.logprobs, strict=True):
+        ranked = sorted(logprobs.values(), key=lambda each: each.rank)
+        tops = [[each.decoded_token, each.logprob] for each in ranked]
+        places.append([logprobs[token_id].logprob, tops])
+    return [found.text, places]
+
+
+def chats(model: str, calls: list[dict[str, Any]]) -> list[Any]:
+    """For each call and each of its chats the prompt's token ids, finish reason, reasoning, text.
+
+    A call is keyword arguments of `LLM.chat`, with `max_tokens`, and `plugin` for a file of a
+    reasoning parser; without one the reasoning is null.
+    """
+    llm, found = start(model), []
+    for call in calls:
+        plugin = call.pop("plugin", None)
+        params = greedy(max_tokens=call.pop("max_tokens"), skip_special_tokens=not plugin)
+        outputs = llm.chat(sampling_params=params, use_tqdm=False, **call)
+        split = _splitter(plugin, llm.get_tokenizer()) if plugin else lambda text: (None, text)
+        found.append(
+            [
+                [output.prompt_token_ids, first.finish_reason, *split(first.text)]
+                for output in outputs
+                for first in output.outputs
+            ]
+        )
+    return found
+
+
+def _splitter(plugin: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
+    """Takes a text apart by the parser `demo`."""
+    from vllm.reasoning import ReasoningParserManager
+
+    ReasoningParserManager.import_reasoning_parser(plugin)
+    parser = ReasoningParserManager.get_reasoning_parser("demo")(tokenizer)
+
+    def split(text: str) -> tuple[str | None, str]:
+        reasoning, answer = parser.extract_reasoning(text, None)
+        return reasoning, answer or ""
+
+    return split
+
+
+if __name__ == "__main__":
+    kind, model, inputs_path, outputs_path = sys.argv[1:]
+    result = globals()[kind](model, json.loads(Path(inputs_path).read_text()))
+    Path(outputs_path).write_text(json.dumps(result))
