@@ -18,7 +18,7 @@ from support.staged_job import NUM_ROWS, Engines, check_published, plan_one_shar
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.failed_rows import find_failed_rows
 from batchllm_operator.commit.report import load_report
-from batchllm_operator.errors import BatchLLMError, IncompleteRunError, PlanError
+from batchllm_operator.errors import IncompleteRunError, PlanError
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
@@ -148,20 +148,6 @@ def test_a_damaged_part_is_not_published_but_made_again(
     assert verify_worker(finished.folder.uri, 0, 1).num_finished == 1
     assert commit_run(finished.folder.uri).num_rows_out == NUM_ROWS
     check_published(finished)
-
-
-@pytest.mark.parametrize("how", JSON_DAMAGES)
-def test_a_damaged_shard_report_is_written_again(finished: StoredPlan, how: str) -> None:
-    path = path_of(finished, "runs/shard-00000/report.json")
-    whole = path.read_bytes()
-    damage(path, how)
-    with pytest.raises(BatchLLMError, match="shard"):
-        verify_worker(finished.folder.uri, 0, 1)
-    path.unlink(missing_ok=True)
-    engines = Engines()
-    run_worker(finished.folder.uri, 0, 1, start=engines)
-    assert engines.num_answers == 0
-    assert json.loads(path.read_bytes())["counts"] == json.loads(whole)["counts"]
 
 
 @pytest.mark.parametrize("how", JSON_DAMAGES)

@@ -497,7 +497,3 @@ def test_ages(batchllm: Batchllm, job: Path) -> None:
     for text in ("7", "d", "-1d", "1.5h", "7 d", ""):
         outcome = batchllm("gc", "--job", job, f"--older-than={text}")
         assert outcome.code == 2 and "isn't an age" in outcome.err
-
-
-def test_a_job_without_anything_has_no_garbage(tmp_path: Path) -> None:
-    assert collect(fake_spec(tmp_path)) == ([], [])

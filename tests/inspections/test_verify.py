@@ -5,14 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.staged_job import run_only
 
-from batchllm_operator.errors import IncompleteRunError, PlanError, SpecError
+from batchllm_operator.errors import IncompleteRunError, PlanError
 from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_worker
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.spec import parse_spec_json
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -104,23 +103,3 @@ def test_a_plans_record_leads_to_a_complete_plan(tmp_path: Path, plan_uri: str) 
     record_plan(spec, DS, "pod-1", {"plan_uri": plan_uri + "-not"})
     with pytest.raises(PlanError):
         verify_plan(spec, DS, "pod-1")
-
-
-def test_a_spec_that_goes_through_json_is_the_same_job(tmp_path: Path) -> None:
-    spec = fake_spec(tmp_path)
-    again = parse_spec_json(spec.model_dump_json(), source="pod")
-    assert again == spec and again.identity == spec.identity
-    for text, reason in (("{", "not JSON"), ("[]", "an object"), ("{}", "spec_version")):
-        with pytest.raises(SpecError, match=f"pod: .*{reason}"):
-            parse_spec_json(text, source="pod")
-
-
-def test_a_spec_with_learned_lengths_and_filters_goes_through_json(tmp_path: Path) -> None:
-    changes = {
-        "planner": {"estimated_output_tokens": {"learned": True}, "memory_budget_bytes": "4GiB"},
-        "input": {"filter": [{"column": "query", "op": "in", "value": ["a", "b"]}]},
-        "sampling": {"stop": ["$(HOME)", "\n"]},
-    }
-    spec = fake_spec(tmp_path, **changes)
-    assert job_fields(str(tmp_path), **changes)["sampling"]["stop"] == ["$(HOME)", "\n"]
-    assert parse_spec_json(spec.model_dump_json(), source="pod") == spec

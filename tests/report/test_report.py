@@ -70,10 +70,6 @@ def test_a_share_is_none_or_all_only_if_it_is(num_some: int, num_all: int, shown
     assert share(num_some, num_all) == shown
 
 
-def test_the_summary_ends_without_a_line_break() -> None:
-    assert format_summary(make_report())[-1] != "\n"
-
-
 def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
     sample = SampleRow(key={"id": "a"}, generated_text="\x1b[2J\r\x07")
     assert "\x1b" not in format_summary(make_report(sample_rows=(sample,)))

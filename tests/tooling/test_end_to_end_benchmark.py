@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,9 +19,7 @@ from support.benchmark_modules import ROOT, load
 from support.demo_job import wait_until
 
 from batchllm_operator.cost import MODEL_SHAPES, StepWork, find_gpu, step_seconds
-from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.prefixes import TokenTable
-from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 
 agreement = load("end_to_end.agreement")
 calibrate = load("end_to_end.calibrate")
@@ -56,16 +53,6 @@ def test_the_cool_down_begins_when_only_decodes_are_left() -> None:
     assert run.num_prefill_tokens(num_requests=2, num_output_tokens=6) == 13
     assert steps([8, 3, 2, 9], [1, 2, 2, 2], [0, 0, 0, 0]).tecd_s == 4.5  # prefill to the end
     assert steps([2, 2], [2, 2], [0, 0]).tecd_s == 0.0
-
-
-def test_valleys_count_while_somebody_waits() -> None:
-    assert steps([100, 49, 50, 10], [1, 1, 1, 1], [5, 5, 5, 0]).valley_steps(100) == 1
-
-
-def test_steps_survive_json() -> None:
-    run = steps([8, 6, 2, 1], [1, 2, 2, 1], [1, 0, 0, 0])
-    again = step_log.Steps.from_json(json.loads(json.dumps(run.to_json())))
-    assert again.to_json() == run.to_json()
 
 
 class Scheduler:
@@ -151,33 +138,6 @@ def test_each_order_has_every_prompt_once(prompts: TokenTable, order: str) -> No
             assert len(prefixes) == 1
     assert planned.num_prompt_tokens == prompts.num_tokens
     assert planned.num_output_tokens == 7 * len(prompts)
-
-
-def test_a_warm_up_says_how_many_of_each_group_it_has() -> None:
-    prompts = TokenTable.from_lists([[idx // 8] * 32 + [idx] for idx in range(40)])
-    planned = requests.make_requests(prompts, "plan", 4, 16).requests
-    few = requests.warm_up_requests(planned)
-    assert few == tuple(
-        replace(each, group_size=size)
-        for each, size in zip(planned[:10], [8] * 8 + [2] * 2, strict=True)
-    )
-
-
-@pytest.mark.parametrize("name", list(workloads.WORKLOADS))
-def test_smaller_workloads_keep_their_shape(name: str) -> None:
-    shape = workloads.WORKLOADS[name]
-    half = workloads.scaled(shape, 0.5)
-    assert abs(half.num_requests / shape.num_requests - 0.5) < 0.01
-    assert replace(half, num_requests=shape.num_requests) == shape
-    tiny = workloads.shrunk(shape)
-    assert tiny.num_requests >= int(shape.share_degree)
-    assert tiny.share_degree == shape.share_degree
-    made = tiny.make(3)
-    assert made.tokens.lengths.max() + tiny.output_tokens <= workloads.longest_tokens(tiny)
-    documents = np.unique(made.group_ids, return_index=True)[1]
-    distinct = (made.tokens.lengths - made.num_prefix_tokens).sum()
-    computed = made.num_prefix_tokens[documents].sum() + distinct
-    assert computed == pytest.approx(workloads.least_prefill_tokens(tiny), rel=0.1)
 
 
 def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, Any]:
@@ -277,24 +237,6 @@ def test_what_was_measured_is_judged_and_missing_baselines_are_named(
     assert f"| 2.0 (without {lacking[0]}" in shown
 
 
-def test_what_falls_short_says_so() -> None:
-    summaries = targets.summarize(
-        [
-            row("no_sharing", "stock_sorted", 10.0),
-            row("no_sharing", "stock_sorted", 9.0, settings=OTHER),
-            row("no_sharing", "batchllm", 9.7, plan_s=2.0),
-            row("case_1", "batchllm", 9.7, plan_s=0.001),
-            row("no_sharing", "batchllm_stock_attention", 9.7, plan_s=0.001),
-        ]
-    )
-    found = by_measure(summaries, NO_CASCADE, "batchllm")
-    assert found["no_sharing: requests/s over stock sorted"]["is_met"] is False
-    assert found["planning, share of the whole"]["is_met"] is False
-    assert found["planning, share of the whole"]["baseline"] == "no_sharing"
-    other = by_measure(summaries, NO_CASCADE, "batchllm_stock_attention")
-    assert other["planning, share of the whole"]["is_met"] is True
-
-
 def test_runs_of_different_work_are_not_put_together() -> None:
     for name, value in (("num_requests", 999), ("attention", ["TritonAttentionBackend"])):
         rows = [row("case_1", "batchllm", 9.0), row("case_1", "batchllm", 9.0, **{name: value})]
@@ -391,45 +333,6 @@ def test_calibration_finds_the_gpu_that_the_runs_were_made_on() -> None:
         assert each["simulated_prefill_tokens"] == each["measured_prefill_tokens"]
 
 
-def test_a_prediction_knows_nothing_of_its_own_workload() -> None:
-    runs = made_up_runs(find_gpu("H100"))
-    twice = [
-        replace(run, measured_s=run.measured_s * (2 if run.workload == "workload_3" else 1))
-        for run in runs
-    ]
-    rows = calibrate.predictions(twice, find_gpu("H100"))
-    errors = {each["workload"]: each["error"] for each in rows}
-    assert errors["workload_3"] == pytest.approx(-0.5, abs=0.01)
-    with pytest.raises(ValueError, match="2 runs can't say 3 numbers"):
-        calibrate.fit(runs[:2], find_gpu("H100"))
-
-
-def test_a_fitted_table_is_one_that_a_job_can_name(tmp_path: Path) -> None:
-    path = tmp_path / "gpus.toml"
-    gpu = replace(find_gpu("H100"), achievable_compute=0.7123)
-    path.write_text(calibrate.gpu_table(gpu, "H100"))
-    assert find_gpu("H100", path) == gpu
-
-
-def test_every_measured_policy_is_simulated_as_one_that_there_is() -> None:
-    from batchllm_operator.simulate.machine import POLICIES as SIMULATED
-
-    for policy in policies.POLICIES.values():
-        assert policy.simulated_as or policy.name in (
-            "stock_cascade",
-            "stock_llm",
-            "batchllm_unpaced",
-            "batchllm_graphs",
-        )
-        if policy.simulated_as:
-            found = SIMULATED[policy.simulated_as]
-            assert (found.scheduler, found.shared_attention) == (
-                policy.scheduler,
-                policy.attention == "batchllm",
-            )
-            assert (found.order == "shuffled") == (policy.order == "as_given")
-
-
 def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     summaries = targets.summarize(rows)
     report = {
@@ -482,68 +385,6 @@ def test_targets_are_those_of_whole_workloads_on_hopper_gpus(changes: dict[str, 
         assert "| yes |" in tables.markdown(results, "Mistral-7B")
 
 
-def arguments(folder: Path, *more: str) -> Any:
-    return main.parse_args(["--out", str(folder), *more])
-
-
-def test_what_targets_need_most_comes_first(tmp_path: Path) -> None:
-    args = arguments(tmp_path, "--workloads", "case_1", "case_2", "--repetitions", "2")
-    runs = main.wanted_runs(args)
-    engines = list(dict.fromkeys(run[:2] for run in runs))
-    assert engines[:5] == [
-        ("stock_sorted", "default"),
-        ("batchllm", "default"),
-        ("stock_as_given", "default"),
-        ("stock_sorted", OTHER),
-        ("stock_as_given", OTHER),
-    ]
-    assert set(engines) == {
-        (name, settings)
-        for name in main.DEFAULT_POLICIES
-        for settings in policies.POLICIES[name].settings
-    }
-    assert [run[2:] for run in runs[:4]] == [
-        ("case_1", 0),
-        ("case_2", 0),
-        ("case_1", 1),
-        ("case_2", 1),
-    ]
-    assert set(main.FIRST) == set(workloads.WORKLOADS)
-
-
-def test_a_run_is_expected_to_take_what_others_took(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
-    unknown = main.expected_s("case_1", "batchllm", [], args)
-    shape = workloads.WORKLOADS["case_1"]
-    assert unknown > workloads.least_prefill_tokens(shape) / 50_000
-    rows = [row("case_1", "stock_sorted", 10.0), row("case_2", "batchllm", 1.0)]
-    assert main.expected_s("case_1", "batchllm", rows, args) == pytest.approx(1.3 * 100)
-    assert main.expected_s("case_1", "stock_as_given", rows, args) == pytest.approx(2 * 1.3 * 100)
-    rows += [row("case_1", "batchllm", 20.0), row("case_1", "batchllm", 25.0)]
-    assert main.expected_s("case_1", "batchllm", rows, args) == pytest.approx(1.3 * 50)
-
-
-def test_whatever_was_not_measured_is_missing_with_the_reason() -> None:
-    wanted = [
-        ("stock_sorted", "default", "case_1", 0),
-        ("stock_sorted", "default", "case_1", 1),
-        ("stock_sorted", "default", "case_2", 0),
-        ("batchllm", "default", "case_1", 0),
-        ("stock_as_given", "default", "case_1", 0),
-    ]
-    rows = [
-        row("case_1", "stock_sorted", 1.0, repetition=0),
-        row("case_1", "batchllm", 1.0, repetition=0),
-    ]
-    assert main.missing_runs(wanted, rows, {"stock_as_given default": "exit code 1"}) == {
-        "stock_sorted default": {
-            "reason": "no time was left",
-            "workloads": ["case_1", "case_2"],
-        },
-        "stock_as_given default": {"reason": "exit code 1", "workloads": ["case_1"]},
-    }
-
-
 def is_gone(pid: str) -> bool:
     try:
         status = Path("/proc", pid.strip(), "stat").read_text()
@@ -588,19 +429,6 @@ def test_an_engine_ends_with_the_benchmark_that_started_it(tmp_path: Path) -> No
     wait_until(lambda: is_gone((tmp_path / "pid").read_text()), "it is gone", limit_s=30.0)
 
 
-def test_the_two_answers_that_matter_most_come_first() -> None:
-    assert agreement.REFERENCE == ("stock_sorted", "default")
-    assert agreement.COMPARED[:2] == (("batchllm", "default"), agreement.CONTROL)
-
-
-@pytest.mark.parametrize("name", list(policies.POLICIES))
-def test_every_policy_has_graphs_for_as_many_requests(name: str) -> None:
-    found = engine_run.make_spec(engine_run.Task(name, "default", (), "")).engine.extra_args
-    assert found["max_cudagraph_capture_size"] == 1024
-    settings = AttentionSettings.from_additional_config(found.get("additional_config"))
-    assert settings.decode_graphs == (name == "batchllm_graphs")
-
-
 @pytest.mark.parametrize(
     ("changes", "doubt"),
     [
@@ -617,12 +445,3 @@ def test_a_baseline_that_is_not_the_best_is_doubted(changes: Any, doubt: str | N
     assert len(found) == (doubt is not None)
     assert doubt is None or doubt in found[0]
     assert engine_run.baseline_doubts(facts, False) == []
-
-
-def test_a_profile_is_of_its_subject() -> None:
-    profiles = engine_run.Profiles()
-    profile = DeviceProfile(subject={"device": "a"}, steps=((64, 0.1),))
-    assert profiles.find({"device": "a"}) is None
-    profiles.keep(profile)
-    assert profiles.find({"device": "a"}) == profile
-    assert profiles.find({"device": "b"}) is None

@@ -63,12 +63,6 @@ def test_torch_is_a_cpu_build() -> None:
     assert torch.version.cuda is None
 
 
-def test_extras() -> None:
-    extras = PYPROJECT["project"]["optional-dependencies"]
-    airflow = {"airflow", "airflow-spark"}
-    assert set(extras) == {"cpu", "gpu", "iceberg", "delta", "report", "spark", "dev"} | airflow
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_lock_names_every_direct_requirement(name: str) -> None:
     chosen = environment.ENVIRONMENTS[name]
@@ -95,11 +89,6 @@ def test_environments_differ_in_vllm_and_agree_on_torch() -> None:
     wanted = [environment.requirements(PYPROJECT, environment.ENVIRONMENTS[n]) for n in ENGINES]
     # setup.sh installs the torch of the extra `cpu` in both; no group may name another one.
     assert [sum(line.startswith("torch") for line in each) for each in wanted] == [1, 0]
-
-
-def test_compat_has_no_airflow() -> None:
-    pins = environment.read_lock(environment.ENVIRONMENTS["compat"].lock)
-    assert not [name for name in pins if "airflow" in name]
 
 
 def test_environments_hold_one_minor_version_of_airflow_each() -> None:
@@ -153,13 +142,6 @@ def test_check_reads_torch_only_where_it_belongs(
         environment.check(environment.Environment(lock, frozenset({"torch"})), tmp_path)
 
 
-def test_an_unknown_environment_is_refused() -> None:
-    setup = str(ROOT / "scripts" / "setup.sh")
-    done = subprocess.run([setup, "gpu"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "no environment is called gpu" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["a folder", "tab\there", "c:d", "it's", 'a"b', "a\\b"])
 def test_a_path_that_libraries_would_split_is_refused_at_once(tmp_path: Path, name: str) -> None:
     """Also one that is hidden behind a link."""
@@ -198,12 +180,6 @@ def test_render_refuses_cuda_packages() -> None:
         environment.render([report_item("nvidia_nccl_cu13", "2.0")], frozenset())
 
 
-def test_requirements_ask_for_the_cpu_build_of_torch() -> None:
-    wanted = environment.requirements(PYPROJECT, environment.ENVIRONMENTS["cpu"])
-    [torch] = [line for line in wanted if line.startswith("torch==")]
-    assert torch.endswith("+cpu")
-
-
 def test_repair_forgets_what_is_half_installed(tmp_path: Path) -> None:
     whole = install(tmp_path, "whole", "1.0")
     without_module = install(tmp_path, "cut", "1.0", with_files=False)
@@ -230,15 +206,3 @@ def test_faults_name_what_is_missing_other_or_unwanted() -> None:
         "nvidia-cublas: must not be in the CPU environment (pip uninstall nvidia-cublas)",
         "torchvision: must not be in the CPU environment (pip uninstall torchvision)",
     ]
-
-
-def test_faults_name_modules_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
-    assert "vllm: can't be imported" in environment.faults({}, {}, frozenset({"vllm"}))
-
-
-@pytest.mark.parametrize(("line", "expected"), [("cuda = None", None), ("cuda = '13.0'", "13.0")])
-def test_torch_cuda_version(line: str, expected: str | None, tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "version.py").write_text(line)
-    assert environment.torch_cuda_version(tmp_path) == expected

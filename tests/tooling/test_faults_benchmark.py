@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 from support.benchmark_modules import load
 
@@ -30,21 +29,6 @@ def test_rows_that_are_not_as_they_should_be_are_counted() -> None:
     assert job.is_whole([], None)
 
 
-def test_no_two_inputs_have_a_prompt_in_common() -> None:
-    job = load("faults.job")
-    texts = [{text for text, _ in job.computed_truth(version).values()} for version in range(9)]
-    assert all(texts)
-    assert len(set().union(*texts)) == sum(map(len, texts))
-
-
-def test_kinds_of_which_nothing_happened_are_named() -> None:
-    idle_kinds = load("faults.__main__").idle_kinds
-    nothing = {"kind": "zombie_run", "kills": 0, "faults": 0}
-    assert idle_kinds([nothing] * 7) == [], "too few to tell"
-    assert idle_kinds([nothing] * 8) == ["zombie_run"]
-    assert idle_kinds([nothing] * 8 + [{**nothing, "faults": 1}]) == []
-
-
 def test_a_worker_loses_finished_rows_only_by_a_kill_or_a_fence() -> None:
     trial, worker_trial = load("faults.trial"), load("faults.worker_trial")
     hand = partial(worker_trial.Hand, child=None, number=0, owner=None)
@@ -55,15 +39,6 @@ def test_a_worker_loses_finished_rows_only_by_a_kill_or_a_fence() -> None:
     two_shards = Counter({3: kill, 4: 1})
     assert (killed.overpaid(two_shards, 0), zombie.overpaid(two_shards, 0)) == (1, 0)
     assert (live.overpaid(two_shards, 1), killed.overpaid(two_shards, 1)) == (kill + 1, 0)
-
-
-def test_only_a_third_signal_may_cost_a_worker_its_rows() -> None:
-    hand = load("faults.worker_trial").Hand(child=Mock(), number=0, owner=None)
-    may_be_killed = []
-    for _ in range(3):
-        hand.sigterm()
-        may_be_killed.append(hand.may_be_killed)
-    assert may_be_killed == [False, False, True]
 
 
 def test_each_process_has_its_own_rows_in_the_log(tmp_path: Path) -> None:

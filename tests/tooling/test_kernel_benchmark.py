@@ -148,40 +148,6 @@ def test_members_of_a_group_lie_apart() -> None:
     assert neighbours < 20
 
 
-def test_adjacent_members_are_neighbours() -> None:
-    setting = workloads.Setting(workloads.DECODE_256, 128, 128, 16, adjacent=True)
-    groups = workloads.groups(setting, np.random.default_rng(0))
-    assert [group.requests for group in groups] == [
-        tuple(range(at, at + 16)) for at in range(0, 256, 16)
-    ]
-
-
-def test_adjacent_rows_come_beside_the_others() -> None:
-    shuffled, both = workloads.settings(), workloads.settings(adjacent=True)
-    assert both[: len(shuffled)] == shuffled
-    more = both[len(shuffled) :]
-    assert {one.name for one in more} == {
-        f"{one.name}/adjacent" for one in shuffled if one.degree in (4, 16, 64)
-    }
-    quick = workloads.settings(quick=True, adjacent=True)
-    assert [one.name for one in quick if one.adjacent] == ["decode_256/1024/256/16/adjacent"]
-
-
-def rows(value: float) -> list[tuple[Any, dict[str, Any]]]:
-    both = {"speedup_vs_fa3": value, "unique_bandwidth_share": value}
-    return [(setting, both) for setting in workloads.settings(adjacent=True)]
-
-
-@pytest.mark.parametrize("chip", ["H100", "H200"])
-def test_targets_are_judged_on_all_their_rows(chip: str) -> None:
-    assert [one["met"] for one in targets.judge(rows(2.5), 90.0, chip)] == [True] * 7
-    assert [one["met"] for one in targets.judge(rows(0.5), 110.0, chip)] == [False] * 7
-    assert [one["met"] for one in targets.judge(rows(2.5), 90.0, "A100")] == [None] * 7
-    assert [one["met"] for one in targets.judge([], None, chip)] == [None] * 7
-    worst = [*rows(2.5)[:-1], (rows(0)[-1][0], {"speedup_vs_fa3": 0.1})]
-    assert targets.judge(worst, 90.0, chip)[0]["met"]  # that row is no target's
-
-
 def test_targets_are_judged_by_the_rows_that_were_measured() -> None:
     both = [
         workloads.Setting(workloads.DECODE_256, 1024, 256, 16, adjacent=each) for each in (0, 1)

@@ -203,59 +203,7 @@ def test_no_step_begins_without_time(machine: Machine) -> None:
     assert machine.results() == {"steps.jsonl": ""}
 
 
-PRESETS = {
-    "1": {
-        "imports": "copy_bytes_per_s",
-        "quick": f"-m {KERNEL} --adjacent .* --quick --without triton_unified",
-        "tune": f"-m {TUNE} --step launch --head-dim 128 --kv-bits 16 .* --out .*/tuned.json",
-        "case_1": f"-m {END_TO_END} .* --workloads case_1 --policies stock_sorted batchllm ",
-    },
-    "2": {
-        "case_1_variants": "--workloads case_1 --policies batchllm_stock_attention batchllm_graphs",
-        "agreement": f"-m {AGREEMENT} ",
-        "degree_16": "--workloads micro_2000_200_degree_16 --policies stock_sorted batchllm ",
-    },
-}
-LEAST_LAST_S = {"1": 240, "2": 120}
 """What is left for the last step if all others take as long as they may."""
-
-
-@pytest.mark.parametrize("number", ["1", "2"])
-def test_both_calls_do_what_is_planned_within_530_s(machine: Machine, number: str) -> None:
-    code, printed = machine.call(CALL=number)
-    assert code == 0, printed
-    wanted = PRESETS[number]
-    for found, pattern in zip(machine.calls(), wanted.values(), strict=True):
-        assert re.search(pattern, found + " "), found
-    steps = machine.steps()
-    assert list(steps) == list(wanted)
-    *limits, last = (steps[name]["limit_s"] for name in wanted)
-    assert sum(limits) + 15 + LEAST_LAST_S[number] <= 530
-    assert 490 < last <= 530 - 15  # the others took no time here
-    assert machine.call(CALL="3")[0] == 2
-
-
-def test_the_second_call_keeps_what_the_first_has_measured(
-    machine: Machine, tmp_path: Path
-) -> None:
-    assert machine.call(CALL="1")[0] == 0
-    other = Machine(tmp_path / "other")
-    code, printed = other.call(CALL="2", FROM=str(machine.archive))
-    assert code == 0, printed
-    assert other.modules() == [END_TO_END, AGREEMENT, END_TO_END]
-    assert list(other.steps()) == [*PRESETS["1"], *PRESETS["2"]]
-    assert {"quick.json", "tuned.json", "agreement.json"} <= set(other.results())
-    assert other.results()["end_to_end/rows.jsonl"].count("row") == 3
-
-
-def test_bytecode_of_the_packages_is_compiled_once(machine: Machine) -> None:
-    site = machine.folder / "site"
-    site.mkdir()
-    assert machine.call(str(site), STEPS="imports")[0] == 0
-    assert machine.calls()[0].split() == ["-m", "compileall", "-q", "-j", "0", str(site)]
-    assert f":{site}" in (machine.folder / "env").read_text()
-    assert machine.call(str(site), STEPS="quick")[0] == 0
-    assert machine.modules() == [KERNEL]
 
 
 def test_settings_of_the_kernel_are_code_and_results_are_not(tmp_path: Path) -> None:

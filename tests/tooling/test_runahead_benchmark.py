@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.benchmark_modules import load
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.runahead.placement import Placement
 
 main = load("runahead.__main__")
 work = load("runahead.work")
@@ -48,24 +47,6 @@ def test_prompts_are_the_same_in_every_process_and_differ_by_member() -> None:
     assert sizes.prompt(1, 2)[64:] != sizes.prompt(1, 3)[64:]
     assert sizes.prefix_tokens(1) != sizes.prefix_tokens(2)
     assert len(sizes.prompt(1, 2)) + sizes.output == sizes.max_model_len
-
-
-def placement(policy: str, *idxs: int) -> Placement:
-    splits = dict.fromkeys(idxs if policy == "runahead" else (), (2304, 1792))
-    return Placement(splits, 1.0, 1.0)
-
-
-def test_a_mixture_is_a_policy_of_its_own() -> None:
-    assert main.chosen_policy(placement("whole_group"), 3) == "whole_group"
-    assert main.chosen_policy(placement("runahead", 0, 1, 2), 3) == "runahead"
-    assert main.chosen_policy(placement("runahead", 1), 3) == "chosen"
-
-
-def test_the_chosen_groups_are_spread_and_the_others_whole() -> None:
-    sizes, split = work.Sizes(members=4), (2304, 1792)
-    for one in main.works_of("chosen", sizes, 3, 2, split, placement("runahead", 1)):
-        assert len([each for each in one.members if each[0] == 1]) == 2
-        assert one.chained == ((1, split),)
 
 
 def row(groups: int, policy: str, makespan_s: float, ttft_s: float = 1.0) -> dict[str, Any]:

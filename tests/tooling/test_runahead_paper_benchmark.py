@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from support.benchmark_modules import load, run
 
-from batchllm_operator.cost import model_shape
-
 benchmark = load("runahead_paper")
 
 
@@ -90,29 +88,6 @@ def test_chunks_are_those_of_the_paper_and_a_table_beats_tsp() -> None:
         assert split["shares"] == pytest.approx(split["paper_shares"], abs=0.03)
         assert 1 <= split["paper_chunks_over_searched"] < 1.05
     assert interpolated["speedup"] > 1.3
-
-
-def test_the_papers_models_have_the_shapes_of_their_configs() -> None:
-    """LLaMA's published configs, by the reader of such files."""
-    for name, layers, hidden, heads, kv_heads, intermediate in (
-        ("Llama 7B", 32, 4096, 32, 32, 11008),
-        ("Llama 7B MQA", 32, 4096, 32, 1, 11008),
-        ("Llama 7B GQA8", 32, 4096, 32, 8, 11008),
-        ("Llama 13B", 40, 5120, 40, 40, 13824),
-        ("Llama 30B", 60, 6656, 52, 52, 17920),
-    ):
-        config = {
-            "model_type": "llama",
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": intermediate,
-            "vocab_size": 32000,
-        }
-        shape = model_shape(config, name)
-        for field, value in benchmark.paper()["models"][name].items():
-            assert getattr(shape, field) == value, (name, field)
 
 
 def test_it_prints_a_table_and_all_of_it_as_json(tmp_path: Path) -> None:
