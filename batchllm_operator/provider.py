@@ -16,19 +16,6 @@ def get_provider_info() -> dict[str, Any]:
         "name": "BatchLLM",
         "description": "Offline LLM jobs over data-lake tables, planned by their shared prefixes.",
         "versions": [__version__],
-        "integrations": [{"integration-name": "BatchLLM", "tags": ["software"]}],
-        "operators": [
-            {
-                "integration-name": "BatchLLM",
-                "python-modules": [
-                    "batchllm_operator.operators.plan",
-                    "batchllm_operator.operators.generate",
-                    "batchllm_operator.operators.commit",
-                    "batchllm_operator.operators.report",
-                    "batchllm_operator.operators.arrival",
-                ],
-            }
-        ],
         "config": {
             "batchllm": {
                 "description": "The pages of BatchLLM, which the API server serves.",
