@@ -21,13 +21,10 @@ INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_INTERVAL_S"
 class Progress:
     """Counts work done towards a total and shows an ETA.
 
-    Work of earlier attempts (`initial`) counts as done, but not towards the speed for the ETA.
-
     Args:
         label: name of the work.
         total: amount of work.
         unit: its unit, in the plural.
-        initial: amount that was done before.
         announce: whether to print a plain line at the start.
         stream: where to show it; stderr by default.
         line_interval_s: seconds between plain lines; None for `BATCHLLM_PROGRESS_INTERVAL_S` of
@@ -41,14 +38,13 @@ class Progress:
         total: int,
         *,
         unit: str = "rows",
-        initial: int = 0,
         announce: bool = True,
         stream: TextIO | None = None,
         line_interval_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._label, self._total, self._unit = label, total, unit
-        self._initial = self._done = initial
+        self._done = 0
         self._note = ""
         self._announce = announce
         self._stream = stream if stream is not None else sys.stderr
@@ -57,20 +53,13 @@ class Progress:
         self._line_interval_s = _interval_s() if line_interval_s is None else line_interval_s
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
-            self._bar = tqdm(
-                total=total,
-                initial=initial,
-                desc=label,
-                unit=f" {unit}",
-                file=self._stream,
-                **_assumed_size(self._stream),
-            )
+            size = _assumed_size(self._stream)
+            self._bar = tqdm(total=total, desc=label, unit=f" {unit}", file=self._stream, **size)
 
     def __enter__(self) -> Progress:
         if self._bar is None and self._announce:
-            resumed = f", {self._initial:,} of them done before" if self._initial else ""
             total = counted(self._total, self._unit.removesuffix("s"), self._unit)
-            self._print(f"{self._label}: {total}{resumed}")
+            self._print(f"{self._label}: {total}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -92,24 +81,17 @@ class Progress:
             self._last_line_at = self._clock()
             self._print(self.line())
 
-    def extend(self, count: int) -> None:
-        """Add `count` to the total."""
-        self._total += count
+    def expect(self, count: int) -> None:
+        """Set the total to what is done and `count` more."""
+        self._total = self._done + count
         if self._bar is not None:
             self._bar.total = self._total
-            self._bar.refresh()
-
-    def complete(self) -> None:
-        """Set the total to what was done, if it wasn't known beforehand."""
-        self._total = self._done
-        if self._bar is not None:
-            self._bar.total = self._done
             self._bar.refresh()
 
     def line(self) -> str:
         """The current state in words."""
         elapsed_s = self._clock() - self._started_at
-        speed = (self._done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
+        speed = self._done / elapsed_s if elapsed_s > 0 else 0.0
         percent = 100 * self._done / self._total if self._total else 100.0
         parts = [f"{self._done}/{self._total} {self._unit} ({percent:.0f} %)"]
         if speed > 0:

@@ -14,11 +14,9 @@ from unittest.mock import patch
 
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
-from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_run import Holder, Lap
-from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
+from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, Holder, ShardTally
 from batchllm_operator.run.worker import Worker
 from batchllm_operator.shards.attempts import attempt_name
 from batchllm_operator.shards.progress import PROGRESS_FILE
@@ -97,9 +95,7 @@ class Machine:
         """Until the next output."""
         self._tallies: list[ShardTally] = []
         """Of attempts that it has begun and not ended."""
-        holder = Holder(
-            Drain(), Lap(), 1, DEFAULT_INTERVAL_S, shards.worker, shards.num_workers, self._observe
-        )
+        holder = Holder(shards.worker, shards.num_workers, num_gpus=1, observe=self._observe)
         worker = Worker(plan, shards, self._start_engine, holder, clock=simulation.clock)
         self._steps = worker.steps()
         self.has_ended = False

@@ -128,7 +128,7 @@ def test_a_damaged_data_file_is_refused_and_planning_again_repairs_it(
     ("pattern", "how"),
     [
         *(("runs/*/attempt-00001/part-00003-*.parquet", how) for how in FILE_DAMAGES),
-        *(("runs/*/attempt-00001/part-00003.json", how) for how in JSON_DAMAGES),
+        *(("runs/*/attempt-00001/part-00003.json", how) for how in ("truncated", "missing")),
     ],
 )
 def test_a_damaged_part_is_not_published_but_made_again(
@@ -148,6 +148,17 @@ def test_a_damaged_part_is_not_published_but_made_again(
     assert verify_worker(finished.folder.uri, 0, 1).num_finished == 1
     assert commit_run(finished.folder.uri).num_rows_out == NUM_ROWS
     check_published(finished)
+
+
+def test_a_ledger_entry_of_another_version_is_refused_by_name(finished: StoredPlan) -> None:
+    damage(path_of(finished, "runs/*/attempt-00001/part-00003.json"), "other version")
+    before = files(finished)
+    for stage in ("run", "verify", "commit", "failed"):
+        with pytest.raises(
+            PlanError, match=r"part-00003\.json: is of entry_version 9, this release"
+        ):
+            STAGES[stage](finished.folder.uri)
+    assert files(finished) == before
 
 
 @pytest.mark.parametrize("how", JSON_DAMAGES)

@@ -67,13 +67,15 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 def result_of(status: JobStatus) -> dict[str, Any]:
     fields = asdict(status)
     totals = (
-        *("num_rows", "num_parts", "num_parts_done", "num_finished", "is_finished"),
-        *("computed_tokens_per_s", "output_tokens_per_s", "eta_s", "gpu_s", "num_live_workers"),
+        *("num_rows", "num_finished", "is_finished", "computed_tokens_per_s"),
+        *("output_tokens_per_s", "eta_s", "gpu_s", "num_live_workers"),
     )
     return {
         **{name: value for name, value in fields.items() if name not in _NOT_IN_RESULT},
         "read_at": status.read_at.isoformat(),
         **{name: getattr(status, name) for name in totals},
+        "num_parts": sum(shard.num_parts for shard in status.shards),
+        "num_parts_done": sum(shard.num_parts_done for shard in status.shards),
         "done": _counts(status.done),
         "shards": [
             asdict(shard) | {"done": _counts(shard.done), "is_live": shard.is_live}

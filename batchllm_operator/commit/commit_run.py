@@ -12,7 +12,7 @@ from typing import Final
 
 from batchllm_operator.amounts import clipped, counted
 from batchllm_operator.commit.failed_rows import find_errors
-from batchllm_operator.commit.partition import FinishedShard, stored_shards, write_partition
+from batchllm_operator.commit.partition import write_partition
 from batchllm_operator.commit.report import describe_run, load_report, store_page
 from batchllm_operator.errors import (
     BatchLLMError,
@@ -24,7 +24,14 @@ from batchllm_operator.errors import (
 )
 from batchllm_operator.lake import LakeTable, Publication, StagedRows, open_table
 from batchllm_operator.secrets.masking import Masker
-from batchllm_operator.shards.committed import REFUSED_FILE, Refusal, find_committed, mark_committed
+from batchllm_operator.shards.committed import (
+    COMMITTED_FILE,
+    REFUSED_FILE,
+    Committed,
+    Refusal,
+    find_committed,
+)
+from batchllm_operator.shards.parts import ShardParts, stored_shards
 from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.shards.reuse_index import ReusedOutputs, write_index
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
@@ -34,7 +41,7 @@ from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_partition, plan_folder
 
 WritePartition = Callable[
-    [StoredPlan, Sequence[FinishedShard | ReusedOutputs], Path, LakeTable], Path | StagedRows
+    [StoredPlan, Sequence[ShardParts | ReusedOutputs], Path, LakeTable], Path | StagedRows
 ]
 _MAX_CHARS: Final = 2_000
 _log = logging.getLogger(__name__)
@@ -86,9 +93,18 @@ def _commit(plan: StoredPlan, write: WritePartition) -> RunReport:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return _write_report(plan, table, shards, errors)
     plan.check_current()
-    _check_failed_fraction(plan, errors)
+    if are_too_many(spec, errors.num_rows, manifest.counts.num_rows):
+        raise too_many_failed(
+            spec,
+            manifest.counts.num_rows,
+            plan,
+            errors,
+            verdict="nothing was published",
+            cure="To publish all the same, raise max_failed_fraction in the spec, plan again and"
+            " commit: finished parts are kept",
+        )
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
-        sources: list[FinishedShard | ReusedOutputs] = [*shards, ReusedOutputs(plan)]
+        sources: list[ShardParts | ReusedOutputs] = [*shards, ReusedOutputs(plan)]
         data = write(plan, sources, Path(spool), table)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
@@ -111,7 +127,7 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
     return plan_folder(spec, found).uri
 
 
-def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
+def _finished_shards(plan: StoredPlan) -> list[ShardParts]:
     shards = stored_shards(plan)
     unfinished = [
         f"shard {shard_idx} ({len(found.entries)} of {counted(shard.num_parts, 'part')})"
@@ -158,36 +174,22 @@ def _publish(
             seen = found
 
 
-def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
-    spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
-    if are_too_many(spec, errors.num_rows, num_rows):
-        raise too_many_failed(
-            spec,
-            num_rows,
-            plan,
-            errors,
-            verdict="nothing was published",
-            cure="To publish all the same, raise max_failed_fraction in the spec, plan again and"
-            " commit: finished parts are kept",
-        )
-
-
 def _write_report(
-    plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
+    plan: StoredPlan, table: LakeTable, shards: Sequence[ShardParts], errors: RowErrors
 ) -> RunReport:
     """Write the report, and only then the note that the plan is committed."""
+    plan_id = plan.manifest.plan_id
     report = describe_run(plan, table, shards, errors)
     plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
-    mark_committed(
-        plan,
-        [
-            ShardReport.of_parts(
-                plan.manifest.plan_id, shard_idx, shard.entries, len(shard.entries)
-            )
+    committed = Committed(
+        plan_id=plan_id,
+        shards=tuple(
+            ShardReport.of_parts(plan_id, shard_idx, shard.entries, len(shard.entries))
             for shard_idx, shard in enumerate(shards)
-        ],
-        write_index(plan, [*shards, ReusedOutputs(plan)]),
+        ),
+        reuse_sha256=write_index(plan, [*shards, ReusedOutputs(plan)]),
     )
+    plan.folder.write_bytes(COMMITTED_FILE, committed.to_bytes())
     store_page(plan.folder, report)
     return report
 

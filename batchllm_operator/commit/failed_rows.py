@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow.compute as pc
 
-from batchllm_operator.commit.partition import FinishedShard, stored_shards
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.committed import COMMITTED_FILE, find_committed
-from batchllm_operator.shards.parts import part_schema
+from batchllm_operator.shards.parts import ShardParts, part_schema, stored_shards
 from batchllm_operator.shards.row_errors import NUM_EXAMPLES, RowErrors, clip
-from batchllm_operator.shards.spills import read_spills
+from batchllm_operator.shards.spills import OpenPart, read_spills
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -54,7 +53,7 @@ class FailedRows:
 
 
 def find_errors(
-    plan: StoredPlan, shards: Sequence[FinishedShard], num_examples: int = NUM_EXAMPLES
+    plan: StoredPlan, shards: Sequence[ShardParts], num_examples: int = NUM_EXAMPLES
 ) -> RowErrors:
     """Collect the errors of planning and of the shards' parts."""
     errors = RowErrors(num_examples)
@@ -82,15 +81,18 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         num_done = counts.num_rows
     else:
         shards = stored_shards(plan)
-        entries = [entry for shard in shards for entry in shard.entries]
-        if not entries and plan.folder.exists(COMMITTED_FILE):
+        if not any(shard.entries for shard in shards) and plan.folder.exists(COMMITTED_FILE):
             raise PlanError(
                 f"plan {plan.folder.uri}: its outputs have been replaced, and its parts are gone;"
                 f" what is left is in its report: `batchllm report --plan {plan.folder.uri}`"
             )
         errors = find_errors(plan, shards, limit)
-        num_done = sum(entry.num_rows for entry in entries) + _add_spilled(plan, shards, errors)
-        num_done += counts.num_rejected_rows + counts.num_reused_rows
+        num_done = counts.num_rejected_rows + counts.num_reused_rows
+        for shard_idx, shard in enumerate(shards):
+            num_done += sum(entry.num_rows for entry in shard.entries)
+            for part in _spilled(plan, shard_idx, shard):
+                num_done += part.counts.num_rows
+                errors.add_all(part.errors())
         found, kinds = errors.first_rows(plan), errors.counts
     return FailedRows(
         plan_uri=plan.folder.uri,
@@ -99,24 +101,18 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         is_committed=is_committed,
         num_rows=counts.num_rows,
         num_rows_done=num_done,
-        errors_by_kind=dict(sorted(kinds.items(), key=lambda each: (-each[1], each[0]))),
+        errors_by_kind=dict(sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))),
         rows=tuple(FailedRow(key, error.kind, error.message or "") for key, error in found),
     )
 
 
-def _add_spilled(plan: StoredPlan, shards: Sequence[FinishedShard], errors: RowErrors) -> int:
-    """Add the errors of finished rows whose parts are open; returns the number of such rows."""
-    manifest, num_rows = plan.manifest, 0
-    schema = part_schema(manifest.spec)
-    for shard_idx, (shard, planned) in enumerate(zip(shards, manifest.shards, strict=True)):
-        written = {entry.part_idx for entry in shard.entries}
-        if len(written) == planned.num_parts:
-            continue
-        spilled = read_spills(shard.folder, manifest.plan_id, shard_idx, written, schema)
-        for part in spilled.values():
-            num_rows += part.counts.num_rows
-            errors.add_all(part.errors())
-    return num_rows
+def _spilled(plan: StoredPlan, shard_idx: int, shard: ShardParts) -> Iterable[OpenPart]:
+    """The spilled parts of a shard."""
+    manifest, written = plan.manifest, {entry.part_idx for entry in shard.entries}
+    if len(written) == manifest.shards[shard_idx].num_parts:
+        return ()
+    place = shard.folder, manifest.plan_id, shard_idx
+    return read_spills(*place, written, part_schema(manifest.spec)).values()
 
 
 def _published(

@@ -5,19 +5,19 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
 from batchllm_operator.commit.answer_summary import summarize_answers
-from batchllm_operator.commit.partition import FinishedShard
+from batchllm_operator.commit.partition import model_name
 from batchllm_operator.commit.timelines import read_timeline
 from batchllm_operator.errors import PlanError, StorageError, TableError
 from batchllm_operator.lake import LakeTable
 from batchllm_operator.shards.committed import COMMITTED_FILE, holds_outputs
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
-from batchllm_operator.shards.outputs import model_name
-from batchllm_operator.shards.progress import ShardProgress, Worker
+from batchllm_operator.shards.parts import ShardParts
+from batchllm_operator.shards.progress import Worker
 from batchllm_operator.shards.reuse_index import ReusedOutputs
 from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.storage import Folder
@@ -27,7 +27,6 @@ from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.run_report import (
     PAGE_FILE,
     REPORT_FILE,
-    Bill,
     RunReport,
     SampleRow,
     ShardRun,
@@ -41,12 +40,26 @@ _log = logging.getLogger(__name__)
 
 
 def describe_run(
-    plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
+    plan: StoredPlan, table: LakeTable, shards: Sequence[ShardParts], errors: RowErrors
 ) -> RunReport:
     """The report of a plan whose outputs are published; `shards` are in order."""
     manifest, spec = plan.manifest, plan.manifest.spec
     attempts = _attempts(plan)
-    runs = _shard_runs(manifest, shards, attempts)
+    runs = tuple(
+        ShardRun(
+            shard_idx=shard_idx,
+            done=Counts.total(shard.entries),
+            num_attempts=begun.num_attempts,
+            # Unknown if an attempt has no progress, or none had a GPU.
+            gpu_s=round(begun.gpu_s, 1) if begun.is_complete and begun.gpu_s else None,
+            predicted_gpu_s=planned.predicted_gpu_s,
+            worker=begun.latest.worker if begun.latest else None,
+        )
+        for shard_idx, (shard, begun, planned) in enumerate(
+            zip(shards, attempts, manifest.shards, strict=True)
+        )
+    )
+    known = [run.gpu_s for run in runs if run.gpu_s is not None]
     answers = summarize_answers(spec, manifest.answers, [*shards, ReusedOutputs(plan)])
     for warning in answers.warnings:
         _log.warning("%s", warning)
@@ -63,12 +76,12 @@ def describe_run(
         done=Counts.total(run.done for run in runs),
         errors_by_kind=dict(errors.counts),
         errors=errors.kinds(plan),
-        bill=_bill(manifest, runs),
+        bill=bill_of(manifest, sum(known) if len(known) == len(runs) else None),  # 0 without shards
         num_shards=len(manifest.shards),
         shards=runs,
         timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
-        num_workers=len({begun.latest.maker for begun in attempts.values() if begun.latest}),
+        num_workers=len({begun.latest.maker for begun in attempts if begun.latest}),
         answers=answers,
         sample_rows=_sample(table, manifest),
     )
@@ -131,67 +144,33 @@ def _first_committed(folder: Folder) -> datetime | None:
     return None if report is None else report.committed_at
 
 
-def _attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
-    """Progress by shard; if it can't be read, only the bill is unknown."""
+def _attempts(plan: StoredPlan) -> list[ShardAttempts]:
+    """What attempts have left of each shard; if that can't be read, only the bill is unknown."""
     try:
-        return read_attempts(plan)
+        attempts = read_attempts(plan)
     except StorageError as error:
         _log.warning("plan %s: what its attempts took isn't known: %s", plan.folder.uri, error)
-        return {}
-
-
-def _shard_runs(
-    manifest: PlanManifest, shards: Sequence[FinishedShard], attempts: Mapping[int, ShardAttempts]
-) -> tuple[ShardRun, ...]:
-    runs = []
-    for shard_idx, shard in enumerate(shards):
-        begun = attempts.get(shard_idx, ShardAttempts(0, ()))
-        runs.append(
-            ShardRun(
-                shard_idx=shard_idx,
-                done=Counts.total(shard.entries),
-                num_attempts=begun.num_attempts,
-                gpu_s=_gpu_s(begun),
-                predicted_gpu_s=manifest.shards[shard_idx].predicted_gpu_s,
-                worker=None if begun.latest is None else begun.latest.worker,
-            )
-        )
-    return tuple(runs)
-
-
-def _gpu_s(attempts: ShardAttempts) -> float | None:
-    """None if an attempt has no progress, or none had a GPU."""
-    if not attempts.is_complete or not attempts.gpu_s:
-        return None
-    return round(attempts.gpu_s, 1)
-
-
-def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
-    known = [run.gpu_s for run in runs if run.gpu_s is not None]
-    return bill_of(manifest, sum(known) if len(known) == len(runs) else None)  # 0 without shards
+        attempts = {}
+    for note in (note for begun in attempts.values() for note in begun.notes):
+        _log.warning("%s", note)
+    return [attempts.get(idx, ShardAttempts()) for idx in range(len(plan.manifest.shards))]
 
 
 def _timelines(
-    plan: StoredPlan, runs: Sequence[ShardRun], attempts: Mapping[int, ShardAttempts]
+    plan: StoredPlan, runs: Sequence[ShardRun], attempts: Sequence[ShardAttempts]
 ) -> tuple[Timeline, ...]:
     """Of the workers that took longest; an engine's traces lie with its worker's first attempt."""
-    engine_s: defaultdict[Worker, float] = defaultdict(float)
-    for run in runs:
-        if (latest := _latest(attempts, run.shard_idx)) is not None:
-            engine_s[latest.maker] += run.done.engine_s
-    all_attempts = (made for begun in attempts.values() for made in begun.progress)
-    began = sorted(all_attempts, key=lambda made: made.started_at, reverse=True)
-    first = {made.maker: made for made in began}
+    engine_s = defaultdict[Worker, float](float)
+    for run, begun in zip(runs, attempts, strict=True):
+        if begun.latest is not None:
+            engine_s[begun.latest.maker] += run.done.engine_s
+    made = (progress for begun in attempts for progress in begun.progress)
+    latest_first = sorted(made, key=lambda progress: progress.started_at, reverse=True)
+    first = {progress.maker: progress for progress in latest_first}
     slowest = heapq.nlargest(_NUM_TIMELINES, engine_s, key=lambda worker: engine_s[worker])
-    read = (
-        read_timeline(plan.run_folder(first[worker].shard_idx), first[worker]) for worker in slowest
-    )
+    began = [first[worker] for worker in slowest]
+    read = (read_timeline(plan.run_folder(start.shard_idx), start) for start in began)
     return tuple(line for line in read if line is not None)
-
-
-def _latest(attempts: Mapping[int, ShardAttempts], shard_idx: int) -> ShardProgress | None:
-    begun = attempts.get(shard_idx)
-    return None if begun is None else begun.latest
 
 
 def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:

@@ -19,7 +19,7 @@ from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.input_checks import check_input, check_lengths, describe_rows
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
-from batchllm_operator.shards.outputs import STATUS_COLUMN, output_schema
+from batchllm_operator.shards.parts import STATUS_COLUMN, output_schema
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder, check_conditional_writes
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN

@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
 from batchllm_operator.errors import BatchLLMError
@@ -15,6 +14,7 @@ from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.secrets.masking import Masker
 from batchllm_operator.shards.progress import MOST_INTERVAL_S, PROGRESS_FILE
 from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.counts import Counts
 
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
 """Environment variable: seconds between two writes."""
@@ -24,10 +24,6 @@ _END_WAIT_S: Final = 5.0
 _QUIET_S: Final = 86_400.0
 """A process without a finished row for so long hangs, and must not hold off `gc`."""
 _MAX_ERROR_CHARS: Final = 300
-
-Observe = Callable[[ShardTally], AbstractContextManager[object]]
-"""Called with an attempt's tally at its start; the context that it returns is left after the
-attempt's last state. Any thread may call `ShardTally.snapshot` meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,70 +53,55 @@ class LiveProgress:
     """
 
     def __init__(
-        self,
-        folder: Folder,
-        tally: ShardTally,
-        every_s: float,
-        observe: Observe | None,
-        also: Callable[[], object],
+        self, folder: Folder, tally: ShardTally, every_s: float, also: Callable[[], object]
     ) -> None:
         self._folder, self._tally, self._every_s, self._also = folder, tally, every_s, also
-        self._observe, self._observing = observe, ExitStack()
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        # A daemon, so that a hanging write doesn't keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="batchllm-progress", daemon=True)
         self._has_warned = False
         self._news: tuple[object, float] | None = None
         """State and rows at their last change, and the attempt's seconds then."""
 
     def start(self) -> None:
-        """Start the observer and the thread, which writes at once."""
-        if self._observe is not None:
-            self._observing.enter_context(self._observe(self._tally))
-        # A daemon, so that a hanging write doesn't keep the process alive.
-        thread = threading.Thread(target=self._run, name="batchllm-progress", daemon=True)
+        """Start the thread, which writes at once."""
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:  # too many threads
             self._warn(error)
-        else:
-            self._thread = thread
 
     def write_soon(self) -> None:
         self._wake.set()  # doesn't wait for the write
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None, stored: Counts) -> None:
         """Write the last state: `finished` without an error, `stopped` by a `KeyboardInterrupt`
-        (such as `Interrupted`), else `failed`."""
+        (such as `Interrupted`), else `failed`; see `ShardTally.end`."""
         if error is None:
-            self._tally.end("finished")
+            self._tally.end("finished", stored)
         elif isinstance(error, KeyboardInterrupt):
-            self._tally.end("stopped")
+            self._tally.end("stopped", stored)
         else:
-            self._tally.end("failed", shown_error(error))
+            self._tally.end("failed", stored, shown_error(error))
         self._ended.set()
         self._wake.set()
-        with self._observing:
-            if self._thread is not None:
-                self._thread.join(_END_WAIT_S)
-                if self._thread.is_alive():
-                    _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
+        if self._thread.is_alive():
+            self._thread.join(_END_WAIT_S)
+            if self._thread.is_alive():
+                _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
 
     def _run(self) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             self._wake.clear()
             is_last = self._ended.is_set()
-            self._write(is_last=is_last)
-            if is_last:
-                return
-            self._also()
-            self._wake.wait(self._every_s)
-
-    def _write(self, *, is_last: bool) -> None:
-        try:
-            self._write_news(is_last=is_last)
-        # Any error: without this thread, the attempt would look dead.
-        except Exception as error:  # noqa: BLE001
-            self._warn(error)
+            try:
+                self._write_news(is_last=is_last)
+            # Any error: without this thread, the attempt would look dead.
+            except Exception as error:  # noqa: BLE001
+                self._warn(error)
+            if not is_last:
+                self._also()
+                self._wake.wait(self._every_s)
 
     def _write_news(self, *, is_last: bool) -> None:
         progress = self._tally.snapshot()
@@ -129,8 +110,7 @@ class LiveProgress:
             self._news = (seen, progress.elapsed_s)
         elif progress.elapsed_s - self._news[1] > _QUIET_S and not is_last:
             return
-        data = progress.model_dump_json(indent=1).encode()
-        self._folder.write_bytes(PROGRESS_FILE, data)
+        self._folder.write_bytes(PROGRESS_FILE, progress.to_bytes())
 
     def _warn(self, error: Exception) -> None:
         """Warn once: the next write may succeed, and no result depends on it."""

@@ -1,10 +1,10 @@
-"""The parts of a shard with requests in the engine, whose finished outputs are spilled."""
+"""The unfinished parts of a shard, whose finished outputs are spilled."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from batchllm_operator.engine import EngineOutput
@@ -16,75 +16,105 @@ SPILL_S: Final = 20.0
 waited for so long. `kill -9` loses no more than that, and nothing that is 30 s old: the time is
 looked at every few seconds."""
 
-Outputs = Mapping[int, Sequence[EngineOutput]]
+Outputs = Mapping[int, list[EngineOutput]]
 """By part_idx."""
 
 
 class OpenParts:
-    """Parts by part_idx, and when to spill what they hold; of use to two threads.
+    """Parts with requests in the engine or with outputs in spills; of use to two threads.
 
     Args:
+        spilled: what earlier attempts have finished of unfinished parts, by part_idx.
         clock: monotonic seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, spilled: Mapping[int, OpenPart], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._parts: dict[int, OpenPart] = {}
-        self._num_new_rows = 0
-        """Added since the last spill."""
+        self._parts = dict(spilled)
+        self._in_engine: set[int] = set()
+        """Parts that the engine works on."""
+        self._part_of: dict[int, int] = {}
+        """request_idx -> part_idx, for requests in the engine."""
+        self._new: dict[int, int] = {}
+        """request_idx -> number of rows, for outputs that no spill holds."""
         self._new_since: float | None = None
         """When the first of them was added."""
         self._suspects: dict[int, int] = {}
-        """Their requests, with the rows of each; see `num_suspect_rows`."""
+        """Requests that the engine couldn't serve, since it has served one, with their rows."""
         self._lock = threading.Lock()
-        """For what changes, or goes through, parts and outputs."""
 
-    def __len__(self) -> int:
-        return len(self._parts)
+    def items(self) -> list[tuple[int, OpenPart]]:
+        """Each part_idx with its part."""
+        return list(self._parts.items())
 
-    def __iter__(self) -> Iterator[OpenPart]:
-        return iter(self._parts.values())
+    def __contains__(self, output: EngineOutput) -> bool:
+        """Whether the output's request is from here."""
+        return output.request_idx in self._part_of
 
-    def open(self, part_idx: int, part: OpenPart) -> None:
-        with self._lock:
-            self._parts[part_idx] = part
-
-    def add(self, part_idx: int, output: EngineOutput) -> tuple[int, OpenPart | None]:
-        """Add an output; returns its number of rows, and its part if all outputs are there."""
-        part, request_idx = self._parts[part_idx], output.request_idx
-        num_rows = len(part.row_idxs[request_idx])
-        with self._lock:
-            part.outputs[request_idx] = part.new[request_idx] = output
-            if output.is_served:
-                self._suspects.clear()
-            else:
-                self._suspects[request_idx] = num_rows
-            self._num_new_rows += num_rows
-            if self._new_since is None:
-                self._new_since = self._clock()
-        return num_rows, part if len(part.outputs) == len(part.row_idxs) else None
-
-    def close(self, part_idx: int) -> None:
-        """Remove a part that is written; a part that isn't open is none of these."""
-        with self._lock:
-            self._parts.pop(part_idx, None)
-            self._count_new(self._new_since)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._parts.clear()
-            self._count_new(None)
+    @property
+    def num_in_engine(self) -> int:
+        return len(self._in_engine)
 
     @property
     def num_suspect_rows(self) -> int:
         """Rows that the engine couldn't serve, since it has served one: it may be at fault."""
         return sum(self._suspects.values())
 
+    def feed(self, part_idx: int, row_idxs: Mapping[int, list[int]]) -> None:
+        """Note that the engine gets these requests of a part; `row_idxs` are their rows."""
+        with self._lock:
+            self._parts.setdefault(part_idx, OpenPart()).row_idxs.update(row_idxs)
+            self._in_engine.add(part_idx)
+            self._part_of.update(dict.fromkeys(row_idxs, part_idx))
+
+    def add(self, output: EngineOutput) -> tuple[int, tuple[int, OpenPart] | None]:
+        """Add an output from the engine.
+
+        Returns:
+            Its number of rows, and its part_idx with the part if that has all outputs now.
+        """
+        request_idx = output.request_idx
+        with self._lock:
+            part_idx = self._part_of.pop(request_idx)
+            part = self._parts[part_idx]
+            num_rows = len(part.row_idxs[request_idx])
+            part.outputs[request_idx] = output
+            self._new[request_idx] = num_rows
+            if self._new_since is None:
+                self._new_since = self._clock()
+            if output.is_served:
+                self._suspects.clear()
+            else:
+                self._suspects[request_idx] = num_rows
+        is_whole = len(part.outputs) == len(part.row_idxs)
+        return num_rows, (part_idx, part) if is_whole else None
+
+    def close(self, part_idx: int) -> None:
+        """Remove a part that is written."""
+        with self._lock:
+            for request_idx in self._parts.pop(part_idx).outputs:
+                self._new.pop(request_idx, None)
+            self._in_engine.discard(part_idx)
+            if not self._new:
+                self._new_since = None
+
+    def stop(self) -> None:
+        """Forget what no file holds, and what the engine works on."""
+        with self._lock:
+            for part in self._parts.values():
+                part.outputs = {i: out for i, out in part.outputs.items() if i not in self._new}
+            self._new.clear()
+            self._in_engine.clear()
+            self._new_since = None
+
     @property
     def is_spill_due(self) -> bool:
-        since = self._new_since
+        with self._lock:
+            since, num_new_rows = self._new_since, sum(self._new.values())
         has_waited = since is not None and self._clock() - since >= SPILL_S
-        return has_waited or self._num_new_rows >= SPILL_ROWS
+        return has_waited or num_new_rows >= SPILL_ROWS
 
     def new_outputs(self, *, with_suspects: bool) -> tuple[Outputs, Mapping[int, list[int]]]:
         """The outputs that no spill holds, and the rows of their requests.
@@ -95,10 +125,11 @@ class OpenParts:
         outputs: dict[int, list[EngineOutput]] = {}
         rows: dict[int, list[int]] = {}
         with self._lock:
-            left_out = {} if with_suspects else self._suspects
-            for part_idx, part in self._parts.items():
-                for request_idx, output in part.new.items():
-                    if request_idx not in left_out:
+            chosen = self._new.keys() - (() if with_suspects else self._suspects.keys())
+            for part_idx in self._in_engine if chosen else ():
+                part = self._parts[part_idx]
+                for request_idx, output in part.outputs.items():
+                    if request_idx in chosen:
                         outputs.setdefault(part_idx, []).append(output)
                         rows[request_idx] = part.row_idxs[request_idx]
         return outputs, rows
@@ -107,15 +138,10 @@ class OpenParts:
         """Note that a spill holds these outputs, and `engine_s` seconds, which its parts share."""
         num_outputs = sum(map(len, outputs.values()))
         with self._lock:
-            for part_idx, spilled in outputs.items():
+            for part_idx, stored in outputs.items():
                 if (part := self._parts.get(part_idx)) is None:  # written meanwhile
                     continue
-                part.engine_s += engine_s * len(spilled) / num_outputs
-                for output in spilled:
-                    part.new.pop(output.request_idx, None)
-            self._count_new(self._clock())
-
-    def _count_new(self, since: float | None) -> None:
-        new = ((part, request_idx) for part in self for request_idx in part.new)
-        self._num_new_rows = sum(len(part.row_idxs[request_idx]) for part, request_idx in new)
-        self._new_since = since if self._num_new_rows else None
+                part.engine_s += engine_s * len(stored) / num_outputs
+                for output in stored:
+                    self._new.pop(output.request_idx, None)
+            self._new_since = self._clock() if self._new else None

@@ -22,11 +22,12 @@ from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.model import find_adapters
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.live_progress import Observe, interval_s
-from batchllm_operator.run.shard_queue import ShardQueue, WorkerReport
-from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.live_progress import interval_s
+from batchllm_operator.run.shard_queue import ShardQueue
+from batchllm_operator.run.shard_tally import Holder, Observe
 from batchllm_operator.run.worker import Start, Worker
 from batchllm_operator.shards.committed import find_committed
+from batchllm_operator.shards.report import WorkerReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run_worker(
         owner: attempts of the same owner count as left, others' only once they show no sign of
             life.
         drain: once it has begun, no further part is opened, and no shard claimed.
-        observe: see `live_progress.Observe`.
+        observe: see `shard_tally.Observe`.
         replica: which of the spec's replicas this worker is, in a process with its GPUs only; None
             for the only one.
         meeting_folder: where these replicas meet to compute prefixes together; None for no such
@@ -99,7 +100,8 @@ def run_worker(
         _check_model(plan)
     if num_gpus is None or replica is not None:
         num_gpus = num_gpus_of(plan.manifest.spec)
-    holder = Holder(drain or Drain(), Lap(), num_gpus, interval_s(), worker, num_workers, observe)
+    drain = drain or Drain()
+    holder = Holder(worker, num_workers, num_gpus, interval_s(), drain=drain, observe=observe)
     running = Worker(plan, queue, start, holder, replicas=replicas)
     for pause_s in running.steps():
         if pause_s:

@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import FencedError
-from batchllm_operator.run.pace import Pace
 from batchllm_operator.run.shard_sight import ShardReader, Sight
 from batchllm_operator.shards.attempts import (
     Attempt,
@@ -24,13 +23,15 @@ from batchllm_operator.shards.attempts import (
     read_claim,
 )
 from batchllm_operator.shards.progress import LIVE_STATES
-from batchllm_operator.shards.report import ShardReport, require_report
-from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.shards.report import ShardReport, WorkerReport
+from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.streams import ahead
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
+_MARGIN: Final = 1.5
+"""At least 1. More, as a worker's next shard may take less time than its last."""
 
 
 class Claimed(NamedTuple):
@@ -40,26 +41,12 @@ class Claimed(NamedTuple):
     attempt: Attempt
 
 
-class WorkerReport(NamedTuple):
-    """What a worker has done, and what is left of the plan."""
+class _Begun(NamedTuple):
+    """When this process claimed a shard."""
 
-    worker: int
-    num_workers: int
-    num_shards: int
-    num_finished: int
-    """Finished shards of the plan, of all workers."""
-    others: list[int]
-    """Shards that other workers run."""
-    shards: dict[int, ShardReport]
-    """Those that it has finished, by shard_idx."""
-
-    def to_result(self) -> dict[str, Any]:
-        """For the command's result; counts are those of the shards that it has finished."""
-        fields = self._asdict()
-        reports = fields.pop("shards")
-        counts = Counts.total(report.counts for report in reports.values()).model_dump()
-        num_parts = sum(report.num_parts for report in reports.values())
-        return {**fields, "shard_idxs": sorted(reports), "num_parts": num_parts, **counts}
+    at: float
+    num_by_others: int
+    """Shards that others had finished then."""
 
 
 class ShardQueue:
@@ -99,20 +86,22 @@ class ShardQueue:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self.worker, self.num_workers = worker, num_workers
+        self.worker, self.num_workers, self.stands_back = worker, num_workers, False
         self._plan, self._owner, self._clock, self._now = plan, owner, clock, now
         self._first = set(first)
         self._work = predicted_work(plan)
         self._run_of = runs_of(self._work, num_workers)
         self._sights: dict[int, Sight] = {}
-        self._finished: dict[int, Counts] = {}
-        self._pace = Pace(clock)
-        self.stands_back = False
-        self._mine: set[int] = set()
-        """Shards that this process runs, or has had to give up while it ran them."""
+        self._finished: dict[int, ShardReport] = {}
+        self._reader = ShardReader(plan)
+        self._mine: dict[int, _Begun] = {}
+        """Shards that this process runs."""
+        self._last: tuple[_Begun, float] | None = None
+        """Its shard that was finished last, with the seconds from its claim to its end."""
+        self._num_ended = 0
+        """Shards that this process has finished."""
         self._has_failed: set[int] = set()
         """Shards that failed elsewhere, and were taken once."""
-        self._reader = ShardReader(plan)
         self._is_first_look = True
         self._earlier_tries: dict[int, int] = {}
         """Attempts of the same owner from before this process, by shard. Later ones may be of the
@@ -127,7 +116,7 @@ class ShardQueue:
         """Claim the next shard; None if there is none now.
 
         Raises:
-            PlanError: a report is of another version.
+            PlanError: a report or a ledger entry is of another version.
             StorageError: the lake can't be read or written.
         """
         while (shard_idx := self.next_shard()) is not None:
@@ -138,15 +127,15 @@ class ShardQueue:
             folder = self._plan.run_folder(shard_idx)
             attempt = claim_number(folder, number, self._owner, self.worker)
             if attempt is not None:
-                self._mine.add(shard_idx)
-                self._pace.claimed(shard_idx, len(self._finished))
+                num_by_others = len(self._finished) - self._num_ended
+                self._mine[shard_idx] = _Begun(self._clock(), num_by_others)
                 return Claimed(shard_idx, attempt)
         return None
 
     def next_shard(self) -> int | None:
         """The shard that `take` would claim; looks at the lake."""
         self._look()
-        open_idxs = set(range(len(self._work))) - self._finished.keys() - self._mine
+        open_idxs = set(range(len(self._work))) - self._finished.keys() - self._mine.keys()
         first = open_idxs & self._first
         if first and (shard_idx := self._next_of(sorted(first))) is not None:
             return shard_idx
@@ -173,13 +162,23 @@ class ShardQueue:
     def _leaves_to_others(self, num_free: int) -> bool:
         """Whether it is too slow for one of the last shards; see `stands_back`."""
         stood_back = self.stands_back
-        num_begun = len(self.others())
-        self.stands_back = num_free > 0 and self._pace.is_behind(
-            len(self._finished), num_free, num_begun
-        )
+        self.stands_back = num_free > 0 and self._is_behind(num_free, len(self.others()))
         if self.stands_back and not stood_back:
             _log.info("this worker is slow: others run the last %s", counted(num_free, "shard"))
         return self.stands_back
+
+    def _is_behind(self, num_free: int, num_begun: int) -> bool:
+        """Whether others will finish all shards before this worker would finish one more.
+
+        They go on as since the claim of the shard that it finished last. If others are at work on
+        none, it isn't behind.
+        """
+        if self._last is None or not num_begun:
+            return False
+        claim, took_s = self._last
+        num_meanwhile = len(self._finished) - self._num_ended - claim.num_by_others
+        since_s = self._clock() - claim.at
+        return num_meanwhile * took_s > (num_free + _MARGIN * num_begun) * since_s
 
     def own(self) -> list[int]:
         """Shards of this worker's own run that aren't finished."""
@@ -193,11 +192,13 @@ class ShardQueue:
     @property
     def _elsewhere(self) -> set[int]:
         """Shards that were begun, aren't finished and don't run here."""
-        return self._sights.keys() - self._finished.keys() - self._mine
+        return self._sights.keys() - self._finished.keys() - self._mine.keys()
 
     def elsewhere(self) -> dict[int, Counts]:
         """Finished work of the shards that don't run here, as of the last look."""
-        return {**{idx: self._sights[idx].done for idx in self._elsewhere}, **self._finished}
+        latest = ((idx, self._sights[idx].progress) for idx in self._elsewhere)
+        done = {idx: NOTHING if progress is None else progress.done for idx, progress in latest}
+        return {**done, **{idx: report.counts for idx, report in self._finished.items()}}
 
     def report(self, shards: dict[int, ShardReport]) -> WorkerReport:
         """What is left of the plan, with the reports of `shards`."""
@@ -205,22 +206,17 @@ class ShardQueue:
         return WorkerReport(self.worker, self.num_workers, len(self._work), *done)
 
     def reports(self) -> dict[int, ShardReport]:
-        """Reports of finished shards, by shard_idx: the owner's, or without one all.
-
-        Raises:
-            IncompleteRunError, PlanError: a report has become unreadable.
-        """
+        """Reports of finished shards, by shard_idx: the owner's, or without one all."""
         idxs = sorted(self._finished)
-        reports = ahead(idxs, self._own_report, num_threads=_NUM_THREADS)
-        return {idx: report for idx, report in zip(idxs, reports, strict=True) if report}
+        is_ours = ahead(idxs, self._is_by_owner, num_threads=_NUM_THREADS)
+        return {i: self._finished[i] for i, ours in zip(idxs, is_ours, strict=True) if ours}
 
-    def _own_report(self, shard_idx: int) -> ShardReport | None:
+    def _is_by_owner(self, shard_idx: int) -> bool:
+        if self._owner is None:
+            return True
         folder = self._plan.run_folder(shard_idx)
-        if self._owner is not None:
-            numbers = attempt_numbers(folder)
-            if not numbers or not self._is_ours(read_claim(folder, numbers[-1])):
-                return None
-        return require_report(self._plan, shard_idx)
+        number = max(attempt_numbers(folder), default=0)
+        return self._is_ours(read_claim(folder, number))
 
     def unsure_for_s(self) -> float:
         """Seconds until another `take` tells whether attempts without recent signs are lost."""
@@ -232,19 +228,20 @@ class ShardQueue:
     def give_up(self, shard_idx: int, error: FencedError) -> None:
         """Note that a later attempt has taken over a shard."""
         _log.warning("shard %d is left to another worker: %s", shard_idx, error)
-        self._mine.discard(shard_idx)
+        del self._mine[shard_idx]
 
-    def ended(self, shard_idx: int, counts: Counts) -> None:
-        """Note that a shard is finished."""
-        self._mine.discard(shard_idx)
-        self._finished[shard_idx] = counts
-        self._pace.ended(shard_idx)
+    def ended(self, report: ShardReport) -> None:
+        """Note that this process has finished a shard."""
+        claim = self._mine.pop(report.shard_idx)
+        self._finished[report.shard_idx] = report
+        self._last = claim, self._clock() - claim.at
+        self._num_ended += 1
 
     def _look(self) -> None:
         """Read the latest attempts of shards that may have changed."""
-        idxs = sorted(set(self._plan.begun_shards()) - self._finished.keys() - self._mine)
+        idxs = sorted(set(self._plan.begun_shards()) - self._finished.keys() - self._mine.keys())
         for idx, seen in zip(idxs, ahead(idxs, self._read, num_threads=_NUM_THREADS), strict=True):
-            if isinstance(seen, Counts):
+            if isinstance(seen, ShardReport):
                 self._finished[idx] = seen
             elif seen is not None:
                 before = self._sights.get(idx)
@@ -254,7 +251,7 @@ class ShardQueue:
                     self._earlier_tries[idx] = seen.number
         self._is_first_look = False
 
-    def _read(self, shard_idx: int) -> Counts | Sight | None:
+    def _read(self, shard_idx: int) -> ShardReport | Sight | None:
         # What was finished before this run may have been damaged. Each worker checks its own run's.
         is_checked = self._is_first_look and self._run_of[shard_idx] == self.worker
         return self._reader.read(shard_idx, self._clock(), is_checked=bool(is_checked))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from batchllm_operator.errors import IncompleteRunError, PlanError
+from batchllm_operator.errors import DamagedFileError, PlanError
 from batchllm_operator.shards.attempts import Claim, attempt_numbers, read_claim, read_progress
 from batchllm_operator.shards.parts import read_ledger
 from batchllm_operator.shards.progress import (
@@ -16,7 +16,7 @@ from batchllm_operator.shards.progress import (
     SILENT_AFTER_S,
     ShardProgress,
 )
-from batchllm_operator.shards.report import REPORT_FILE, ShardReport, require_report
+from batchllm_operator.shards.report import REPORT_FILE, ShardReport, read_report
 from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -31,8 +31,6 @@ class Sight:
     number: int
     claim: Claim | None
     progress: ShardProgress | None
-    done: Counts
-    """Of all attempts."""
     seen_at: float
     """When it was first seen like this: seconds of the queue's clock."""
 
@@ -47,10 +45,10 @@ class Sight:
 
     def is_old(self, now: datetime) -> bool:
         """Whether the last sign isn't of the last minute by this host's clock, or there is none."""
-        progress = self.progress
-        if progress is None:
+        if self.progress is None:
             return True
-        return abs((now - progress.updated_at).total_seconds()) > progress.silent_after_s
+        age_s = abs((now - self.progress.updated_at).total_seconds())
+        return age_s > self.progress.silent_after_s
 
     @property
     def watch_s(self) -> float:
@@ -68,16 +66,18 @@ class ShardReader:
         self._damaged: set[int] = set()
         """Shards with a report that can't be read, or whose parts it doesn't count."""
 
-    def read(self, shard_idx: int, seen_at: float, *, is_checked: bool) -> Counts | Sight | None:
-        """The counts of a finished shard, or its latest attempt; None without an attempt.
+    def read(
+        self, shard_idx: int, seen_at: float, *, is_checked: bool
+    ) -> ShardReport | Sight | None:
+        """The report of a finished shard, or its latest attempt; None without an attempt.
 
         Args:
             seen_at: now.
-            is_checked: whether to check the parts and the report of a finished shard, as something
-                may have damaged them. A damaged shard isn't finished.
+            is_checked: whether to check the parts of a finished shard. A damaged shard isn't
+                finished.
 
         Raises:
-            PlanError: the report is of another version.
+            PlanError: the report or a ledger entry is of another version.
         """
         folder = self._plan.run_folder(shard_idx)
         number = max(attempt_numbers(folder), default=0)
@@ -87,39 +87,30 @@ class ShardReader:
             _log.warning("%s", error)
             progress = None
         is_at_work = progress is not None and progress.state in LIVE_STATES
-        if not is_at_work and folder.exists(REPORT_FILE):
-            counts = self._finished(shard_idx, progress, is_checked=is_checked)
-            if counts is not None:
-                return counts
-        if not number:
-            return None
-        done = Counts.total([]) if progress is None else progress.done
-        return Sight(number, read_claim(folder, number), progress, done, seen_at)
+        if not is_at_work and (report := self._report(shard_idx, is_checked)) is not None:
+            return report
+        return Sight(number, read_claim(folder, number), progress, seen_at) if number else None
 
-    def _finished(
-        self, shard_idx: int, progress: ShardProgress | None, *, is_checked: bool
-    ) -> Counts | None:
-        """The counts of a shard with a report; None if it is damaged."""
+    def _report(self, shard_idx: int, is_checked: bool) -> ShardReport | None:
+        """The report of a shard; None if there is none, or the shard is damaged."""
         if shard_idx in self._damaged:
             return None
-        if progress is not None and progress.state == "finished" and not is_checked:
-            return progress.done
         try:
-            report = require_report(self._plan, shard_idx)
-        except IncompleteRunError as error:
+            report = read_report(self._plan, shard_idx)
+        except DamagedFileError as error:
             _log.warning("%s", error)
         else:
-            if not is_checked or self._is_whole(shard_idx, report):
-                return report.counts
+            if report is None or not is_checked or self._is_whole(report):
+                return report
         self._damaged.add(shard_idx)
         return None
 
-    def _is_whole(self, shard_idx: int, report: ShardReport) -> bool:
+    def _is_whole(self, report: ShardReport) -> bool:
         """Whether the ledger has all parts of a shard, and its report counts them."""
-        folder, plan_id = self._plan.run_folder(shard_idx), self._plan.manifest.plan_id
-        entries = read_ledger(folder, plan_id)
-        counts, names = Counts.total(entries.values()), ("num_requests", "num_rows")
-        if all(getattr(report.counts, name) == getattr(counts, name) for name in names):
+        folder = self._plan.run_folder(report.shard_idx)
+        stored = Counts.total(read_ledger(folder, report.plan_id).values())
+        counts = report.counts
+        if (stored.num_requests, stored.num_rows) == (counts.num_requests, counts.num_rows):
             return True
         _log.warning("%s/%s doesn't count: the ledger says otherwise", folder.uri, REPORT_FILE)
         return False

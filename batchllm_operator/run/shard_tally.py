@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from batchllm_operator.amounts import token_speed
 from batchllm_operator.engine import EngineOutput
+from batchllm_operator.run.draining import Drain
 from batchllm_operator.shards.attempts import Attempt
-from batchllm_operator.shards.parts import PartEntry
 from batchllm_operator.shards.progress import ShardProgress, State
-from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DEFAULT_INTERVAL_S: Final = 5.0
-_WINDOW_S: Final = 60.0
-_STEP_S: Final = 1.0
+_WINDOW_S: Final = 60
+_STEP_S: Final = 1
 """Outputs within one second are one entry of the window."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """The process that runs shards, as far as they all share it."""
+
+    worker: int = 0
+    num_workers: int = 1
+    num_gpus: int = 0
+    every_s: float = DEFAULT_INTERVAL_S
+    """Seconds between two progress objects."""
+    drain: Drain = field(default_factory=Drain)
+    observe: Observe | None = None
+    _lap_began_at: float = field(default_factory=time.monotonic)
+
+    def lap(self) -> float:
+        """Seconds since the last call, for any shard, so that the engine's time is counted once."""
+        before, self._lap_began_at = self._lap_began_at, time.monotonic()
+        return self._lap_began_at - before
 
 
 class ShardTally:
@@ -29,16 +48,12 @@ class ShardTally:
 
     Args:
         attempt: the attempt that begins now, at the shard `shard_idx` of the plan.
-        entries: ledger entries of the parts that earlier attempts have finished.
-        spilled: counts of outputs that they have finished of other parts.
-        num_gpus: GPUs that the attempt holds.
-        interval_s: seconds between two snapshots in the lake.
-        worker: number of the worker that runs the attempt, of `num_workers`.
+        done: what earlier attempts have finished, with `num_parts_done` whole parts.
         clock: monotonic seconds.
 
     Attributes:
+        done: finished work of all attempts.
         num_rows_before: rows that earlier attempts have finished.
-        kept: see `keep`.
     """
 
     def __init__(
@@ -46,13 +61,10 @@ class ShardTally:
         plan: StoredPlan,
         shard_idx: int,
         attempt: Attempt,
-        entries: Collection[PartEntry],
-        spilled: Iterable[Counts] = (),
+        holder: Holder,
+        done: Counts = NOTHING,
+        num_parts_done: int = 0,
         *,
-        num_gpus: int,
-        interval_s: float = DEFAULT_INTERVAL_S,
-        worker: int = 0,
-        num_workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -64,17 +76,17 @@ class ShardTally:
             "attempt": attempt.number,
             "host": socket.gethostname(),
             "started_at": now(),
-            "interval_s": interval_s,
-            "worker": worker,
-            "num_workers": num_workers,
-            "num_gpus": num_gpus,
+            "interval_s": holder.every_s,
+            "worker": holder.worker,
+            "num_workers": holder.num_workers,
+            "num_gpus": holder.num_gpus,
             "num_rows": self._shard.num_rows,
             "num_parts": self._shard.num_parts,
         }
         self._clock, self._now = clock, now
-        self._done = self.kept = Counts.total([*entries, *spilled])
-        self._num_parts, self.num_rows_before = len(entries), self.kept.num_rows
-        self._window = _Window()
+        self.done, self._num_parts, self.num_rows_before = done, num_parts_done, done.num_rows
+        self._window: tuple[tuple[float, Counts], ...] = ()
+        """What was done before the first output of each second with one; replaced as a whole."""
         self._began_at = clock()
         self._running_at: float | None = None
         self._held_at: float | None = None
@@ -95,46 +107,37 @@ class ShardTally:
         self._state = "running"
 
     def count_output(self, output: EngineOutput, num_rows: int) -> None:
-        counts = Counts.of([(output, num_rows)])
-        self._done += counts
-        self._window.add(
-            self._clock(), counts.num_computed_tokens, counts.num_output_tokens, num_rows
-        )
+        clock = self._clock()
+        if not self._window or clock - self._window[-1][0] >= _STEP_S:
+            self._window = (*self._window[1 - _WINDOW_S // _STEP_S :], (clock, self.done))
+        self.done += Counts.of([(output, num_rows)])
 
     def count_part(self) -> None:
         """Count a written part, whose outputs have been counted one by one."""
         self._num_parts += 1
 
-    def keep(self, stored: Counts) -> None:
-        """Note what is stored, by this attempt and by those before it: the rest may be lost."""
-        self.kept = stored
-
-    @property
-    def num_failed_rows(self) -> int:
-        """Rows that have failed so far, in all attempts."""
-        return self._done.num_failed_rows
-
-    def end(self, state: State, error: str | None = None) -> None:
-        """Set the last state; unless it is `finished`, outputs that aren't stored are lost."""
+    def end(self, state: State, stored: Counts, error: str | None = None) -> None:
+        """Set the last state; unless it is `finished`, outputs that aren't `stored` are lost."""
         if state != "finished":
-            self._done = self.kept
+            self.done = stored
         self._error = error
         self._ended_at = self._clock()
         self._state = state
 
     def snapshot(self) -> ShardProgress:
-        clock, done, state = self._clock(), self._done, self._state
+        clock, done, state = self._clock(), self.done, self._state
+        running_at, held_at, ended_at = self._running_at, self._held_at, self._ended_at
         elapsed_s = clock - self._began_at
-        running_at = self._running_at
         running_s = 0.0 if running_at is None else clock - running_at
-        computed_per_s, output_per_s, rows_per_s = self._window.rates(clock, running_s)
+        computed_per_s, output_per_s, rows_per_s = self._rates(clock, done, running_s)
+        held_until = clock if ended_at is None else ended_at
         return ShardProgress(
             **self._constant,
             state=state,
             updated_at=self._now(),
             elapsed_s=elapsed_s,
-            engine_start_s=elapsed_s if running_at is None else running_at - self._began_at,
-            gpu_held_s=self._gpu_held_s(clock),
+            engine_start_s=elapsed_s - running_s,
+            gpu_held_s=0.0 if held_at is None else held_until - held_at,
             num_parts_done=self._num_parts,
             done=done,
             computed_tokens_per_s=computed_per_s,
@@ -145,18 +148,24 @@ class ShardTally:
 
     def note(self) -> str:
         """Speed over the last minute and the saving so far, for a progress line."""
-        clock, done = self._clock(), self._done
+        clock, done = self._clock(), self.done
         running_s = 0.0 if self._running_at is None else clock - self._running_at
-        computed_per_s, output_per_s, _ = self._window.rates(clock, running_s)
-        saved = done.saving_ratio or 0.0
-        speed = token_speed(computed_per_s, output_per_s)
-        return f"{speed}, {100 * saved:.0f} % of prompt tokens saved"
+        computed_per_s, output_per_s, _ = self._rates(clock, done, running_s)
+        saved = 100 * (done.saving_ratio or 0.0)
+        return f"{token_speed(computed_per_s, output_per_s)}, {saved:.0f} % of prompt tokens saved"
 
-    def _gpu_held_s(self, clock: float) -> float:
-        held_at, ended_at = self._held_at, self._ended_at
-        if held_at is None:
-            return 0.0
-        return (clock if ended_at is None else ended_at) - held_at
+    def _rates(self, clock: float, done: Counts, running_s: float) -> tuple[float, float, float]:
+        """Computed prompt tokens, output tokens and rows per second, over the last minute or since
+        the engine started."""
+        recent = (counts for at, counts in self._window if clock - at < _WINDOW_S)
+        before, span_s = next(recent, done), min(running_s, _WINDOW_S)
+        if span_s <= 0:
+            return 0.0, 0.0, 0.0
+        return (
+            (done.num_computed_tokens - before.num_computed_tokens) / span_s,
+            (done.num_output_tokens - before.num_output_tokens) / span_s,
+            (done.num_rows - before.num_rows) / span_s,
+        )
 
     def _eta_s(
         self, state: State, done: Counts, running_s: float, recent_rows_per_s: float
@@ -175,32 +184,6 @@ class ShardTally:
         return max(0, self._shard.num_rows - done.num_rows) / rows_per_s
 
 
-class _Window:
-    """Computed prompt tokens, output tokens and rows of the last minute."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._steps: deque[tuple[float, list[int]]] = deque()
-        """Start of each entry, and its counts in the order of `add`."""
-
-    def add(self, clock: float, num_computed: int, num_output: int, num_rows: int) -> None:
-        new = [num_computed, num_output, num_rows]
-        with self._lock:
-            if self._steps and clock - self._steps[-1][0] < _STEP_S:
-                began_at, counts = self._steps[-1]
-                new = [old + more for old, more in zip(counts, new, strict=True)]
-                self._steps[-1] = (began_at, new)
-            else:
-                self._steps.append((clock, new))
-
-    def rates(self, clock: float, running_s: float) -> tuple[float, float, float]:
-        """The counts per second, over the window or since the engine started."""
-        with self._lock:
-            while self._steps and clock - self._steps[0][0] >= _WINDOW_S:
-                self._steps.popleft()
-            entries = [counts for _, counts in self._steps]
-        span_s = min(running_s, _WINDOW_S)
-        if not entries or span_s <= 0:
-            return 0.0, 0.0, 0.0
-        num_computed, num_output, num_rows = map(sum, zip(*entries, strict=True))
-        return num_computed / span_s, num_output / span_s, num_rows / span_s
+Observe = Callable[[ShardTally], AbstractContextManager[object]]
+"""Called with an attempt's tally at its start; the context that it returns is left after the
+attempt's last state. Any thread may call `ShardTally.snapshot` meanwhile."""

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Final
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
-from batchllm_operator.errors import FencedError
+from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.progress import Progress
-from batchllm_operator.row_error import RowError
 from batchllm_operator.run.engine_job import engine_job, pin_revision, traced
 from batchllm_operator.run.retries import Retries
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_run import Holder, ShardRun
-from batchllm_operator.shards.parts import part_schema, read_ledger
+from batchllm_operator.run.shard_run import ShardRun, StoredShard
+from batchllm_operator.run.shard_tally import Holder
 from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
-from batchllm_operator.shards.spills import read_spills, stored_errors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -71,14 +69,14 @@ class Worker:
         self._runs: list[ShardRun] = []
         """Those with requests in the engine, or yet to be fed, in the order of their claims."""
         self._given_up: list[ShardRun] = []
+        self._fault: PlanError | None = None
+        """Why the next shard can't be run: raised once the engine has ended the others."""
         self._engine: Engine | None = None
         self._context = ExitStack()
         """Of the engine."""
         self._retries = Retries(plan.manifest.spec)
         self._watches = Answers.of(plan.manifest.spec).watches()
         self._progress: Progress | None = None
-        self._expected: set[int] = set()
-        """Shards that haven't begun, whose rows are in the progress line's total."""
         self.reports: dict[int, ShardReport] = {}
         holder.drain.num_open_parts = lambda: sum(run.num_open_parts for run in self._runs)
 
@@ -132,13 +130,13 @@ class Worker:
             yield _POLL_S
         drain.check(num_left=self._shards.num_left)
         if self._progress is not None:
-            self._progress.complete()
+            self._progress.expect(0)
 
     def _claim(self) -> ShardRun | None:
         """Claim the next shard with something left to generate."""
         while not self._holder.drain.has_begun and (claimed := self._shards.take()) is not None:
             self._plan.check_stays()
-            run = ShardRun(self._plan, claimed, self._holder)
+            run = ShardRun(self._plan, *claimed, self._holder)
             self._runs.append(run)
             run.begin()
             self._runs[0].tally.hold_gpus()
@@ -155,7 +153,7 @@ class Worker:
 
     def _kept(self, error: BaseException) -> str | None:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
-        num_kept = sum(run.tally.kept.num_rows for run in self._runs)
+        num_kept = sum(run.tally.done.num_rows for run in self._runs)
         num_kept += sum(done.num_rows for done in self._shards.elsewhere().values())
         num_rows = sum(shard.num_rows for shard in self._plan.manifest.shards)
         verb = "is" if num_kept == 1 else "are"
@@ -169,19 +167,19 @@ class Worker:
         if self._replicas is not None:
             self._meet(run)
         engine = self._running_engine(run)
+        num_left = self._num_rows_left()
         if self._progress is None:
-            self._expected = set(self._later(run))
-            num_later = sum(self._plan.shard(idx).num_rows for idx in self._expected)
-            num_left = run.shard.num_rows - run.tally.num_rows_before
-            line = Progress(f"worker {self._shards.worker}", num_left + num_later)
+            line = Progress(f"worker {self._shards.worker}", num_left)
             self._progress = lines.enter_context(line)
         else:
-            self._expect(run)
-        self._holder.lap.begin()
+            self._progress.expect(num_left)
+        self._holder.lap()  # the engine's time begins here
         for output in self._retries.stream(engine, self._requests(run)):
             self._keep(output)
             yield 0.0
         self._given_up.clear()
+        if self._fault is not None:
+            raise self._fault
         self._holder.drain.end()
         for open_run in self._runs:
             assert not open_run.num_open_parts, "the engine left requests without an output"
@@ -202,16 +200,19 @@ class Worker:
         while run is not None:
             requests = run.requests()
             yield from requests if self._replicas is None else self._replicas.noted(requests)
-            run = self._claim() if self._replicas is None else None
-            if run is not None:
-                self._expect(run)
+            try:
+                run = self._claim() if self._replicas is None else None
+            except PlanError as error:  # the engine still works on the shards before
+                self._fault = error
+                return
+            if run is not None and self._progress is not None:
+                self._progress.expect(self._num_rows_left())
 
-    def _expect(self, run: ShardRun) -> None:
-        """Count the rows that a shard has left in the progress line."""
-        assert self._progress is not None
-        num_rows = 0 if run.shard_idx in self._expected else run.shard.num_rows
-        self._expected.discard(run.shard_idx)
-        self._progress.extend(num_rows - run.tally.num_rows_before)
+    def _num_rows_left(self) -> int:
+        """Rows of the shards that it runs, and of the others in its own run of the plan's order."""
+        begun = {run.shard_idx: run.tally.done.num_rows for run in self._runs}
+        idxs = begun.keys() | self._shards.own()
+        return sum(self._plan.shard(idx).num_rows - begun.get(idx, 0) for idx in idxs)
 
     def _keep(self, output: EngineOutput) -> None:
         run = next(run for run in (*self._runs, *self._given_up) if run.takes(output))
@@ -242,7 +243,7 @@ class Worker:
             return
         self._remove(run, None)
         self.reports[run.shard_idx] = report
-        self._shards.ended(run.shard_idx, report.counts)
+        self._shards.ended(report)
 
     def _give_up(self, run: ShardRun, error: FencedError) -> None:
         self._shards.give_up(run.shard_idx, error)
@@ -272,7 +273,8 @@ class Worker:
         failed = [run.errors() for run in self._runs]
         if not num_own:  # another shard tells the kinds
             shard_idx = max(others, key=lambda idx: others[idx])
-            failed, num_others = [_errors_of(plan, shard_idx)], num_others - others[shard_idx]
+            failed = [StoredShard.read(plan, shard_idx).errors()]
+            num_others -= others[shard_idx]
         errors = RowErrors()
         errors.add_all(chain.from_iterable(failed))
         if counts.num_rejected_rows:
@@ -294,8 +296,9 @@ class Worker:
                 trace_folder, num_requests = None, 0
                 if run is not None:
                     trace_folder = undo.enter_context(traced(run.attempt.folder))
-                    later = (self._plan.shard(idx).num_requests for idx in self._later(run))
-                    num_requests = run.work.num_requests + sum(later)
+                    later = (idx for idx in self._shards.own() if idx != run.shard_idx)
+                    num_requests = sum(self._plan.shard(idx).num_requests for idx in later)
+                    num_requests += sum(run.work.sizes.values())
                 is_chained = self._replicas is not None and not self._replicas.is_over
                 job = engine_job(self._plan, num_requests, trace_folder, is_chained=is_chained)
                 self._engine = self._start(pin_revision(self._plan.manifest), job)
@@ -306,15 +309,3 @@ class Worker:
     def _close_engine(self) -> None:
         self._engine = None
         self._context.close()
-
-    def _later(self, run: ShardRun) -> list[int]:
-        """Shards that are expected after this one."""
-        return [i for i in self._shards.own() if i != run.shard_idx]
-
-
-def _errors_of(plan: StoredPlan, shard_idx: int) -> Iterator[tuple[RowError, list[int]]]:
-    """The error and the rows of each request of a shard that is stored as failed."""
-    folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
-    entries, schema = read_ledger(folder, plan_id), part_schema(plan.manifest.spec)
-    spilled = read_spills(folder, plan_id, shard_idx, entries, schema)
-    return stored_errors(folder, entries.values(), spilled.values())

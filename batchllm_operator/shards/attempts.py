@@ -99,13 +99,10 @@ def attempt_numbers(shard_folder: Folder) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def read_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
-    """An attempt's progress; None if it has written none.
-
-    Raises:
-        PlanError: it can't be read.
-    """
-    return ShardProgress.read(shard_folder, f"{attempt_name(number)}/{PROGRESS_FILE}")
+def read_progress(shard_folder: Folder, number: int, **belongs: object) -> ShardProgress | None:
+    """An attempt's progress; see `StoredJson.read`."""
+    name = f"{attempt_name(number)}/{PROGRESS_FILE}"
+    return ShardProgress.read(shard_folder, name, **belongs)
 
 
 def has_ended(claim: Claim) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Final, Literal
 
 from pydantic import AwareDatetime
@@ -57,15 +56,6 @@ class Refusal(StoredJson):
     num_failed_rows: Count = 0
     errors: tuple[ErrorKind, ...] = ()
     """The failed rows' most frequent kinds, if it was for these that the commit was refused."""
-
-
-def mark_committed(
-    plan: StoredPlan, shards: Sequence[ShardReport], reuse_sha256: str | None = None
-) -> None:
-    """Note in the plan's folder that the output table holds its rows, as the caller has checked."""
-    plan_id = plan.manifest.plan_id
-    committed = Committed(plan_id=plan_id, shards=tuple(shards), reuse_sha256=reuse_sha256)
-    plan.folder.write_bytes(COMMITTED_FILE, committed.to_bytes())
 
 
 def find_committed(plan: StoredPlan) -> Committed | None:

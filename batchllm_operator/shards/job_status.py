@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Final
 
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.shards.attempts import attempt_name, attempt_numbers
+from batchllm_operator.shards.attempts import attempt_numbers, read_progress
 from batchllm_operator.shards.committed import REFUSED_FILE, Refusal, find_committed
-from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.shards.progress import LIVE_STATES, ShardProgress, Worker
 from batchllm_operator.shards.report import ShardReport, read_report
 from batchllm_operator.shards.status import (
     JobStatus,
+    ShardState,
     ShardStatus,
-    shard_status,
-    worker_statuses,
+    WorkerState,
+    WorkerStatus,
 )
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
 from batchllm_operator.stored_plan.run_report import Bill
 from batchllm_operator.stored_plan.stored_plan import (
@@ -30,20 +32,21 @@ from batchllm_operator.stored_plan.stored_plan import (
 )
 from batchllm_operator.streams import ahead
 
-_log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
 """Shards read concurrently: each is a listing and some small files, one after another."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardAttempts:
-    """The progress of all attempts at a shard."""
+    """What all attempts at a shard have left."""
 
-    num_attempts: int
-    progress: tuple[ShardProgress, ...]
+    num_attempts: int = 0
+    progress: tuple[ShardProgress, ...] = ()
     """By attempt, ascending; missing and unreadable progress is left out."""
+    report: ShardReport | None = None
+    """None, too, if the latest attempt's progress says as much."""
     notes: tuple[str, ...] = ()
-    """Names what can't be read."""
+    """Names what can't be read: it is corrupted, foreign or of another version."""
 
     @property
     def latest(self) -> ShardProgress | None:
@@ -52,32 +55,12 @@ class ShardAttempts:
     @property
     def gpu_s(self) -> float:
         """GPU seconds that the attempts have held; lacks those without progress."""
-        return sum(each.gpu_s for each in self.progress)
+        return sum(attempt.gpu_s for attempt in self.progress)
 
     @property
     def is_complete(self) -> bool:
         """Whether every attempt has progress, so that the bill is complete."""
         return len(self.progress) == self.num_attempts
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The content of a shard's run folder."""
-
-    attempts: ShardAttempts
-    report: ShardReport | None
-
-
-def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
-    """The progress of all attempts at the shards that were begun, by shard_idx.
-
-    Progress that is corrupted, foreign or of another version is left out, with a warning.
-    """
-    found = {idx: each.attempts for idx, each in _read_shards(plan, with_reports=False).items()}
-    for attempts in found.values():
-        for note in attempts.notes:
-            _log.warning("%s", note)
-    return found
 
 
 def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
@@ -90,6 +73,33 @@ def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
     folders = [parent.child(n) for n in parent.subfolder_names() if PLAN_FOLDER.fullmatch(n)]
     complete = [folder for folder in folders if folder.exists(MANIFEST_FILE)]
     return max(complete, key=turn_of).uri if complete else None
+
+
+def read_attempts(plan: StoredPlan, *, with_reports: bool = False) -> dict[int, ShardAttempts]:
+    """What attempts have left, by shard_idx, of the shards that were begun."""
+
+    def read(shard_idx: int) -> ShardAttempts:
+        folder = plan.run_folder(shard_idx)
+        numbers, notes, report = attempt_numbers(folder), list[str](), None
+        progress: list[ShardProgress] = []
+        belongs = {"plan_id": plan.manifest.plan_id, "shard_idx": shard_idx}
+        for number in numbers:
+            try:
+                found = read_progress(folder, number, **belongs, attempt=number)
+            except PlanError as error:
+                notes.append(str(error))
+            else:
+                progress += [found] if found is not None else []
+        # After the progress: the report is written before the last progress, with the same counts.
+        if with_reports and not (progress and progress[-1].state == "finished"):
+            try:
+                report = read_report(plan, shard_idx)
+            except PlanError as error:
+                notes.append(str(error))
+        return ShardAttempts(len(numbers), tuple(progress), report, tuple(notes))
+
+    begun = plan.begun_shards()
+    return dict(zip(begun, ahead(begun, read, num_threads=_NUM_THREADS), strict=True))
 
 
 def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobStatus:
@@ -105,25 +115,20 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
     Raises:
         PlanError: there is no plan, or it is corrupted, foreign or of another version.
     """
-    if isinstance(plan, str):
-        plan = StoredPlan.open(plan)
-    now = now or datetime.now(UTC)
-    manifest = plan.manifest
-    notes: list[str] = []
+    plan, now = StoredPlan.open(plan), now or datetime.now(UTC)
+    manifest, num_shards = plan.manifest, len(plan.manifest.shards)
+    notes, committed, refusal = list[str](), None, None
     try:
         committed = find_committed(plan)
     except TableError as error:
-        committed = None
         notes.append(f"whether it is committed isn't known: {error}")
-    found = _read_shards(plan, with_reports=committed is None)
-    shards = []
-    for shard_idx in range(len(manifest.shards)):
-        each = found.get(shard_idx, _Found(ShardAttempts(0, ()), None))
-        report = None if committed is None else committed.shards[shard_idx]
-        shards.append(_status(plan, shard_idx, each, report, now))
-        notes += each.attempts.notes
-    attempts = [one for each in found.values() for one in each.attempts.progress]
-    refusal = None
+    attempts = read_attempts(plan, with_reports=committed is None)
+    reports = committed.shards if committed is not None else [None] * num_shards
+    shards = [
+        _shard_status(plan, idx, attempts.get(idx, ShardAttempts()), reports[idx], now)
+        for idx in range(num_shards)
+    ]
+    notes += [note for made in attempts.values() for note in made.notes]
     if committed is None:
         try:
             refusal = Refusal.read(plan.folder, REFUSED_FILE, plan_id=manifest.plan_id)
@@ -138,7 +143,7 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         read_at=now,
         shards=tuple(shards),
         notes=tuple(notes),
-        workers=worker_statuses(shards, attempts, now),
+        workers=_worker_statuses(shards, attempts, now),
         num_rejected_rows=manifest.counts.num_rejected_rows,
         planned_saving_ratio=manifest.counts.planned_saving_ratio if shards else None,
         bill=bill_of(manifest, sum(shard.gpu_s for shard in shards) or None),
@@ -160,63 +165,83 @@ def bill_of(manifest: PlanManifest, gpu_s: float | None) -> Bill:
     )
 
 
-def _status(
-    plan: StoredPlan, shard_idx: int, found: _Found, committed: ShardReport | None, now: datetime
+def _shard_status(
+    plan: StoredPlan,
+    shard_idx: int,
+    attempts: ShardAttempts,
+    committed: ShardReport | None,
+    now: datetime,
 ) -> ShardStatus:
-    shard = plan.manifest.shards[shard_idx]
-    status = ShardStatus(shard_idx, "waiting", shard.num_rows, shard.num_parts)
-    attempts, latest = found.attempts, found.attempts.latest
-    report = committed or found.report
-    is_at_work = committed is None and latest is not None and latest.is_live(now)
-    if report is not None and not is_at_work:
-        status = replace(
-            status,
-            state="finished",
-            num_parts_done=report.num_parts,
-            done=report.counts,
-            age_s=latest.age_s(now) if latest is not None else None,
-            host=latest.host if latest is not None else "",
-            worker=latest.worker if latest is not None else None,
-        )
+    shard, latest = plan.manifest.shards[shard_idx], attempts.latest
+    live = latest if committed is None and latest is not None and latest.is_live(now) else None
+    report = None if live is not None else committed or attempts.report
+    state: ShardState = "silent" if attempts.num_attempts else "waiting"
+    num_parts_done, done = 0, NOTHING
+    if report is not None:
+        state, num_parts_done, done = "finished", report.num_parts, report.counts
     elif latest is not None:
-        status = shard_status(latest, now)
-    elif attempts.num_attempts:
-        status = replace(status, state="silent")
-    return replace(
-        status,
+        num_parts_done, done = latest.num_parts_done, latest.done
+        state = _state_of(latest, now)
+    return ShardStatus(
+        shard_idx,
+        state,
+        shard.num_rows,
+        shard.num_parts,
+        num_parts_done,
+        done,
+        computed_tokens_per_s=live.computed_tokens_per_s if live else 0.0,
+        output_tokens_per_s=live.output_tokens_per_s if live else 0.0,
+        eta_s=max(0.0, live.eta_s - live.age_s(now)) if live and live.eta_s is not None else None,
+        predicted_gpu_s=shard.predicted_gpu_s,
+        age_s=latest.age_s(now) if latest else None,
         num_attempts=attempts.num_attempts,
         gpu_s=attempts.gpu_s,
-        predicted_gpu_s=shard.predicted_gpu_s,
+        host=latest.host if latest else "",
+        worker=latest.worker if latest else None,
+        error=latest.error if latest and report is None else None,
     )
 
 
-def _read_shards(plan: StoredPlan, *, with_reports: bool) -> dict[int, _Found]:
-    """The content of the run folders of the plan's shards, by shard_idx."""
-    begun = plan.begun_shards()
-    read = partial(_read_shard, plan, with_report=with_reports)
-    return dict(zip(begun, ahead(begun, read, num_threads=_NUM_THREADS), strict=True))
+def _state_of(progress: ShardProgress, now: datetime) -> ShardState:
+    is_silent = progress.state in LIVE_STATES and not progress.is_live(now)
+    return "silent" if is_silent else progress.state
 
 
-def _read_shard(plan: StoredPlan, shard_idx: int, *, with_report: bool) -> _Found:
-    folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
-    numbers = attempt_numbers(folder)
-    progress: list[ShardProgress] = []
-    notes: list[str] = []
-    for number in numbers:
-        name = f"{attempt_name(number)}/{PROGRESS_FILE}"
-        place = {"plan_id": plan_id, "shard_idx": shard_idx, "attempt": number}
-        try:
-            last = ShardProgress.read(folder, name, **place)
-        except PlanError as error:
-            notes.append(str(error))
-        else:
-            progress += [last] if last is not None else []
-    report = None
-    # Read after the progress: the report is written before the last progress, with the same counts.
-    is_known = bool(progress) and progress[-1].state == "finished"
-    if with_report and not is_known:
-        try:
-            report = read_report(plan, shard_idx)
-        except PlanError as error:
-            notes.append(str(error))
-    return _Found(ShardAttempts(len(numbers), tuple(progress), tuple(notes)), report)
+def _worker_statuses(
+    shards: Iterable[ShardStatus], attempts: Mapping[int, ShardAttempts], now: datetime
+) -> tuple[WorkerStatus, ...]:
+    """The workers that made `attempts`, which are those at all of the plan's `shards`."""
+    made: defaultdict[Worker, list[ShardProgress]] = defaultdict(list)
+    for attempt in (progress for begun in attempts.values() for progress in begun.progress):
+        made[attempt.maker].append(attempt)
+    latest: defaultdict[tuple[int | None, str], list[ShardStatus]] = defaultdict(list)
+    for shard in shards:
+        latest[shard.worker, shard.host].append(shard)
+    workers = [_worker_status(own, latest[maker], now) for maker, own in made.items()]
+    return tuple(sorted(workers, key=lambda worker: (worker.worker, worker.age_s, worker.host)))
+
+
+def _worker_status(
+    made: list[ShardProgress], shards: list[ShardStatus], now: datetime
+) -> WorkerStatus:
+    last = max(made, key=lambda attempt: attempt.updated_at)
+    live = [attempt for attempt in made if attempt.is_live(now)]
+    ended = _state_of(last, now)
+    state: WorkerState
+    if live:
+        state = "running" if any(attempt.state == "running" for attempt in live) else "starting"
+    else:
+        state = ended if ended in ("silent", "stopped", "failed") else "idle"
+    return WorkerStatus(
+        worker=last.worker,
+        host=last.host,
+        num_workers=last.num_workers,
+        state=state,
+        live_shards=tuple(sorted(attempt.shard_idx for attempt in live)),
+        num_finished=sum(shard.state == "finished" for shard in shards),
+        num_rows_done=sum(shard.done.num_rows for shard in shards),
+        computed_tokens_per_s=sum(attempt.computed_tokens_per_s for attempt in live),
+        output_tokens_per_s=sum(attempt.output_tokens_per_s for attempt in live),
+        age_s=last.age_s(now),
+        gpu_s=sum(attempt.gpu_s for attempt in made),
+    )

@@ -11,19 +11,21 @@ import logging
 import re
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from batchllm_operator.answers import Answers
+from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.errors import FencedError, PlanError
+from batchllm_operator.errors import DamagedFileError, FencedError
 from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.attempts import Attempt, attempt_name
 from batchllm_operator.spec import JobSpec
@@ -31,10 +33,12 @@ from batchllm_operator.storage import Folder, hash_files, read_files
 from batchllm_operator.stored_plan.counts import Count, Counts
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD, describe_file
 from batchllm_operator.stored_plan.stored_json import StoredJson
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.streams import ahead, batches_of
 
 _log = logging.getLogger(__name__)
-_ENTRY_PATH: Final = re.compile(r"attempt-[0-9]{5,}/part-[0-9]{5,}\.json")
 
+STATUS_COLUMN: Final = "status"
 PART_SCHEMA: Final = pa.schema(
     [
         pa.field("request_idx", pa.int64(), nullable=False),
@@ -56,7 +60,8 @@ _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
     "use_dictionary": ["finish_reason", "error.kind", "error.message"],
     "write_statistics": False,
 }
-
+_ROWS_AT_ONCE: Final = 1 << 13
+_TOKENS_AT_ONCE: Final = 1 << 19  # some 2 MiB of text
 
 Entry = TypeVar("Entry", bound="StoredOutputs")
 
@@ -66,8 +71,30 @@ def part_schema(spec: JobSpec) -> pa.Schema:
     return pa.schema([*PART_SCHEMA, *Answers.of(spec).raw_fields])
 
 
+def output_schema(spec: JobSpec, rows_schema: pa.Schema, planned: PlannedAnswers) -> pa.Schema:
+    """Columns of the output table: key, the job's own, carried ones.
+
+    Args:
+        spec: the job's.
+        rows_schema: holds the key and the carried columns.
+        planned: what the plan has found out about the answers.
+    """
+    own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(spec, planned).fields)}
+    carried = [name for name in spec.kept_columns if name not in spec.input.key]
+    return pa.schema(
+        [
+            *(rows_schema.field(name).remove_metadata() for name in spec.input.key),
+            *(own.get(name, pa.field(name, pa.string())) for name in spec.output_columns),
+            *(rows_schema.field(name).remove_metadata() for name in carried),
+        ]
+    )
+
+
 class StoredOutputs(StoredJson, Counts):
     """The entry of a file of outputs, which lies beside it in an attempt's folder."""
+
+    prefix: ClassVar[str]
+    """The first word of the file's name, and of the entry's."""
 
     plan_id: str
     attempt: Count
@@ -77,8 +104,13 @@ class StoredOutputs(StoredJson, Counts):
 
     @property
     @abstractmethod
+    def number(self) -> int:
+        """Tells entries of this kind in an attempt's folder apart."""
+
+    @property
     def stem(self) -> str:
         """The beginning of the file's name, and the entry's name."""
+        return f"{self.prefix}-{self.number:05d}"
 
     @property
     def file(self) -> str:
@@ -100,13 +132,14 @@ class PartEntry(StoredOutputs):
 
     what = "ledger entry"
     version_field = "entry_version"
+    prefix = "part"
 
     entry_version: Literal[1] = 1
     part_idx: Count
 
     @property
-    def stem(self) -> str:
-        return f"part-{self.part_idx:05d}"
+    def number(self) -> int:
+        return self.part_idx
 
 
 def write_part(
@@ -118,15 +151,11 @@ def write_part(
     engine_s: float,
     schema: pa.Schema = PART_SCHEMA,
 ) -> PartEntry:
-    """Write a part's file, then its ledger entry, each in one step.
+    """Write a part's file, then its ledger entry; see `write_outputs`.
 
-    `outputs` has one output for each request of the part, in any order, at least one; for the
-    other arguments see `write_outputs`.
-
-    Raises:
-        FencedError: a later attempt has begun; no entry is written, but the file may be.
+    `outputs` has one output for each request of the part, in any order, at least one.
     """
-    in_order = sorted(outputs, key=lambda output: output.request_idx)
+    in_order = sorted(outputs, key=attrgetter("request_idx"))
     fields = {"plan_id": plan_id, "part_idx": part_idx}
     return write_outputs(PartEntry, fields, attempt, in_order, row_idxs, engine_s, schema)
 
@@ -141,7 +170,7 @@ def write_outputs(
     schema: pa.Schema,
     columns: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> Entry:
-    """Write a file of outputs, then the entry by which it counts; neither replaces one.
+    """Write a file of outputs, then the entry by which it counts, each in one step.
 
     Args:
         kind, fields: of the entry.
@@ -151,7 +180,8 @@ def write_outputs(
         columns: further columns.
 
     Raises:
-        FencedError: a later attempt has begun, or another process has written the entry.
+        FencedError: a later attempt has begun, or another process has written the entry. The file
+            may be written.
     """
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
     counts = Counts.of(zip(outputs, map(len, rows), strict=True), engine_s)
@@ -188,58 +218,88 @@ def _table_of(
 
 
 def read_ledger(folder: Folder, plan_id: str) -> dict[int, PartEntry]:
-    """The trusted parts of a shard, by part_idx, of all attempts together.
+    """The trusted parts of a shard, by part_idx, of all attempts together; see `read_entries`.
 
-    For each part this is the entry of the latest attempt whose file has its checksum. Entries that
-    are unreadable, belong elsewhere, or whose file is absent or altered don't count, with a
-    warning.
+    For each part this is the entry of the latest attempt.
     """
-    trusted: dict[int, PartEntry] = {}
-    contents = read_files(folder, filter(_ENTRY_PATH.fullmatch, folder.find()))
-    candidates: dict[int, list[PartEntry]] = {}
-    for path, data in contents.items():
-        if (entry := parse_entry(PartEntry, folder, path, data, plan_id)) is not None:
-            candidates.setdefault(entry.part_idx, []).append(entry)
-    for entries in candidates.values():
-        entries.sort(key=lambda entry: entry.attempt)
-    while candidates:
-        latest = [entries.pop() for entries in candidates.values()]
-        trusted |= {entry.part_idx: entry for entry in whole_files(folder, latest)}
-        candidates = {idx: e for idx, e in candidates.items() if e and idx not in trusted}
-    return dict(sorted(trusted.items()))
+    entries = read_entries(PartEntry, folder, plan_id)
+    return dict(sorted({entry.part_idx: entry for entry in entries}.items()))
 
 
-def parse_entry(
-    kind: type[Entry], folder: Folder, path: str, data: bytes, plan_id: str
-) -> Entry | None:
-    """The entry at `path`; None, with a warning, if it can't be read or belongs elsewhere."""
-    try:
-        entry = kind.from_bytes(data, source=f"{folder.uri}/{path}")
-    except PlanError as error:
-        _log.warning("%s; it doesn't count", error)
-        return None
-    if (entry.plan_id, entry.entry_path) != (plan_id, path):
-        _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
-        return None
-    return entry
+def read_entries(
+    kind: type[Entry],
+    folder: Folder,
+    plan_id: str,
+    is_wanted: Callable[[Entry], bool] = lambda entry: True,
+    **belongs: object,
+) -> list[Entry]:
+    """The entries of a shard whose files have their checksums, by attempt and number.
 
+    An entry that is damaged or belongs elsewhere, or whose file is absent or altered, doesn't
+    count, with a warning.
 
-def whole_files(folder: Folder, entries: Iterable[Entry]) -> list[Entry]:
-    """Entries whose file has its checksum; warns of the others."""
-    entries = list(entries)
-    found = hash_files(folder, (entry.path for entry in entries))
+    Args:
+        is_wanted: whether to check and return an entry.
+        belongs: further fields, with the values that they have in an entry that belongs there.
+
+    Raises:
+        PlanError: an entry is of another version, or another program's.
+    """
+    belongs = {"plan_id": plan_id, **belongs}
+    entry_path = re.compile(rf"attempt-[0-9]{{5,}}/{kind.prefix}-[0-9]{{5,}}\.json")
+    entries = []
+    for path, data in read_files(folder, filter(entry_path.fullmatch, folder.find())).items():
+        try:
+            entry = kind.from_bytes(data, source=f"{folder.uri}/{path}")
+        except DamagedFileError as error:
+            _log.warning("%s; it doesn't count", error)
+            continue
+        place = {name: getattr(entry, name) for name in belongs}
+        if (place, entry.entry_path) != (belongs, path):
+            _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
+        elif is_wanted(entry):
+            entries.append(entry)
+    checksums = hash_files(folder, (entry.path for entry in entries))
     whole = []
     for entry in entries:
-        if found.get(entry.path) == entry.sha256:
+        if checksums.get(entry.path) == entry.sha256:
             whole.append(entry)
         else:
-            how = "was altered" if entry.path in found else "is missing"
+            how = "was altered" if entry.path in checksums else "is missing"
             _log.warning("%s/%s doesn't count: it %s", folder.uri, entry.path, how)
-    return whole
+    return sorted(whole, key=lambda entry: (entry.attempt, entry.number))
 
 
-def errors_in(table: pa.Table) -> Iterator[tuple[RowError, list[int]]]:
-    """The error and the rows of each failed request in a table of outputs."""
-    failed = table.filter(pc.is_valid(table["error"]))
-    errors = (RowError(**error) for error in failed["error"].to_pylist())
-    yield from zip(errors, failed["row_idxs"].to_pylist(), strict=True)
+@dataclass(frozen=True, slots=True)
+class ShardParts:
+    """The parts that a shard has so far: its folder and its ledger."""
+
+    folder: Folder
+    entries: Sequence[PartEntry]
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Read the parts, small ones merged, a few ahead."""
+
+        def read(entries: Sequence[PartEntry]) -> pa.Table:
+            files = (self.folder.read_bytes(entry.path) for entry in entries)
+            readers = (pq.ParquetFile(pa.BufferReader(file)) for file in files)
+            return pa.concat_tables(file.read(list(columns), use_threads=False) for file in readers)
+
+        rows = (_ROWS_AT_ONCE, attrgetter("num_rows"))
+        tokens = (_TOKENS_AT_ONCE, attrgetter("num_output_tokens"))
+        return ahead(batches_of(self.entries, rows, tokens), read)
+
+    def failed(self) -> Iterator[tuple[RowError, list[int]]]:
+        """The error and the rows of each failed request; reads the parts that have some."""
+        entries = [entry for entry in self.entries if entry.num_failed_rows]
+        for part in replace(self, entries=entries).parts(["row_idxs", "error"]):
+            failed = part.filter(pc.is_valid(part["error"]))
+            errors = (RowError(**error) for error in failed["error"].to_pylist())
+            yield from zip(errors, failed["row_idxs"].to_pylist(), strict=True)
+
+
+def stored_shards(plan: StoredPlan) -> list[ShardParts]:
+    """The shards in order, each with the parts that it has so far; raises like `read_entries`."""
+    folders = [plan.run_folder(shard_idx) for shard_idx in range(len(plan.manifest.shards))]
+    plan_id = plan.manifest.plan_id
+    return [ShardParts(folder, list(read_ledger(folder, plan_id).values())) for folder in folders]

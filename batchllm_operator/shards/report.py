@@ -1,11 +1,10 @@
-"""The report of a shard, which together with its ledger proves that the shard is finished."""
+"""Reports of a shard, which with its ledger proves that it is finished, and of a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
-from batchllm_operator.errors import DamagedFileError, IncompleteRunError
 from batchllm_operator.shards.parts import PartEntry
 from batchllm_operator.stored_plan.counts import Count, Counts
 from batchllm_operator.stored_plan.stored_json import StoredJson
@@ -54,19 +53,23 @@ def read_report(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
     return ShardReport.read(folder, REPORT_FILE, plan_id=plan_id, shard_idx=shard_idx)
 
 
-def require_report(plan: StoredPlan, shard_idx: int) -> ShardReport:
-    """The report of a shard that should be finished.
+class WorkerReport(NamedTuple):
+    """What a worker has done, and what is left of the plan."""
 
-    Raises:
-        IncompleteRunError: there is none, or it is damaged.
-        PlanError: it is of another version, or belongs elsewhere.
-    """
-    try:
-        report = read_report(plan, shard_idx)
-    except DamagedFileError as error:
-        raise IncompleteRunError(str(error)) from error
-    if report is None:
-        raise IncompleteRunError(
-            f"shard {shard_idx} of plan {plan.folder.uri}: there is no report; run the shard"
-        )
-    return report
+    worker: int
+    num_workers: int
+    num_shards: int
+    num_finished: int
+    """Finished shards of the plan, of all workers."""
+    others: list[int]
+    """Shards that other workers run."""
+    shards: dict[int, ShardReport]
+    """Those that it has finished, by shard_idx."""
+
+    def to_result(self) -> dict[str, Any]:
+        """For the command's result; counts are those of the shards that it has finished."""
+        fields = self._asdict()
+        reports = fields.pop("shards")
+        counts = Counts.total(report.counts for report in reports.values()).model_dump()
+        num_parts = sum(report.num_parts for report in reports.values())
+        return {**fields, "shard_idxs": sorted(reports), "num_parts": num_parts, **counts}

@@ -7,9 +7,7 @@ begun, and is never replaced. Only a later attempt reads spills: it writes the p
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -19,20 +17,10 @@ import pyarrow.parquet as pq
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.attempts import Attempt
-from batchllm_operator.shards.parts import (
-    PART_SCHEMA,
-    PartEntry,
-    StoredOutputs,
-    errors_in,
-    parse_entry,
-    whole_files,
-    write_outputs,
-)
-from batchllm_operator.storage import Folder, read_files
+from batchllm_operator.shards.parts import PART_SCHEMA, StoredOutputs, read_entries, write_outputs
+from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Count, Counts
 
-_log = logging.getLogger(__name__)
-_ENTRY_PATH: Final = re.compile(r"attempt-[0-9]{5,}/spill-[0-9]{5,}\.json")
 _PART_FIELD: Final = pa.field("part_idx", pa.int64(), nullable=False)
 _PART_NAMES: Final = [n for n in PART_SCHEMA.names if n not in ("row_idxs", "generated_text")]
 
@@ -42,6 +30,7 @@ class SpillEntry(StoredOutputs):
 
     what = "entry of a spill"
     version_field = "spill_version"
+    prefix = "spill"
 
     spill_version: Literal[1] = 1
     shard_idx: Count
@@ -50,8 +39,8 @@ class SpillEntry(StoredOutputs):
     """part_idx -> number of its requests in the file."""
 
     @property
-    def stem(self) -> str:
-        return f"spill-{self.spill_idx:05d}"
+    def number(self) -> int:
+        return self.spill_idx
 
 
 @dataclass(slots=True)
@@ -63,8 +52,6 @@ class OpenPart:
     """The rows of these requests; while the part is in an engine, of all of its requests."""
     engine_s: float = 0.0
     """Its share of the spills' seconds."""
-    new: dict[int, EngineOutput] = field(default_factory=dict)
-    """Outputs that no spill holds."""
 
     def errors(self) -> Iterator[tuple[RowError, list[int]]]:
         """The error and the rows of each request that has failed."""
@@ -74,9 +61,8 @@ class OpenPart:
 
     @property
     def counts(self) -> Counts:
-        """Of the outputs that spills hold."""
-        spilled = ((idx, each) for idx, each in self.outputs.items() if idx not in self.new)
-        return Counts.of((each, len(self.row_idxs[idx])) for idx, each in spilled)
+        """Of the outputs, without seconds."""
+        return Counts.of((out, len(self.row_idxs[idx])) for idx, out in self.outputs.items())
 
 
 def write_spill(
@@ -89,15 +75,12 @@ def write_spill(
     engine_s: float,
     schema: pa.Schema,
 ) -> SpillEntry:
-    """Write a spill's file, then its entry, each in one step.
+    """Write a spill's file, then its entry; see `write_outputs`.
 
     Args:
         spill_idx: a number that the attempt hasn't used.
         outputs: by part_idx, at least one.
-        row_idxs, engine_s, schema: see `write_outputs`; the schema is the job's `part_schema`.
-
-    Raises:
-        FencedError: a later attempt has begun; no entry is written, but the file may be.
+        schema: the job's `part_schema`.
     """
     fields = {
         "plan_id": plan_id,
@@ -116,10 +99,9 @@ def write_spill(
 def read_spills(
     folder: Folder, plan_id: str, shard_idx: int, written: Container[int], schema: pa.Schema
 ) -> dict[int, OpenPart]:
-    """The spilled outputs of a shard, of all attempts together, by part_idx.
+    """The spilled outputs of a shard, of all attempts together, by part_idx; see `read_entries`.
 
-    Of a request that was spilled twice, the output of the latest attempt counts. Spills that can't
-    be read, belong elsewhere, or whose file is absent or altered don't count, with a warning.
+    Of a request that was spilled twice, the output of the latest attempt counts.
 
     Args:
         folder: the shard's run folder.
@@ -127,17 +109,12 @@ def read_spills(
         written: parts in the ledger, whose outputs are left out.
         schema: the job's `part_schema`.
     """
-    contents = read_files(folder, filter(_ENTRY_PATH.fullmatch, folder.find()))
-    entries = []
-    for path, data in contents.items():
-        entry = parse_entry(SpillEntry, folder, path, data, plan_id)
-        if entry is not None and entry.shard_idx != shard_idx:
-            _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
-        elif entry is not None and any(part_idx not in written for part_idx in entry.parts):
-            entries.append(entry)
+
+    def is_wanted(entry: SpillEntry) -> bool:
+        return any(part_idx not in written for part_idx in entry.parts)
+
     parts: dict[int, OpenPart] = {}
-    in_order = sorted(whole_files(folder, entries), key=lambda each: (each.attempt, each.spill_idx))
-    for entry in in_order:
+    for entry in read_entries(SpillEntry, folder, plan_id, is_wanted, shard_idx=shard_idx):
         for part_idx, num_requests in entry.parts.items():
             if part_idx not in written:
                 part = parts.setdefault(part_idx, OpenPart())
@@ -147,18 +124,6 @@ def read_spills(
                 parts[part_idx].outputs[output.request_idx] = output
                 parts[part_idx].row_idxs[output.request_idx] = row_idxs
     return parts
-
-
-def stored_errors(
-    folder: Folder, entries: Iterable[PartEntry], open_parts: Iterable[OpenPart]
-) -> Iterator[tuple[RowError, list[int]]]:
-    """The error and the rows of each request that has failed, in parts and beside them."""
-    for entry in entries:
-        if entry.num_failed_rows:
-            data = pa.BufferReader(folder.read_bytes(entry.path))
-            yield from errors_in(pq.read_table(data, columns=["error", "row_idxs"]))
-    for part in open_parts:
-        yield from part.errors()
 
 
 def _rows(

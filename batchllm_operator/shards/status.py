@@ -1,22 +1,18 @@
-"""The status of a job's run, shard by shard, from progress objects and reports."""
+"""The status of a plan's run at one moment: its shards, its workers, and all of them together."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
 from batchllm_operator.shards.committed import Refusal
-from batchllm_operator.shards.progress import ShardProgress, Worker
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.run_report import Bill
 
 ShardState = Literal["waiting", "starting", "running", "silent", "stopped", "failed", "finished"]
 """`waiting`: no attempt has begun. `silent`: an attempt has stopped updating its progress, because
 it was killed, or its release writes none. The others are those of `ShardProgress`."""
-
 
 WorkerState = Literal["starting", "running", "silent", "stopped", "failed", "idle"]
 """`idle`: its last shard is finished; it waits or has ended. Otherwise that of its live shards, or
@@ -138,14 +134,6 @@ class JobStatus:
         return Counts.total(shard.done for shard in self.shards)
 
     @property
-    def num_parts(self) -> int:
-        return sum(shard.num_parts for shard in self.shards)
-
-    @property
-    def num_parts_done(self) -> int:
-        return sum(shard.num_parts_done for shard in self.shards)
-
-    @property
     def computed_tokens_per_s(self) -> float:
         return sum(shard.computed_tokens_per_s for shard in self.shards)
 
@@ -178,72 +166,13 @@ class JobStatus:
         if self.is_finished:
             return 0.0
         # The rest as of the last sign takes its time from then on, not from now.
-        live = [
-            (shard.num_rows - shard.done.num_rows, shard.eta_s, shard.age_s or 0.0)
-            for shard in self.shards
-            if shard.is_live and shard.eta_s is not None
-        ]
-        if not live:
-            return None
-        speeds = [
-            num_left / (eta_s + age_s) if eta_s + age_s else 0.0 for num_left, eta_s, age_s in live
-        ]
-        rows_per_s = sum(speeds)
-        since = sum(speed * age_s for speed, (_, _, age_s) in zip(speeds, live, strict=True))
-        latest_s = max(eta_s for _, eta_s, _ in live)
-        num_left = self.num_rows - self.done.num_rows - since
+        latest_s = rows_per_s = num_since = 0.0
+        for shard in self.shards:
+            if shard.is_live and shard.eta_s is not None:
+                age_s = shard.age_s or 0.0
+                rest_s = shard.eta_s + age_s
+                speed = (shard.num_rows - shard.done.num_rows) / rest_s if rest_s else 0.0
+                latest_s, rows_per_s = max(latest_s, shard.eta_s), rows_per_s + speed
+                num_since += speed * age_s
+        num_left = self.num_rows - self.done.num_rows - num_since
         return max(latest_s, num_left / rows_per_s) if rows_per_s > 0 else None
-
-
-def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
-    """The shard's status at `now` by its latest attempt alone."""
-    is_live, age_s = latest.is_live(now), latest.age_s(now)
-    state: ShardState = latest.state
-    same = {field.name for field in fields(ShardStatus)} & ShardProgress.model_fields.keys()
-    found = ShardStatus(**{name: getattr(latest, name) for name in same})
-    found = replace(found, age_s=age_s, num_attempts=1, gpu_s=latest.gpu_s)
-    if not is_live:
-        state = "silent" if found.is_live else state
-        found = replace(found, computed_tokens_per_s=0.0, output_tokens_per_s=0.0)
-        return replace(found, state=state, eta_s=None)
-    return replace(found, eta_s=None if latest.eta_s is None else max(0.0, latest.eta_s - age_s))
-
-
-def worker_statuses(
-    shards: Iterable[ShardStatus], attempts: Iterable[ShardProgress], now: datetime
-) -> tuple[WorkerStatus, ...]:
-    """The workers of a plan's runs at `now`; `attempts` are those at all of its `shards`."""
-    made: defaultdict[Worker, list[ShardProgress]] = defaultdict(list)
-    for attempt in attempts:
-        made[attempt.maker].append(attempt)
-    latest: defaultdict[tuple[int | None, str], list[ShardStatus]] = defaultdict(list)
-    for shard in shards:
-        latest[shard.worker, shard.host].append(shard)
-    workers = [_worker_status(own, latest[maker], now) for maker, own in made.items()]
-    return tuple(sorted(workers, key=lambda worker: (worker.worker, worker.age_s, worker.host)))
-
-
-def _worker_status(
-    made: list[ShardProgress], shards: list[ShardStatus], now: datetime
-) -> WorkerStatus:
-    last = max(made, key=lambda attempt: attempt.updated_at)
-    live = [attempt for attempt in made if attempt.is_live(now)]
-    state: WorkerState
-    if live:
-        state = "running" if any(each.state == "running" for each in live) else "starting"
-    else:
-        ended = shard_status(last, now).state
-        state = ended if ended in ("silent", "stopped", "failed") else "idle"
-    return WorkerStatus(
-        worker=last.worker,
-        host=last.host,
-        num_workers=last.num_workers,
-        state=state,
-        live_shards=tuple(sorted(each.shard_idx for each in live)),
-        num_finished=sum(shard.state == "finished" for shard in shards),
-        num_rows_done=sum(shard.done.num_rows for shard in shards),
-        computed_tokens_per_s=sum(each.computed_tokens_per_s for each in live),
-        output_tokens_per_s=sum(each.output_tokens_per_s for each in live),
-        age_s=last.age_s(now),
-        gpu_s=sum(each.gpu_s for each in made),
-    )

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.commit.partition import FinishedShard, Joining, write_partition
+from batchllm_operator.commit.partition import Joining, write_partition
 from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import LakeTable, StagedRows, Staging, gather, write_files
 from batchllm_operator.progress import Progress
@@ -30,7 +30,7 @@ from batchllm_operator.shards.buckets import (
     one_per_row,
     output_fields,
 )
-from batchllm_operator.shards.parts import PartEntry, part_schema
+from batchllm_operator.shards.parts import PartEntry, ShardParts, part_schema
 from batchllm_operator.shards.reuse_index import ReusedOutputs
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
@@ -72,13 +72,13 @@ def commit_on_spark(plan_uri: str) -> RunReport:
 
 def _write(
     plan: StoredPlan,
-    sources: Sequence[FinishedShard | ReusedOutputs],
+    sources: Sequence[ShardParts | ReusedOutputs],
     spool: Path,
     table: LakeTable,
 ) -> Path | StagedRows:
     """Write the partition's data files; see `write_partition`."""
     spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
-    joining = Joining.of(plan, sources)
+    joining = Joining(plan, sources)
     add_columns = spec.output.add_columns
     staging = table.staging(plan.manifest.ds, joining.schema, add_columns=add_columns)
     if staging is None:
@@ -104,9 +104,9 @@ def _write(
     return staging.rows([file for _, files in sorted(written) for file in files])
 
 
-def _rows_each(plan: StoredPlan, sources: Sequence[FinishedShard | ReusedOutputs]) -> int:
+def _rows_each(plan: StoredPlan, sources: Sequence[ShardParts | ReusedOutputs]) -> int:
     """Rows of a range: about a data file of the target size, whole buckets."""
-    shards = [source for source in sources if isinstance(source, FinishedShard)]
+    shards = [source for source in sources if isinstance(source, ShardParts)]
     num_tokens = sum(entry.num_output_tokens for shard in shards for entry in shard.entries)
     num_rows = max(1, plan.manifest.counts.num_rows)
     stored = sum(plan.manifest.files[rows.file].size_bytes for rows in plan.manifest.row_files)
@@ -115,7 +115,7 @@ def _rows_each(plan: StoredPlan, sources: Sequence[FinishedShard | ReusedOutputs
     return max(1, min(wanted, num_rows) // BUCKET_ROWS) * BUCKET_ROWS
 
 
-def _payloads(sources: Sequence[FinishedShard | ReusedOutputs]) -> Iterator[bytes]:
+def _payloads(sources: Sequence[ShardParts | ReusedOutputs]) -> Iterator[bytes]:
     """What tasks are given: some parts of a shard, or the outputs that the plan has reused."""
     for source in sources:
         if isinstance(source, ReusedOutputs):
@@ -126,12 +126,12 @@ def _payloads(sources: Sequence[FinishedShard | ReusedOutputs]) -> Iterator[byte
             yield json.dumps({"folder": source.folder.uri, "entries": listed}).encode()
 
 
-def _source(payload: bytes) -> FinishedShard | ReusedOutputs:
+def _source(payload: bytes) -> ShardParts | ReusedOutputs:
     given = json.loads(payload)
     if "reused" in given:
         return ReusedOutputs(StoredPlan.open(given["reused"]))
     entries = [PartEntry.model_validate(entry) for entry in given["entries"]]
-    return FinishedShard(Folder.open(given["folder"]), entries)
+    return ShardParts(Folder.open(given["folder"]), entries)
 
 
 def _joined(

@@ -115,7 +115,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
             sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
         num = num_ranges(numbers.num_rows, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
-        progress.extend(len(ranges))
+        progress.expect(len(parts) + len(ranges) + 1)
         del sample  # may be a quarter of a gigabyte
         learned = _learn(spec, ds)
         planner = replace(given.range_planner, writes_groups=False)

@@ -13,11 +13,11 @@ from support.staged_job import NUM_ROWS, plan_one_shard
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.engine.gpus import num_gpus_of
 from batchllm_operator.row_error import RowError
-from batchllm_operator.run.shard_tally import ShardTally
+from batchllm_operator.run.shard_tally import Holder, ShardTally
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.parts import PartEntry
 from batchllm_operator.shards.report import ShardReport
-from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 BEGAN_AT = datetime(2026, 1, 31, tzinfo=UTC)
@@ -39,8 +39,9 @@ class Ticking:
             plan,
             0,
             attempt,
-            entries,
-            **{"num_gpus": 0, **settings},
+            Holder(**settings),
+            Counts.total(entries),
+            len(entries),
             clock=lambda: self.clock,
             now=lambda: BEGAN_AT + timedelta(seconds=self.clock - 1000.0),
         )
@@ -112,8 +113,7 @@ def test_the_sums_are_those_of_the_report(
     )
     assert live.num_parts_done == report.num_parts
     assert (live.done.saving_ratio or 0) >= 0
-    tally.keep(Counts.total(entries))
-    tally.end("stopped")  # what is still open is dropped
+    tally.end("stopped", Counts.total(entries))  # what is still open is dropped
     found = tally.snapshot()
     assert found.done == report.counts
 
@@ -141,7 +141,7 @@ def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
     assert (fed.worker, fed.num_workers, fed.gpu_held_s, fed.gpu_s) == (5, 8, 0, 0)
     run.tally.hold_gpus()
     run.after(10, run.tally.hold_gpus)  # doesn't begin again
-    run.after(10, lambda: run.tally.end("finished"))
+    run.after(10, lambda: run.tally.end("finished", NOTHING))
     run.after(5)  # until its last state is written
     ended = run.tally.snapshot()
     assert (ended.elapsed_s, ended.gpu_held_s, ended.gpu_s) == (55, 20, 40)
@@ -149,7 +149,7 @@ def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
 
 def test_an_attempt_may_end_before_the_gpus_are_its_own(plan: StoredPlan) -> None:
     run = Ticking(plan, num_gpus=2)
-    run.after(10, lambda: run.tally.end("finished"))
+    run.after(10, lambda: run.tally.end("finished", NOTHING))
     assert run.tally.snapshot().gpu_s == 0
 
 
@@ -178,7 +178,7 @@ def test_eta_goes_by_the_minute_and_by_all_of_the_attempt(plan: StoredPlan) -> N
     assert run.tally.snapshot().eta_s == pytest.approx(12 / 0.1)
     run.after(120)  # none in the last minute: half as fast again
     assert run.tally.snapshot().eta_s == pytest.approx(12 / ((12 / 240 + 0) / 2))
-    run.tally.end("finished")
+    run.tally.end("finished", NOTHING)
     assert run.tally.snapshot().eta_s == 0.0
 
 

@@ -21,7 +21,7 @@ from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError, Interrupted, StorageError
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run import open_parts, shard_run
+from batchllm_operator.run import open_parts, shard_run, shard_tally
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
 from batchllm_operator.run.run_shards import run_worker
@@ -130,7 +130,7 @@ def test_counts_of_a_run_in_pieces_are_those_of_a_run_at_once(tmp_path: Path) ->
 
 
 def test_engine_seconds_are_counted_once(plan: StoredPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_run.Lap, "__call__", lambda lap: 7.0)
+    monkeypatch.setattr(shard_tally.Holder, "lap", lambda holder: 7.0)
     monkeypatch.setattr(open_parts, "SPILL_ROWS", 4)
     stop(plan, 14)  # a spill, a part, a spill at 9, a part, a spill at the end
     spilled = sum(entry.engine_s for entry in entries(plan))
@@ -327,7 +327,7 @@ def damage(plan: StoredPlan, how: str) -> None:
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
         case "unreadable":
-            described.write_bytes(b"{}")
+            described.write_bytes(b"{")
         case "another plan's":
             foreign = entry.model_copy(update={"plan_id": "0123456789abcdef"})
             described.write_text(foreign.model_dump_json())

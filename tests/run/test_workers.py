@@ -17,12 +17,18 @@ from support.shard_progress import shard_progress
 from support.staged_job import Engines, check_published, claim_attempt, plan_one_shard, run_only
 
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.errors import EngineError, FencedError, IncompleteRunError, Interrupted
+from batchllm_operator.errors import (
+    EngineError,
+    FencedError,
+    IncompleteRunError,
+    Interrupted,
+    PlanError,
+)
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_queue import Claimed, ShardQueue, runs_of
-from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.shard_tally import Holder
 from batchllm_operator.run.worker import MOST_WAIT_S, Worker
 from batchllm_operator.shards import attempts as attempts_module
 from batchllm_operator.shards.attempts import read_claim
@@ -64,7 +70,7 @@ def queue_of(
 
 def holder(drain: Drain | None = None) -> Holder:
     """Progress objects come every hour: tests write their own."""
-    return Holder(drain or Drain(), Lap(), 0, 3600.0, worker=0, num_workers=1)
+    return Holder(every_s=3600.0, drain=drain or Drain())
 
 
 def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: Any) -> None:
@@ -88,7 +94,7 @@ def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: 
 
 def finish(plan: StoredPlan, queue: ShardQueue, claimed: Claimed) -> None:
     reports = run_only(plan, claimed.shard_idx)
-    queue.ended(claimed.shard_idx, reports[claimed.shard_idx].counts)
+    queue.ended(reports[claimed.shard_idx])
 
 
 def taken(queue: ShardQueue) -> list[int]:
@@ -436,6 +442,15 @@ def test_a_shard_that_was_taken_over_between_its_parts_is_fed_no_more(
     assert list(worker.reports) == [1]
     first_part = plan.manifest.spec.planner.part_rows
     assert engines.num_answers == first_part + plan.shard(1).num_requests
+
+
+def test_a_damaged_shard_is_refused_once_the_one_before_is_finished(plan: StoredPlan) -> None:
+    plan.folder.remove(plan.shard(1).file)
+    engines = Engines()
+    with pytest.raises(PlanError, match=r"shard-00001\.parquet is missing"):
+        run_worker(plan, start=engines)
+    assert verify_shards(plan) == {0}
+    assert engines.num_answers == plan.shard(0).num_requests
 
 
 def test_a_failing_worker_leaves_its_shard_to_others(plan: StoredPlan) -> None:

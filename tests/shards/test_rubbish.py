@@ -87,11 +87,15 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @given(data=st.data())
 @settings(max_examples=examples(300))
-def test_a_ledger_of_rubbish_is_empty_or_right(shard: Folder, data: st.DataObject) -> None:
+def test_a_ledger_of_rubbish_is_right_or_refused(shard: Folder, data: st.DataObject) -> None:
     whole = shard.read_bytes("whole.json")
     content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
     shard.write_bytes("attempt-00002/part-00000.json", content)
-    [(part_idx, entry)] = read_ledger(shard, "0123456789abcdef").items()
+    try:
+        [(part_idx, entry)] = read_ledger(shard, "0123456789abcdef").items()
+    except PlanError as error:  # of another version, or another program's
+        assert "attempt-00002/part-00000.json: is" in str(error)
+        return
     assert (part_idx, entry.part_idx, entry.plan_id) == (0, 0, "0123456789abcdef")
     file = shard.read_bytes(entry.path)
     assert hashlib.sha256(file).hexdigest() == entry.sha256

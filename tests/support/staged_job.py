@@ -15,10 +15,9 @@ from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import FencedError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import interval_s
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.shard_tally import Holder
 from batchllm_operator.run.worker import Start, Worker
 from batchllm_operator.shards.attempts import Attempt, attempt_numbers, claim_number
 from batchllm_operator.shards.report import ShardReport
@@ -108,7 +107,7 @@ def run_only(
     plan: StoredPlan, *shard_idxs: int, start: Start = start_engine, num_gpus: int = 0
 ) -> dict[int, ShardReport]:
     """Run a worker that leaves all other shards."""
-    holder = Holder(Drain(), Lap(), num_gpus, interval_s(), worker=0, num_workers=1)
+    holder = Holder(num_gpus=num_gpus, every_s=interval_s())
     worker = Worker(plan, _SomeShards(plan, shard_idxs), start, holder)
     for _ in worker.steps():
         pass

@@ -117,7 +117,7 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
 
         for num_rows in ahead(made, keep, num_threads=1):
             progress.advance(num_rows, counted(rows.prompts.num_tokens, "token"))
-        progress.complete()  # a filter may skip rows
+        progress.expect(0)  # a filter may skip rows
     if rows.reuse is not None:
         rows.reuse.finish(rows.num_rows)
 
