@@ -7,8 +7,9 @@ changed is bridged in `batchllm_operator/vllm_plugin/compat.py`, then corrected 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
@@ -20,23 +21,6 @@ from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.engine.arguments import vllm_arguments
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function or method of vLLM as we call it, or as vLLM calls our override of it."""
-
-    where: str
-    """module:Class or module:Class.method or module:function"""
-    positional: tuple[str, ...] = ()
-    """Names of the leading parameters, without `self`."""
-    keywords: tuple[str, ...] = ()
-    """Parameters given by name."""
-
-    @property
-    def name(self) -> str:
-        return self.where.partition(":")[2]
-
 
 CORE = "vllm.v1.core"
 SCHEDULER = f"{CORE}.sched.scheduler:Scheduler"
@@ -53,279 +37,159 @@ FLASH = f"{BACKENDS}.flash_attn:FlashAttention"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 REASONING = "vllm.reasoning:ReasoningParserManager"
 PARSER = "vllm.parser.abstract_parser:DelegatingParser"
-CACHE_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")
 
-CALLS = (
-    # the scheduler's overrides, and what it calls in turn
-    Call(f"{ASYNC_SCHEDULER}.add_request", ("request",)),
-    Call(f"{ASYNC_SCHEDULER}.schedule"),
-    Call(f"{ASYNC_SCHEDULER}._free_request", ("request",)),
-    Call(f"{ASYNC_SCHEDULER}._enqueue_waiting_request", ("request",)),
-    Call(f"{ASYNC_SCHEDULER}.shutdown"),
-    Call(f"{ASYNC_SCHEDULER}.reset_prefix_cache"),
-    Call(f"{CORE}.kv_cache_manager:KVCacheManager.get_blocks", ("request_id",)),
-    Call(f"{POOL}.touch", ("blocks",)),
-    Call(f"{POOL}.free_blocks", ("ordered_blocks",)),
-    Call(f"{POOL}.evict_blocks", ("block_ids",)),
-    Call(f"{POOL}.get_num_free_blocks"),
-    # the queue that a step gets
-    Call(f"{QUEUE}.add_request", ("request",)),
-    Call(f"{QUEUE}.peek_request"),
-    Call(f"{QUEUE}.pop_request"),
-    Call(f"{QUEUE}.prepend_request", ("request",)),
-    # what the simulator calls as the engine would
-    Call(
-        SCHEDULER,
-        keywords=("vllm_config", "kv_cache_config", "structured_output_manager", "block_size"),
-    ),
-    Call(f"{ASYNC_SCHEDULER}.update_from_output", ("scheduler_output", "model_runner_output")),
-    Call(f"{ASYNC_SCHEDULER}.has_requests"),
-    Call(f"{ASYNC_SCHEDULER}.has_unfinished_requests"),
-    Call(f"{ASYNC_SCHEDULER}.finish_requests", ("request_ids", "finished_status")),
-    Call(
-        "vllm.v1.request:Request",
-        keywords=(
-            "request_id",
-            "prompt_token_ids",
-            "sampling_params",
-            "pooling_params",
-            "block_hasher",
-        ),
-    ),
-    Call(
-        "vllm.v1.outputs:ModelRunnerOutput",
-        keywords=(
-            "req_ids",
-            "req_id_to_index",
-            "sampled_token_ids",
-            "logprobs",
-            "prompt_logprobs_dict",
-            "pooler_output",
-        ),
-    ),
-    Call(f"{CORE}.kv_cache_utils:get_request_block_hasher", ("hash_block_size", "caching_hash_fn")),
-    Call(f"{CORE}.kv_cache_utils:init_none_hash", ("hash_fn",)),
-    Call("vllm.utils.hashing:sha256", ("input",)),
-    # configurations that the simulator makes
-    Call(
-        "vllm.sampling_params:SamplingParams",
-        keywords=("max_tokens", "stop_token_ids", "extra_args"),
-    ),
-    Call(
-        f"{CONFIG}:ModelConfig",
-        keywords=("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len"),
-    ),
-    Call(
-        f"{CONFIG}:SchedulerConfig",
-        keywords=(
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "enable_chunked_prefill",
-            "is_encoder_decoder",
-            "async_scheduling",
-        ),
-    ),
-    Call(f"{CONFIG}:CacheConfig", keywords=("block_size", "enable_prefix_caching")),
-    Call(f"{CONFIG}:DeviceConfig", ("device",)),
-    Call(
-        f"{CONFIG}:VllmConfig",
-        keywords=(
-            "model_config",
-            "scheduler_config",
-            "cache_config",
-            "device_config",
-            "additional_config",
-        ),
-    ),
-    Call(f"{KV}:FullAttentionSpec", keywords=("block_size", "num_kv_heads", "head_size", "dtype")),
-    Call(f"{KV}:KVCacheConfig", keywords=("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
-    Call(f"{KV}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
-    Call("vllm.v1.structured_output:StructuredOutputManager", ("vllm_config",)),
-    # structured outputs, and whether a backend takes them
-    *(
-        Call(
-            f"vllm.v1.structured_output.{backend}",
-            keywords=("vllm_config", "tokenizer", "vocab_size"),
-        )
-        for backend in (
-            "backend_xgrammar:XgrammarBackend",
-            "backend_guidance:GuidanceBackend",
-            "backend_outlines:OutlinesBackend",
-            "backend_lm_format_enforcer:LMFormatEnforcerBackend",
-        )
-    ),
-    Call("vllm.v1.structured_output.request:get_structured_output_key", ("params",)),
-    Call("vllm.sampling_params:StructuredOutputsParams", keywords=("json", "regex", "choice")),
-    Call(
-        "vllm.sampling_params:SamplingParams._validate_structured_outputs",
-        ("model_config", "structured_outputs_config", "tokenizer"),
-    ),
-    Call("vllm.tokenizers:get_tokenizer", ("tokenizer_name",), ("revision", "trust_remote_code")),
-    # the attention backend's overrides, and what it calls in turn
-    Call(
-        f"{ATTENTION}:AttentionMetadataBuilder",
-        ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-    ),
-    Call(
-        f"{ATTENTION}:AttentionMetadataBuilder.build",
-        ("common_prefix_len", "common_attn_metadata", "fast_build"),
-    ),
-    Call(
-        f"{ATTENTION}:AttentionMetadataBuilder.build_for_cudagraph_capture",
-        ("common_attn_metadata",),
-    ),
-    Call(
-        f"{ATTENTION}:AttentionMetadataBuilder.get_cudagraph_support",
-        ("vllm_config", "kv_cache_spec"),
-    ),
-    Call(
-        f"{ATTENTION}:AttentionImpl.__init__",
-        (
-            *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes"),
-            *("sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type"),
-            "kv_sharing_target_layer_name",
-        ),
-    ),
-    Call(
-        f"{ATTENTION}:AttentionImpl.forward",
-        (
-            *("layer", "query", "key", "value", "kv_cache", "attn_metadata"),
-            *("output", "output_scale", "output_block_scale"),
-        ),
-    ),
-    Call(
-        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
-        ("layer", "key", "value", "kv_cache", "slot_mapping"),
-    ),
-    Call(f"{ATTENTION}:AttentionBackend.supports_compute_capability", ("capability",)),
-    # prefill by vLLM's FlashAttention
-    Call(
-        f"{BACKENDS}.utils:split_decodes_and_prefills",
-        ("common_attn_metadata", "decode_threshold"),
-    ),
-    Call(f"{BACKENDS}.fa_utils:get_flash_attn_version", keywords=("head_size",)),
-    Call(
-        f"{FLASH}MetadataBuilder",
-        ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-    ),
-    Call(f"{FLASH}MetadataBuilder.build", ("common_prefix_len", "common_attn_metadata")),
-    Call(
-        f"{FLASH}Impl.__init__",
-        (
-            *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes"),
-            *("sliding_window", "kv_cache_dtype", "logits_soft_cap"),
-        ),
-        ("kv_sharing_target_layer_name",),
-    ),
-    Call(
-        f"{FLASH}Impl.forward",
-        ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-    ),
-    Call(f"{CONFIG}:set_current_vllm_config", ("vllm_config",)),
-    Call(f"{REGISTRY}:register_backend", ("backend", "class_path")),
-    Call(f"{REGISTRY}:AttentionBackendEnum.CUSTOM.is_overridden"),
-    Call(f"{REGISTRY}:AttentionBackendEnum.CUSTOM.clear_override"),
-    Call(f"{REGISTRY}:AttentionBackendEnum.CPU_ATTN.get_path"),
-    Call("vllm._custom_ops:reshape_and_cache_flash", (*CACHE_WRITE, "k_scale", "v_scale")),
-    Call(
-        "vllm.v1.attention.ops.triton_reshape_and_cache_flash:triton_reshape_and_cache_flash",
-        (*CACHE_WRITE, "k_scale", "v_scale"),
-    ),
-    # the engine in this process
-    Call(f"{ENGINE}.collective_rpc", ("method",)),
-    Call(f"{ENGINE}.add_request", ("request_id", "prompt", "params")),
-    Call(f"{ENGINE}.get_num_unfinished_requests"),
-    # the KV connector's overrides
-    Call(CONNECTOR, ("vllm_config", "role", "kv_cache_config")),
-    Call(f"{CONNECTOR}.get_num_new_matched_tokens", ("request", "num_computed_tokens")),
-    Call(f"{CONNECTOR}.update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
-    Call(f"{CONNECTOR}.build_connector_meta", ("scheduler_output",)),
-    Call(f"{CONNECTOR}.update_connector_output", ("connector_output",)),
-    Call(f"{CONNECTOR}.request_finished", ("request", "block_ids")),
-    Call(f"{CONNECTOR}.register_kv_caches", ("kv_caches",)),
-    Call(f"{CONNECTOR}.bind_connector_metadata", ("connector_metadata",)),
-    Call(f"{CONNECTOR}.start_load_kv", ("forward_context",)),
-    Call(f"{CONNECTOR}.wait_for_layer_load", ("layer_name",)),
-    Call(f"{CONNECTOR}.save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
-    Call(f"{CONNECTOR}.wait_for_save"),
-    Call(f"{CONNECTOR}.get_finished", ("finished_req_ids",)),
-    Call(f"{CONNECTOR}.get_block_ids_with_load_errors"),
-    Call(f"{CONNECTOR}.requires_piecewise_for_cudagraph", ("extra_config",)),
-    Call(f"{CONNECTOR}.shutdown"),
-    Call(f"{CORE}.kv_cache_manager:KVCacheBlocks.get_block_ids"),
-    Call("vllm.v1.worker.worker_base:WorkerBase.get_model"),
-    Call("vllm:EngineArgs", keywords=("model", "attention_backend")),
-    # reasoning and answer taken apart
-    Call(f"{REASONING}.list_registered"),
-    Call(f"{REASONING}.import_reasoning_parser", ("plugin_path",)),
-    Call("vllm.parser:ParserManager.get_parser", keywords=("reasoning_parser_name", "is_harmony")),
-    Call(PARSER, ("tokenizer", "tools"), ("model_config",)),
-    Call(f"{PARSER}.adjust_request", ("request",)),
-    Call(f"{PARSER}.parse", ("model_output", "request"), ("model_output_token_ids",)),
-)
+CALLS = f"""
+# the scheduler's overrides, and what it calls in turn
+{ASYNC_SCHEDULER}.add_request(request)
+{ASYNC_SCHEDULER}.schedule()
+{ASYNC_SCHEDULER}._free_request(request)
+{ASYNC_SCHEDULER}._enqueue_waiting_request(request)
+{ASYNC_SCHEDULER}.shutdown()
+{ASYNC_SCHEDULER}.reset_prefix_cache()
+{CORE}.kv_cache_manager:KVCacheManager.get_blocks(request_id)
+{POOL}.touch(blocks)
+{POOL}.free_blocks(ordered_blocks)
+{POOL}.evict_blocks(block_ids)
+{POOL}.get_num_free_blocks()
+# the queue that a step gets
+{QUEUE}.add_request(request)
+{QUEUE}.peek_request()
+{QUEUE}.pop_request()
+{QUEUE}.prepend_request(request)
+# what the simulator calls as the engine would
+{SCHEDULER}(*, vllm_config, kv_cache_config, structured_output_manager, block_size)
+{ASYNC_SCHEDULER}.update_from_output(scheduler_output, model_runner_output)
+{ASYNC_SCHEDULER}.has_requests()
+{ASYNC_SCHEDULER}.has_unfinished_requests()
+{ASYNC_SCHEDULER}.finish_requests(request_ids, finished_status)
+vllm.v1.request:Request(*, request_id, prompt_token_ids, sampling_params, pooling_params,
+    block_hasher)
+vllm.v1.outputs:ModelRunnerOutput(*, req_ids, req_id_to_index, sampled_token_ids, logprobs,
+    prompt_logprobs_dict, pooler_output)
+{CORE}.kv_cache_utils:get_request_block_hasher(hash_block_size, caching_hash_fn)
+{CORE}.kv_cache_utils:init_none_hash(hash_fn)
+vllm.utils.hashing:sha256(input)
+# configurations that the simulator makes
+vllm.sampling_params:SamplingParams(*, max_tokens, stop_token_ids, extra_args)
+{CONFIG}:ModelConfig(*, model, tokenizer, skip_tokenizer_init, dtype, max_model_len)
+{CONFIG}:SchedulerConfig(*, max_num_seqs, max_num_batched_tokens, max_model_len,
+    enable_chunked_prefill, is_encoder_decoder, async_scheduling)
+{CONFIG}:CacheConfig(*, block_size, enable_prefix_caching)
+{CONFIG}:DeviceConfig(device)
+{CONFIG}:VllmConfig(*, model_config, scheduler_config, cache_config, device_config,
+    additional_config)
+{KV}:FullAttentionSpec(*, block_size, num_kv_heads, head_size, dtype)
+{KV}:KVCacheConfig(*, num_blocks, kv_cache_tensors, kv_cache_groups)
+{KV}:KVCacheGroupSpec(layer_names, kv_cache_spec)
+vllm.v1.structured_output:StructuredOutputManager(vllm_config)
+# structured outputs, and whether a backend takes them
+vllm.v1.structured_output.backend_xgrammar:XgrammarBackend(*, vllm_config, tokenizer, vocab_size)
+vllm.v1.structured_output.backend_guidance:GuidanceBackend(*, vllm_config, tokenizer, vocab_size)
+vllm.v1.structured_output.backend_outlines:OutlinesBackend(*, vllm_config, tokenizer, vocab_size)
+vllm.v1.structured_output.backend_lm_format_enforcer:LMFormatEnforcerBackend(*,
+    vllm_config, tokenizer, vocab_size)
+vllm.v1.structured_output.request:get_structured_output_key(params)
+vllm.sampling_params:StructuredOutputsParams(*, json, regex, choice)
+vllm.sampling_params:SamplingParams._validate_structured_outputs(model_config,
+    structured_outputs_config, tokenizer)
+vllm.tokenizers:get_tokenizer(tokenizer_name, *, revision, trust_remote_code)
+# the attention backend's overrides, and what it calls in turn
+{ATTENTION}:AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+{ATTENTION}:AttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata, fast_build)
+{ATTENTION}:AttentionMetadataBuilder.build_for_cudagraph_capture(common_attn_metadata)
+{ATTENTION}:AttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)
+{ATTENTION}:AttentionImpl.__init__(num_heads, head_size, scale, num_kv_heads, alibi_slopes,
+    sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name)
+{ATTENTION}:AttentionImpl.forward(layer, query, key, value, kv_cache, attn_metadata, output,
+    output_scale, output_block_scale)
+vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update(layer, key, value,
+    kv_cache, slot_mapping)
+{ATTENTION}:AttentionBackend.supports_compute_capability(capability)
+# prefill by vLLM's FlashAttention
+{BACKENDS}.utils:split_decodes_and_prefills(common_attn_metadata, decode_threshold)
+{BACKENDS}.fa_utils:get_flash_attn_version(*, head_size)
+{FLASH}MetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+{FLASH}MetadataBuilder.build(common_prefix_len, common_attn_metadata)
+{FLASH}Impl.__init__(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
+    kv_cache_dtype, logits_soft_cap, *, kv_sharing_target_layer_name)
+{FLASH}Impl.forward(layer, query, key, value, kv_cache, attn_metadata, output)
+{CONFIG}:set_current_vllm_config(vllm_config)
+{REGISTRY}:register_backend(backend, class_path)
+{REGISTRY}:AttentionBackendEnum.CUSTOM.is_overridden()
+{REGISTRY}:AttentionBackendEnum.CUSTOM.clear_override()
+{REGISTRY}:AttentionBackendEnum.CPU_ATTN.get_path()
+vllm._custom_ops:reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping,
+    kv_cache_dtype, k_scale, v_scale)
+vllm.v1.attention.ops.triton_reshape_and_cache_flash:triton_reshape_and_cache_flash(key, value,
+    key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+# the engine in this process
+{ENGINE}.collective_rpc(method)
+{ENGINE}.add_request(request_id, prompt, params)
+{ENGINE}.get_num_unfinished_requests()
+# the KV connector's overrides
+{CONNECTOR}(vllm_config, role, kv_cache_config)
+{CONNECTOR}.get_num_new_matched_tokens(request, num_computed_tokens)
+{CONNECTOR}.update_state_after_alloc(request, blocks, num_external_tokens)
+{CONNECTOR}.build_connector_meta(scheduler_output)
+{CONNECTOR}.update_connector_output(connector_output)
+{CONNECTOR}.request_finished(request, block_ids)
+{CONNECTOR}.register_kv_caches(kv_caches)
+{CONNECTOR}.bind_connector_metadata(connector_metadata)
+{CONNECTOR}.start_load_kv(forward_context)
+{CONNECTOR}.wait_for_layer_load(layer_name)
+{CONNECTOR}.save_kv_layer(layer_name, kv_layer, attn_metadata)
+{CONNECTOR}.wait_for_save()
+{CONNECTOR}.get_finished(finished_req_ids)
+{CONNECTOR}.get_block_ids_with_load_errors()
+{CONNECTOR}.requires_piecewise_for_cudagraph(extra_config)
+{CONNECTOR}.shutdown()
+{CORE}.kv_cache_manager:KVCacheBlocks.get_block_ids()
+vllm.v1.worker.worker_base:WorkerBase.get_model()
+vllm:EngineArgs(*, model, attention_backend)
+# reasoning and answer taken apart
+{REASONING}.list_registered()
+{REASONING}.import_reasoning_parser(plugin_path)
+vllm.parser:ParserManager.get_parser(*, reasoning_parser_name, is_harmony)
+{PARSER}(tokenizer, tools, *, model_config)
+{PARSER}.adjust_request(request)
+{PARSER}.parse(model_output, request, *, model_output_token_ids)
+"""
+"""Functions and methods of vLLM as we call them, or as vLLM calls our overrides, without `self`:
+module:name(leading parameters, *, parameters given by name)."""
 
-# What objects have, by the name of the object in `Objects`.
+# What objects have, by the name of the object in `objects`.
 ATTRIBUTES = {
-    "scheduler": (
-        "vllm_config",
-        "scheduler_config",
-        "kv_cache_config",
-        "kv_cache_manager",
-        "max_num_scheduled_tokens",
-        "max_num_running_reqs",
-        "num_spec_tokens",
-        "lora_config",
-        "block_size",
-        "requests",
-        "running",
-        "waiting",
-    ),
-    "vllm_config": ("additional_config",),
-    "scheduler_config": (
-        *("async_scheduling", "enable_chunked_prefill", "policy"),
-        "long_prefill_token_threshold",
-    ),
-    "cache_config": ("block_size", "num_gpu_blocks"),
-    "parallel_config": ("enable_dbo",),
-    "kv_cache_config": ("kv_cache_groups",),
-    "kv_cache_manager": ("block_pool", "enable_caching", "usage"),
-    "block_pool": ("num_gpu_blocks", "blocks", "null_block"),
-    "kv_cache_blocks": ("blocks",),
-    "block": ("block_id", "is_null", "ref_cnt"),
-    "request": (
-        "request_id",
-        "sampling_params",
-        "status",
-        "max_tokens",
-        "num_prompt_tokens",
-        "num_output_tokens",
-        "num_tokens",
-        "num_computed_tokens",
-        "num_output_placeholders",
-        "is_prefill_chunk",
-        "block_hashes",
-        "lora_request",
-        "structured_output_request",
-    ),
-    "output_processor": ("request_states",),
-    "sampling_params": ("extra_args", "max_tokens"),
-    "scheduler_output": ("num_scheduled_tokens", "total_num_scheduled_tokens"),
+    "scheduler": "vllm_config scheduler_config kv_cache_config kv_cache_manager num_spec_tokens running"
+    " max_num_scheduled_tokens max_num_running_reqs lora_config block_size requests waiting",
+    "vllm_config": "additional_config",
+    "scheduler_config": "async_scheduling enable_chunked_prefill policy"
+    " long_prefill_token_threshold",
+    "cache_config": "block_size num_gpu_blocks",
+    "parallel_config": "enable_dbo",
+    "kv_cache_config": "kv_cache_groups",
+    "kv_cache_manager": "block_pool enable_caching usage",
+    "block_pool": "num_gpu_blocks blocks null_block",
+    "kv_cache_blocks": "blocks",
+    "block": "block_id is_null ref_cnt",
+    "request": "request_id sampling_params status max_tokens num_prompt_tokens num_output_tokens"
+    " num_tokens num_computed_tokens num_output_placeholders is_prefill_chunk block_hashes"
+    " lora_request structured_output_request",
+    "output_processor": "request_states",
+    "sampling_params": "extra_args max_tokens",
+    "scheduler_output": "num_scheduled_tokens total_num_scheduled_tokens",
 }
 
 FIELDS = {
-    f"{ATTENTION}:CommonAttentionMetadata": (
-        *("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "num_reqs"),
-        *("num_actual_tokens", "max_query_len", "causal", "query_start_loc_cpu", "max_seq_len"),
-    ),
-    f"{KV}:FullAttentionSpec": ("block_size", "num_kv_heads", "head_size", "dtype"),
-    f"{CONFIG}:SchedulerConfig": ("max_num_seqs", "max_num_batched_tokens"),
-    f"{CONFIG}:CompilationConfig": ("static_forward_context",),
-    f"{CONFIG}:AttentionConfig": ("backend",),
-    f"{CONFIG}:StructuredOutputsConfig": ("reasoning_parser", "reasoning_parser_plugin"),
-    f"{CONFIG}:VllmConfig": ("compilation_config", "speculative_config", "attention_config"),
+    f"{ATTENTION}:CommonAttentionMetadata": "query_start_loc seq_lens block_table_tensor"
+    " slot_mapping num_reqs num_actual_tokens max_query_len causal query_start_loc_cpu max_seq_len",
+    f"{KV}:FullAttentionSpec": "block_size num_kv_heads head_size dtype",
+    f"{CONFIG}:SchedulerConfig": "max_num_seqs max_num_batched_tokens",
+    f"{CONFIG}:CompilationConfig": "static_forward_context",
+    f"{CONFIG}:AttentionConfig": "backend",
+    f"{CONFIG}:StructuredOutputsConfig": "reasoning_parser reasoning_parser_plugin",
+    f"{CONFIG}:VllmConfig": "compilation_config speculative_config attention_config",
 }
-"""What the attention backend reads, by the dataclass that has it."""
+"""What is read, by the dataclass that has it."""
 
 STATUSES = ("RUNNING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "FINISHED_ABORTED")
 
@@ -363,40 +227,47 @@ def find(where: str) -> Any:
     return found
 
 
-def complaints(call: Call, signature: inspect.Signature) -> Iterator[str]:
+def complaints(wanted: str, signature: inspect.Signature) -> Iterator[str]:
     """How a signature differs from what a call of ours takes for granted."""
-    parameters = dict(signature.parameters)
-    parameters.pop("self", None)
-    kinds = {each.kind for each in parameters.values()}
-    names = [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
-    leading = tuple(names[: len(call.positional)])
-    if leading != call.positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        yield f"leading parameters: expected {call.positional}, found {leading}"
+    positional, _, by_name = (re.findall(r"\w+", part) for part in wanted.partition("*"))
+    parameters = [each for name, each in signature.parameters.items() if name != "self"]
+    kinds = {parameter.kind for parameter in parameters}
+    leading = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    leading = leading[: len(positional)]
+    if leading != positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        yield f"leading parameters: expected {positional}, found {leading}"
     if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for name in call.keywords:
-            if name not in parameters:
-                yield f"parameter {name!r}: expected, not found"
-    for name, each in parameters.items():
+        for name in {*by_name} - {parameter.name for parameter in parameters}:
+            yield f"parameter {name!r}: expected, not found"
+    for each in parameters:
         is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        is_given = name in leading + call.keywords
-        if each.default is each.empty and not is_variable and not is_given:
-            yield f"parameter {name!r}: found as a required one, not expected"
+        if each.default is each.empty and not is_variable and each.name not in leading + by_name:
+            yield f"parameter {each.name!r}: found as a required one, not expected"
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_call(call: Call) -> None:
-    signature = inspect.signature(find(call.where))
-    found = list(complaints(call, signature))
-    assert not found, f"{installed()}: {call.name}{signature}: " + "; ".join(found)
+@pytest.mark.parametrize(
+    ("where", "wanted"),
+    re.findall(r"^([\w.]+:[\w.]+)\((.*?)\)$", CALLS, re.MULTILINE | re.DOTALL),
+    ids=lambda value: value.partition(":")[2],
+)
+def test_call(where: str, wanted: str) -> None:
+    signature = inspect.signature(find(where))
+    differences = "; ".join(complaints(wanted, signature))
+    assert not differences, f"{installed()}: {where}{signature}: {differences}"
+
+
+def test_every_line_of_calls_is_one() -> None:
+    lines = [line for line in CALLS.splitlines() if line and line[0] not in "# "]
+    assert len(lines) == len(re.findall(r"^[\w.]+:[\w.]+\([^()]*\)$", CALLS, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
     ("where", "field"),
-    [(where, field) for where, names in FIELDS.items() for field in names],
+    [(where, field) for where, names in FIELDS.items() for field in names.split()],
     ids=lambda value: value.partition(":")[2] or value,
 )
 def test_field(where: str, field: str) -> None:
-    names = [each.name for each in fields(find(where))]
+    names = [known.name for known in fields(find(where))]
     assert field in names, missing(where, names, field)
 
 
@@ -474,7 +345,7 @@ def objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "attribute"),
-    [(kind, attribute) for kind, names in ATTRIBUTES.items() for attribute in names],
+    [(kind, attribute) for kind, names in ATTRIBUTES.items() for attribute in names.split()],
     ids=lambda value: value,
 )
 def test_attribute(kind: str, attribute: str, objects: dict[str, Any]) -> None:
