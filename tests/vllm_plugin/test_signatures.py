@@ -159,8 +159,9 @@ module:name(leading parameters, *, parameters given by name)."""
 
 # What objects have, by the name of the object in `objects`.
 ATTRIBUTES = {
-    "scheduler": "vllm_config scheduler_config kv_cache_config kv_cache_manager num_spec_tokens running"
-    " max_num_scheduled_tokens max_num_running_reqs lora_config block_size requests waiting",
+    "scheduler": "vllm_config scheduler_config kv_cache_config kv_cache_manager num_spec_tokens"
+    " running max_num_scheduled_tokens max_num_running_reqs lora_config block_size requests"
+    " waiting",
     "vllm_config": "additional_config",
     "scheduler_config": "async_scheduling enable_chunked_prefill policy"
     " long_prefill_token_threshold",
