@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prefixes.search.prefix_tree import PrefixTree
+from batchllm_operator.prefixes.prefix_tree import PrefixTree
 
 _NONE = -1
 _UNCACHED = -2

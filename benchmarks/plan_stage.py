@@ -52,7 +52,7 @@ from batchllm_operator.plan import given, planned_range
 from batchllm_operator.plan import plan_job as plan
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.plan.rows import reading as rows
-from batchllm_operator.prefixes import PrefixSearch, PromptStore
+from batchllm_operator.prefixes import PromptStore
 from batchllm_operator.prompts import PromptRenderer
 from batchllm_operator.prompts.tokenizer import ModelTokenizer
 from batchllm_operator.spec import JobSpec
@@ -198,9 +198,8 @@ def time_steps(spec: JobSpec) -> dict[str, float]:
         "- render": (PromptRenderer, "render"),
         "- tokenize": (ModelTokenizer, "encode"),
         "- store": (PromptStore, "append"),
-        "- add to search": (PrefixSearch, "add"),
         "- check text": (rows, "_check_text"),
-        "sort prompts": (PrefixSearch, "finish"),
+        "sort prompts": (plan, "sort_prompts"),
         "check keys": (plan, "check_keys"),
         "choose groups": (planned_range, "arrange"),
         "describe sharing": (planned_range, "describe_sharing"),

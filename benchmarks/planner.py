@@ -3,14 +3,13 @@
 The prompts are synthetic and shaped like the paper's case 1 (`synthetic_prompts`): an instruction
 that all share, a document that `--share-degree` prompts share, and a distinct part each, in
 random order. Groups and savings are checked against the Python tree before anything is timed.
-What is timed is what a plan does by default: the better of Algorithm 1 and the exact choice,
-ordered by subtree, over prefixes of whole KV blocks of prompts that lie on disk, within
-`--memory-budget-bytes` (`planner_on_disk`, in a process of its own).
+What is timed is what a plan does: the better of Algorithm 1 and the exact choice, ordered by
+subtree, for prompts that lie on disk, within `--memory-budget-bytes` (`planner_on_disk`, in a
+process of its own).
 
-`growth` compares that with itself on `--growth-from` prompts: 1.0 is linear. `in_memory` holds
-the figures for token-exact prefixes of prompts in memory, where their token ids take no more
-than half of the budget. `choices` compares both ways of choosing prefixes on prompts of other
-shapes, and `orders` what Eq. 4 and the order by subtree leave to find in a block cache.
+`growth` compares that with itself on `--growth-from` prompts: 1.0 is linear. `choices` compares
+both ways of choosing prefixes on prompts of other shapes, and `orders` what Eq. 4 and the order by
+subtree leave to find in a block cache.
 
     python -m benchmarks.planner --num-prompts 100000
     python -m benchmarks.planner --num-prompts 3000000
@@ -19,15 +18,12 @@ shapes, and `orders` what Eq. 4 and the order by subtree leave to find in a bloc
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +31,6 @@ from numpy.typing import NDArray
 
 from batchllm_operator.prefixes import (
     BY_RATIO,
-    PrefixSearch,
-    PromptStore,
     TokenTable,
     build_prefix_tree,
     choose_prefixes,
@@ -46,7 +40,6 @@ from batchllm_operator.prefixes import (
     saving_ratio,
 )
 from benchmarks.block_cache import cached_tokens
-from benchmarks.memory import peak_rss_bytes
 from benchmarks.planner_on_disk import measure
 from benchmarks.provenance import provenance
 from benchmarks.python_tree import OUTPUT_TOKENS, Result, plan_in_python
@@ -163,22 +156,6 @@ def check_sample(sample: TokenTable) -> None:
         sys.exit("the default plan doesn't hold every prompt exactly once")
     if default.num_processed > ours.num_processed:
         sys.exit("the default plan saves less than Algorithm 1")
-    check_on_disk(sample)
-
-
-def check_on_disk(sample: TokenTable) -> None:
-    """Exits with a message if prompts on disk, with coarse rows of hashes, give another tree."""
-    in_memory = build_prefix_tree(sample)
-    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        search = PrefixSearch(1 << 16)
-        with PromptStore(Path(folder) / "prompts.bin") as prompts:
-            for idxs in np.array_split(np.arange(len(sample)), 20):
-                prompts.append(sample.take(idxs))
-                search.add(sample.take(idxs))
-            on_disk = search.finish(prompts).tree(prompts.lengths)
-    for field in dataclasses.fields(in_memory):
-        if not np.array_equal(getattr(in_memory, field.name), getattr(on_disk, field.name)):
-            sys.exit(f"the tree of prompts on disk has another {field.name}")
 
 
 def check_in_child(sample: TokenTable) -> None:
@@ -211,7 +188,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--python-prompts", type=int, default=4200, help="subset on which the Python tree is timed"
     )
-    parser.add_argument("--block-size", type=int, default=16, help="tokens, on disk")
     parser.add_argument("--memory-budget-bytes", type=int, default=2 << 30)
     parser.add_argument("--growth-from", type=int, default=100_000, help="0: isn't measured")
     args = parser.parse_args()
@@ -220,36 +196,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def time_in_memory(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """The planner on prompts in memory."""
-    base_peak = peak_rss_bytes()
-    tokens = shape.prompts(shape.numbers())
-    table_peak = peak_rss_bytes()
-    times = timed(args.repetitions, lambda: plan_in_arrays(tokens))
-    peak = peak_rss_bytes()
-    plan = plan_in_arrays(tokens)()
-    if sorted(idx for _, members in plan.groups for idx in members) != list(range(len(tokens))):
-        sys.exit("the plan doesn't hold every prompt exactly once")
-    return {
-        "prompts_per_s": round(len(tokens) / statistics.median(times)),
-        "saving_ratio": saving_ratio(plan.num_processed, tokens.num_tokens),
-        "optimal_saving_ratio": saving_ratio(plan.num_distinct, tokens.num_tokens),
-        "peak_rss_bytes": peak,
-        # Tokens included; the second number is the token table's share of the first.
-        "bytes_per_prompt": round((peak - base_peak) / len(tokens), 1),
-        "table_bytes_per_prompt": round((table_peak - base_peak) / len(tokens), 1),
-        "num_groups": len(plan.groups),
-        "median_s": statistics.median(times),
-        "spread_s": max(times) - min(times),
-    }
-
-
 def run_on_disk(args: argparse.Namespace, num_prompts: int, repetitions: int) -> dict[str, Any]:
     """Figures of prompts on disk, from a new process, whose peak is its own."""
     shape = Shape.from_args(args, num_prompts)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        settings = (args.memory_budget_bytes, args.block_size, repetitions)
-        return pool.apply(measure, (shape, *settings))
+        return pool.apply(measure, (shape, args.memory_budget_bytes, repetitions))
 
 
 def measure_growth(args: argparse.Namespace, on_disk: dict[str, Any]) -> dict[str, Any] | None:
@@ -302,7 +253,6 @@ def main() -> None:
         **on_disk,
         **python_tree,
         "growth": measure_growth(args, on_disk),
-        "in_memory": time_in_memory(args, shape) if fits else None,
         "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
         "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
         **vars(args),

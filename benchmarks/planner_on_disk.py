@@ -1,9 +1,9 @@
 """The planner over prompts on disk, within a memory budget, for `benchmarks.planner`.
 
 Prompts are made batch by batch and written to the prompt store, which isn't timed: in a job that
-is part of tokenizing. Timed are hashing them as they come, and then all of the prefix search (with
-its comparing of what prompts share, token by token), Algorithm 1 and the exact choice, and the
-order, over KV blocks or tokens. Prefixes of a sample of groups are compared in the end.
+is part of tokenizing. Timed are the sort, which compares what prompts share token by token, the
+tree, Algorithm 1 and the exact choice, and the order. Prefixes of a sample of groups are compared
+in the end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.prefixes import (
     PrefixGroups,
-    PrefixSearch,
     PromptStore,
     choose_prefixes,
     group_prefill_tokens,
     order_groups_by_subtree,
     saving_ratio,
+    sort_prompts,
 )
 from benchmarks.memory import peak_rss_bytes
 from benchmarks.synthetic_prompts import Shape
@@ -37,48 +37,32 @@ CHECKED_GROUPS = 2000
 SETTLED_BATCHES = 16  # of prompts, some 200 MB
 
 
-def plan(shape: Shape, budget: MemoryBudget, block_size: int) -> dict[str, Any]:
+def plan(shape: Shape) -> dict[str, Any]:
     """One plan: its seconds by step, and what it saves."""
-    times: dict[str, float] = dict.fromkeys(
-        ("write_prompts_s", "hash_s", "search_s", "choose_s", "order_s"), 0.0
-    )
-    last = 0.0
-
-    def lap(name: str) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        times[name] = times.get(name, 0.0) + now - last
-        last = now
-
-    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        search = PrefixSearch(budget.row_bytes(shape.num_prompts))
-        with PromptStore(Path(folder) / "prompts.bin") as prompts:
-            for number, batch in enumerate(shape.batches(), start=1):
-                last = time.perf_counter()
-                prompts.append(batch)
-                if number % SETTLED_BATCHES == 0:
-                    _settle(Path(folder) / "prompts.bin")
-                lap("write_prompts_s")
-                search.add(batch)
-                lap("hash_s")
-            _settle(Path(folder) / "prompts.bin")
-            last = time.perf_counter()
-            ranked = search.finish(prompts)
-            tree = ranked.in_blocks(block_size).tree(prompts.lengths)
-            lap("search_s")
-            groups = choose_prefixes(tree).groups
-            lap("choose_s")
-            outputs = np.full(shape.num_prompts, OUTPUT_TOKENS)
-            groups = groups.take(order_groups_by_subtree(groups, tree, outputs))
-            lap("order_s")
-            _check(prompts, groups)
-        lengths = prompts.lengths
+    with (
+        tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder,
+        PromptStore(Path(folder) / "prompts.bin") as prompts,
+    ):
+        for number, batch in enumerate(shape.batches(), start=1):
+            prompts.append(batch)
+            if number % SETTLED_BATCHES == 0:
+                _settle(Path(folder) / "prompts.bin")
+        _settle(Path(folder) / "prompts.bin")
+        laps = [time.perf_counter()]
+        ranked = sort_prompts(prompts)
+        laps.append(time.perf_counter())
+        tree = ranked.tree(prompts.lengths)
+        groups = choose_prefixes(tree).groups
+        laps.append(time.perf_counter())
+        outputs = np.full(shape.num_prompts, OUTPUT_TOKENS)
+        groups = groups.take(order_groups_by_subtree(groups, tree, outputs))
+        laps.append(time.perf_counter())
+        _check(prompts, groups)
+        num_processed = int(group_prefill_tokens(groups, prompts.lengths).sum())
     return {
-        "total_s": sum(seconds for name, seconds in times.items() if name != "write_prompts_s"),
-        **times,
-        "saving_ratio": saving_ratio(
-            int(group_prefill_tokens(groups, lengths).sum()), shape.num_tokens
-        ),
+        "total_s": laps[-1] - laps[0],
+        **dict(zip(("sort_s", "choose_s", "order_s"), np.diff(laps).tolist(), strict=True)),
+        "saving_ratio": saving_ratio(num_processed, shape.num_tokens),
         "optimal_saving_ratio": saving_ratio(tree.num_distinct_prefix_tokens, shape.num_tokens),
         "num_groups": len(groups),
     }
@@ -99,28 +83,25 @@ def _check(prompts: PromptStore, groups: PrefixGroups) -> None:
     for group_idx in range(0, len(groups), step):
         members = groups.members(group_idx)[:16]
         cut = np.full(len(members), groups.num_prefix_tokens[group_idx])
-        prefixes = prompts.prefixes(members, cut)
+        prefixes = prompts.slices(members, 0, cut)
         if np.any(prefixes.lengths != cut):
             sys.exit(f"group {group_idx} has a prompt shorter than its prefix")
         if np.any(np.diff(prefixes.token_ids.reshape(len(members), -1), axis=0)):
             sys.exit(f"group {group_idx} doesn't share its prefix")
 
 
-def measure(shape: Shape, budget_bytes: int, block_size: int, repetitions: int) -> dict[str, Any]:
+def measure(shape: Shape, budget_bytes: int, repetitions: int) -> dict[str, Any]:
     """Median figures of some plans, and the peak of this process."""
-    few = replace(shape, num_prompts=200)
-    plan(few, MemoryBudget.from_now(1 << 40), block_size)  # compiles
+    plan(replace(shape, num_prompts=200))  # compiles
     base_peak = peak_rss_bytes()
-    budget = MemoryBudget.from_now(budget_bytes)
-    budget.check(shape.num_prompts)
-    plans = [plan(shape, budget, block_size) for _ in range(repetitions)]
+    MemoryBudget.from_now(budget_bytes).check(shape.num_prompts)
+    plans = sorted((plan(shape) for _ in range(repetitions)), key=lambda found: found["total_s"])
     peak = peak_rss_bytes()
-    total_s = [each["total_s"] for each in plans]
-    middle = sorted(plans, key=lambda each: each["total_s"])[len(plans) // 2]
+    total_s = [found["total_s"] for found in plans]
     return {
         "prompts_per_s": round(shape.num_prompts / statistics.median(total_s)),
-        **middle,
-        "spread_s": max(total_s) - min(total_s),
+        **plans[len(plans) // 2],
+        "spread_s": total_s[-1] - total_s[0],
         "peak_rss_bytes": peak,
         "bytes_per_prompt": round((peak - base_peak) / shape.num_prompts, 1),
         "within_budget": peak <= budget_bytes,

@@ -51,8 +51,8 @@ from batchllm_operator.prefixes import (
     imbalance,
     make_requests,
     saving_ratio,
+    sort_prompts,
 )
-from batchllm_operator.prefixes.search.lcp_tree import rank_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.spec import JobSpec, parse_spec
@@ -82,7 +82,7 @@ class Job:
         outputs = np.full(len(tokens), OUTPUT_TOKENS) if output_tokens is None else output_tokens
         rows = np.arange(len(tokens))
         outputs = outputs[order]
-        requests, ranked = make_requests(tokens, rank_prompts(tokens), rows, outputs, merge=False)
+        requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, outputs, merge=False)
         return cls(tokens, requests, ranked, outputs)
 
     def spec(self, num_shards: int) -> JobSpec:
@@ -131,8 +131,8 @@ def found_in_cache(job: Job, shard: PrefixGroups) -> tuple[NDArray[np.int64], ND
         lcps = job.ranked.num_shared_tokens[: at[-1] + 1]
         shared[1:] = np.minimum.reduceat(lcps, at[:-1] + 1)
     idxs = job.ranked.prompt_idxs[at]
-    ranked = RankedPrompts(idxs, shared, np.zeros(len(at), dtype=np.bool_))
-    return idxs, ranked.cached_tokens(job.requests.lengths, BLOCK_SIZE)
+    cached = RankedPrompts(idxs, shared).cached_tokens(job.requests.lengths, BLOCK_SIZE)
+    return idxs, cached
 
 
 def measure(job: Job, shards: Shards, cache: KVCache) -> dict[str, float]:

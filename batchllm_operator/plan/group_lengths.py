@@ -21,7 +21,7 @@ from batchllm_operator.errors import BatchLLMError, PlanError, SpecError
 from batchllm_operator.lake import Publication
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.prefixes import PrefixGroups, Requests, SegmentHasher
+from batchllm_operator.prefixes import PrefixGroups, Requests, last_hashes
 from batchllm_operator.prefixes.prompt_store import chunks
 from batchllm_operator.shards.reuse_index import (
     FINGERPRINT_DTYPE,
@@ -87,12 +87,10 @@ def hash_prefixes(requests: Requests, groups: PrefixGroups) -> npt.NDArray[np.in
     chosen = np.flatnonzero(num_segments)
     firsts = groups.member_idxs[groups.offsets[chosen]]
     num_tokens = num_segments[chosen] * _SEGMENT_TOKENS
-    hasher = SegmentHasher(segment_tokens=_SEGMENT_TOKENS)
     for part in chunks(num_tokens):
         prompt_idxs = requests.prompt_idxs[firsts[part]]
-        prefixes = requests.prompts.prefixes(prompt_idxs, num_tokens[part])
-        last = hasher.last_hashes(prefixes)
-        hashes[chosen[part], 0], hashes[chosen[part], 1] = last[:, 0], last[:, 1]
+        prefixes = requests.prompts.slices(prompt_idxs, 0, num_tokens[part])
+        hashes[chosen[part]] = last_hashes(prefixes, _SEGMENT_TOKENS)
     return hashes
 
 

@@ -1,4 +1,4 @@
-"""Checks and divides the plan stage's memory budget."""
+"""Checks the plan stage's memory budget."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ WORKING_BYTES: Final = 384 << 20
 """For work batch by batch, independent of the table's size: rows of three batches (one ahead, one
 behind), texts and token ids, two chunks of prompts, two parts of a shard, compiled code."""
 _BYTES_PER_LEARNED: Final = 112  # per row of an earlier partition, while learning its lengths
-_BYTES_PER_PROMPT_SORTED: Final = 110
-"""The part of it while rows of hashes are sorted, the sort's own arrays included."""
-_LEAST_ROW_BYTES: Final = 32 << 20
 _MIB: Final = 1 << 20
 
 
@@ -46,8 +43,7 @@ class MemoryBudget:
 
     def least_bytes(self, num_prompts: int) -> int:
         """The smallest budget for so many prompts."""
-        for_prompts = num_prompts * BYTES_PER_PROMPT + _LEAST_ROW_BYTES
-        return self.resident_bytes + WORKING_BYTES + for_prompts
+        return self.resident_bytes + WORKING_BYTES + num_prompts * BYTES_PER_PROMPT
 
     def check_learned(self, num_rows: int) -> None:
         """Refuse to learn from an earlier partition of `num_rows` rows if the budget is too small.
@@ -70,15 +66,6 @@ class MemoryBudget:
                 f" {num_prompts:,} prompts; it takes at least {-(-least // _MIB) * _MIB}"
                 f" ({-(-least // _MIB):,} MiB)"
             )
-
-    def row_bytes(self, num_prompts: int) -> int:
-        """Memory for the prefix search's rows of hashes; more makes them finer.
-
-        Args:
-            num_prompts: upper bound.
-        """
-        rest = self.total_bytes - self.resident_bytes - WORKING_BYTES
-        return max(_LEAST_ROW_BYTES, rest - num_prompts * _BYTES_PER_PROMPT_SORTED)
 
 
 def _resident_bytes() -> int:

@@ -27,7 +27,7 @@ from batchllm_operator.plan.planned_range import PlannedRange
 from batchllm_operator.plan.rows.input_checks import check_rows
 from batchllm_operator.plan.rows.keys import check_keys
 from batchllm_operator.plan.rows.reading import Rows, read_rows
-from batchllm_operator.prefixes import Advance, PrefixSearch, PromptStore, imbalance
+from batchllm_operator.prefixes import PromptStore, imbalance, sort_prompts
 from batchllm_operator.prefixes.sharing import merged
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
@@ -120,11 +120,10 @@ def _build(given: Given, scratch: Path) -> StoredPlan:
     spec, planner = given.spec, given.range_planner
     with ExitStack() as stack:
         rows, budget = _read(given, scratch, stack)
+        with Progress("sort prompts", len(rows.prompts), unit="prompts", announce=False) as shown:
+            ranked = sort_prompts(rows.prompts, shown.advance)
         requests, ranked = planner.merge(
-            rows.prompts,
-            rows.search.finish(rows.prompts, _shown),
-            rows.row_idxs(),
-            rows.output_tokens(),
+            rows.prompts, ranked, rows.row_idxs(), rows.output_tokens()
         )
         check_keys(scratch / ROWS_FILE, spec.input.key, given.where)
         learned = learn_output_lengths(spec, given.ds, budget)
@@ -208,7 +207,7 @@ def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBu
         budget = budget.holding(reuse.num_bytes)
     if not spec.input.filter:  # a filter may skip any number of rows
         budget.check(snapshot.num_rows)
-    rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
+    rows = Rows(prompts, reuse)
     read_rows(given, rows, scratch / ROWS_FILE)
     written = WrittenRows(Folder.open(str(scratch)), [ROWS_FILE], spec.input.key)
     check_rows(given, rows.counts, written)
@@ -228,13 +227,6 @@ def _open_reuse(given: Given, scratch: Path) -> Reuse:
     )
     indexes = find_indexes(spec, given.ds, identity, given.budget, scratch)
     return Reuse(indexes, scratch, part_schema(spec))
-
-
-@contextmanager
-def _shown(name: str, total: int) -> Iterator[Advance]:
-    """Shows the progress of a phase of the prefix search."""
-    with Progress(f"{name} prompts", total, unit="prompts", announce=False) as progress:
-        yield progress.advance
 
 
 def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path) -> None:

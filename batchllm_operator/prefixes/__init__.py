@@ -1,10 +1,8 @@
 """The global prefix plan, as pure functions over arrays.
 
-    in memory  TokenTable -> build_prefix_tree
-    on disk    TokenTable batches -> PromptStore, PrefixSearch -> RankedPrompts
-                          -> make_requests -> RankedPrompts.tree
-    then       choose_prefixes -> groups;  RankedPrompts.cached_tokens -> cut_into_shards
-                          -> split_groups -> order_groups_by_subtree
+    TokenTable batches -> PromptStore (disk) -> sort_prompts -> RankedPrompts -> make_requests
+    RankedPrompts.tree -> choose_prefixes -> groups
+    RankedPrompts.cached_tokens -> cut_into_shards -> split_groups -> order_groups_by_subtree
 
 All prompts of a job are known, so their common prefixes are found once, reduced to one
 level by the paper's Algorithm 1 or an exact choice, cut into shards where neighbours share least,
@@ -27,13 +25,18 @@ from batchllm_operator.prefixes.order import (
     order_groups_by_subtree,
     prefix_sharing_groups,
 )
+from batchllm_operator.prefixes.prefix_tree import PrefixTree, RankedPrompts
 from batchllm_operator.prefixes.prompt_classes import PromptClasses
+from batchllm_operator.prefixes.prompt_sort import (
+    Advance,
+    build_prefix_tree,
+    ignore,
+    num_equal,
+    sort_prompts,
+)
 from batchllm_operator.prefixes.prompt_store import PromptStore
 from batchllm_operator.prefixes.requests import Requests, make_requests, optimal_saving_ratio
-from batchllm_operator.prefixes.search.lcp_tree import RankedPrompts, build_prefix_tree
-from batchllm_operator.prefixes.search.prefix_search import Advance, PrefixSearch
-from batchllm_operator.prefixes.search.prefix_tree import PrefixTree
-from batchllm_operator.prefixes.search.segment_hashes import SegmentHasher
+from batchllm_operator.prefixes.segment_hashes import last_hashes
 from batchllm_operator.prefixes.sharing import PlanSharing, describe_sharing
 from batchllm_operator.prefixes.token_table import TokenTable
 
@@ -42,25 +45,27 @@ __all__ = [
     "Advance",
     "PlanSharing",
     "PrefixGroups",
-    "PrefixSearch",
     "PrefixTree",
     "PromptClasses",
     "PromptStore",
     "RankedPrompts",
     "Requests",
-    "SegmentHasher",
     "TokenTable",
     "build_prefix_tree",
     "choose_prefixes",
     "cut_into_shards",
     "describe_sharing",
     "group_prefill_tokens",
+    "ignore",
     "imbalance",
+    "last_hashes",
     "make_requests",
     "maximize_reuse",
+    "num_equal",
     "optimal_saving_ratio",
     "order_groups_by_subtree",
     "prefix_sharing_groups",
     "saving_ratio",
+    "sort_prompts",
     "split_groups",
 ]

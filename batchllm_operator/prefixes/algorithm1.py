@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prefixes.search.prefix_tree import ROOT, PrefixTree
+from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 
 _NONE = -1
 

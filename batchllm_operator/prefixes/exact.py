@@ -38,7 +38,7 @@ from batchllm_operator.prefixes.algorithm1 import (
     maximize_reuse,
 )
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prefixes.search.prefix_tree import ROOT, PrefixTree
+from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 
 _NONE = -1
 

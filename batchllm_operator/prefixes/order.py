@@ -12,8 +12,8 @@ from batchllm_operator.prefixes.algorithm1 import (
     group_prefill_tokens,
     maximize_reuse,
 )
-from batchllm_operator.prefixes.search.lcp_tree import build_prefix_tree
-from batchllm_operator.prefixes.search.prefix_tree import PrefixTree
+from batchllm_operator.prefixes.prefix_tree import PrefixTree
+from batchllm_operator.prefixes.prompt_sort import build_prefix_tree
 from batchllm_operator.prefixes.subtrees import find_subtrees
 from batchllm_operator.prefixes.token_table import TokenTable
 

@@ -66,5 +66,5 @@ class PromptClasses:
     def of_groups(self, groups: PrefixGroups, requests: Requests) -> NDArray[np.int64]:
         """The class of each group: [num_groups] int64."""
         prompt_idxs = requests.prompt_idxs[groups.member_idxs[groups.offsets[:-1]]]
-        firsts = requests.prompts.prefixes(prompt_idxs, np.ones(len(groups), dtype=np.int64))
+        firsts = requests.prompts.slices(prompt_idxs, 0, 1)
         return self.unmark(firsts)[1]

@@ -14,7 +14,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prefixes.token_table import TokenTable
+from batchllm_operator.prefixes.token_table import TokenTable, slice_offsets
 from batchllm_operator.streams import ahead
 
 CHUNK_TOKENS = 1 << 21
@@ -36,8 +36,13 @@ class Prompts(Protocol):
     def lengths(self) -> NDArray[np.int64]:
         """Tokens per prompt: [num_prompts]."""
 
-    def prefixes(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
-        """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one."""
+    def slices(
+        self,
+        idxs: NDArray[np.int64],
+        begins: NDArray[np.int64] | int,
+        num_tokens: NDArray[np.int64] | int,
+    ) -> TokenTable:
+        """See `TokenTable.slices`."""
 
 
 class PromptStore:
@@ -96,17 +101,21 @@ class PromptStore:
         new += self._offsets[self._num_prompts]
         self._num_prompts = total
 
-    def prefixes(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
-        begins = self._offsets[idxs]
-        offsets = np.zeros(len(idxs) + 1, dtype=np.int64)
-        np.cumsum(np.minimum(num_tokens, self._offsets[idxs + 1] - begins), out=offsets[1:])
+    def slices(
+        self,
+        idxs: NDArray[np.int64],
+        begins: NDArray[np.int64] | int,
+        num_tokens: NDArray[np.int64] | int,
+    ) -> TokenTable:
+        sources = self._offsets[idxs] + begins
+        offsets = slice_offsets(self._offsets[idxs + 1] - sources, num_tokens)
         token_ids = np.empty(offsets[-1], dtype=np.int32)
-        self._read(begins, offsets, token_ids)
+        self._read(sources, offsets, token_ids)
         return TokenTable.unchecked(token_ids, offsets)
 
     def take(self, idxs: NDArray[np.int64]) -> TokenTable:
         """The prompts at `idxs`, in that order."""
-        return self.prefixes(idxs, self._offsets[idxs + 1] - self._offsets[idxs])
+        return self.slices(idxs, 0, self.lengths[idxs])
 
     def _widen(self) -> None:
         """Switches to 4 bytes per token, usually at the first prompts."""
@@ -148,32 +157,24 @@ def _read_all(
     Returns:
         The number of reads, or the index of a failed one.
     """
-    size = read.itemsize
+    size, data = read.itemsize, read.view(np.uint8)
     for item in range(len(begins)):
         start, end = offsets[item], offsets[item + 1]
         while start < end:
-            wanted = min(end - start, len(read))
-            first_byte = (begins[item] + start - offsets[item]) * size
-            if not _read_bytes(descriptor, first_byte, read[:wanted].view(np.uint8)):
-                return item
-            target[start : start + wanted] = read[:wanted]
-            start += wanted
+            position = (begins[item] + start - offsets[item]) * size
+            wanted = min(end - start, len(read)) * size
+            num_done = 0
+            while num_done < wanted:
+                rest = data[num_done:wanted]
+                num_read = _pread(
+                    np.int32(descriptor), rest.ctypes, np.uintp(len(rest)), position + num_done
+                )
+                if num_read <= 0:
+                    return item
+                num_done += num_read
+            target[start : start + wanted // size] = read[: wanted // size]
+            start += wanted // size
     return len(begins)
-
-
-@compiled
-def _read_bytes(descriptor: int, position: int, data: NDArray[np.uint8]) -> bool:
-    """Fills `data`; returns False if the file is too short."""
-    num_done = 0
-    while num_done < len(data):
-        rest = data[num_done:]
-        num_read = _pread(
-            np.int32(descriptor), rest.ctypes, np.uintp(len(rest)), position + num_done
-        )
-        if num_read <= 0:
-            return False
-        num_done += num_read
-    return True
 
 
 def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
@@ -184,11 +185,11 @@ def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
 
 def read_ahead(
     prompts: Prompts,
-    wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64] | int, NDArray[np.int64] | int]],
     most: int = _READ_AHEAD,
 ) -> Iterator[TokenTable]:
-    """`prompts.prefixes` of each (idxs, num_tokens), with the next `most` prefetched."""
-    return ahead(wanted, lambda each: prompts.prefixes(*each), num_threads=_READERS, most=most)
+    """`prompts.slices` of each of `wanted`, with the next `most` prefetched."""
+    return ahead(wanted, lambda item: prompts.slices(*item), num_threads=_READERS, most=most)
 
 
 def chunks(num_tokens: NDArray[Any], most: int = CHUNK_TOKENS) -> Iterator[slice]:

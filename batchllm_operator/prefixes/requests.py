@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.algorithm1 import saving_ratio
+from batchllm_operator.prefixes.prefix_tree import RankedPrompts
+from batchllm_operator.prefixes.prompt_sort import sort_prompts
 from batchllm_operator.prefixes.prompt_store import Prompts
-from batchllm_operator.prefixes.search.lcp_tree import RankedPrompts, rank_prompts
 from batchllm_operator.prefixes.token_table import TokenTable
 
 
@@ -74,22 +75,25 @@ def make_requests(
         The requests, and their sorted prompts by request index.
     """
     lengths = prompts.lengths
-    if not merge or not ranked.is_repeat.any():
+    ranked_lengths = lengths[ranked.prompt_idxs]
+    is_repeat = ranked.num_shared_tokens == ranked_lengths  # of the prompt before
+    is_repeat[1:] &= ranked_lengths[1:] == ranked_lengths[:-1]
+    is_repeat[:1] = False
+    if not merge or not is_repeat.any():
         everyone = np.arange(len(prompts) + 1)
         return Requests(prompts, everyone[:-1], lengths, row_idxs, everyone, output_tokens), ranked
-    distinct = ranked.without_repeats()
-    kept = np.sort(distinct.prompt_idxs)  # the first of equal prompts
-    number = np.searchsorted(kept, distinct.prompt_idxs)
+    distinct = ranked.prompt_idxs[~is_repeat]
+    kept = np.sort(distinct)  # the first of equal prompts
+    number = np.searchsorted(kept, distinct)
     request_of_prompt = np.empty(len(prompts), dtype=np.int64)
-    request_of_prompt[ranked.prompt_idxs] = number[np.cumsum(~ranked.is_repeat) - 1]
+    request_of_prompt[ranked.prompt_idxs] = number[np.cumsum(~is_repeat) - 1]
     by_request = np.argsort(request_of_prompt, kind="stable")
     offsets = np.zeros(len(kept) + 1, dtype=np.int64)
     np.cumsum(np.bincount(request_of_prompt), out=offsets[1:])
     if output_tokens is not None:
         output_tokens = np.maximum.reduceat(output_tokens[by_request], offsets[:-1])
     requests = Requests(prompts, kept, lengths[kept], row_idxs[by_request], offsets, output_tokens)
-    ranks = RankedPrompts(number, distinct.num_shared_tokens, distinct.is_repeat)
-    return requests, ranks
+    return requests, RankedPrompts(number, ranked.num_shared_tokens[~is_repeat])
 
 
 def optimal_saving_ratio(tokens: TokenTable, block_size: int, *, merge: bool) -> float:
@@ -104,6 +108,6 @@ def optimal_saving_ratio(tokens: TokenTable, block_size: int, *, merge: bool) ->
         PlanError: `block_size` is below 1.
     """
     rows = np.arange(len(tokens))
-    requests, ranked = make_requests(tokens, rank_prompts(tokens), rows, merge=merge)
+    requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, merge=merge)
     cached = ranked.cached_tokens(requests.lengths, block_size)
     return saving_ratio(int(requests.lengths.sum() - cached.sum()), tokens.num_tokens)

@@ -152,7 +152,7 @@ def _prefixes(
 ) -> list[NDArray[Any]]:
     """The groups' prefixes, up to the tokens that are used."""
     lengths = np.minimum(lengths, _LONGEST_COMMON + _NUM_WORD_TOKENS)
-    table = requests.prompts.prefixes(requests.prompt_idxs[request_idxs], lengths)
+    table = requests.prompts.slices(requests.prompt_idxs[request_idxs], 0, lengths)
     return np.split(table.token_ids, table.offsets[1:-1]) if len(lengths) else []
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prefixes.search.prefix_tree import ROOT, PrefixTree
+from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 
 _ALL = 0  # the subtree of the root
 

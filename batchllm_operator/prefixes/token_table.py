@@ -102,17 +102,23 @@ class TokenTable:
         """The prompts as lists of Python's integers, for small tables."""
         return [self.prompt(idx).tolist() for idx in range(len(self))]
 
-    def prefixes(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
-        """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one.
+    def slices(
+        self,
+        idxs: NDArray[np.int64],
+        begins: NDArray[np.int64] | int,
+        num_tokens: NDArray[np.int64] | int,
+    ) -> TokenTable:
+        """Up to `num_tokens[i]` tokens of each prompt `idxs[i]`, from `begins[i]` on.
 
         Args:
             idxs: [n] int64 in [0, num_prompts).
-            num_tokens: [n] int64 >= 0.
+            begins: [n] int64 >= 0, or one for all; at most the prompt's length.
+            num_tokens: [n] int64 >= 0, or one for all.
         """
-        offsets = np.zeros(len(idxs) + 1, dtype=np.int64)
-        np.cumsum(np.minimum(num_tokens, self.lengths[idxs]), out=offsets[1:])
+        sources = self.offsets[idxs] + begins
+        offsets = slice_offsets(self.offsets[idxs + 1] - sources, num_tokens)
         token_ids = np.empty(offsets[-1], dtype=np.int32)
-        _copy_prompts(self.token_ids, self.offsets, idxs, offsets, token_ids)
+        _copy(self.token_ids, sources, offsets, token_ids)
         return TokenTable.unchecked(token_ids, offsets)
 
     def take(self, idxs: NDArray[np.integer[Any]] | Sequence[int]) -> TokenTable:
@@ -129,7 +135,7 @@ class TokenTable:
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise PlanError(f"prompt indexes must lie in [0, {len(self)})")
         wanted = np.ascontiguousarray(wanted, dtype=np.int64)
-        return self.prefixes(wanted, self.lengths[wanted])
+        return self.slices(wanted, 0, self.lengths[wanted])
 
 
 def _check_array(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
@@ -160,15 +166,22 @@ def _as_token_ids(idx: int, prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.
     return array.astype(np.int32)
 
 
+def slice_offsets(
+    num_left: NDArray[np.int64], num_tokens: NDArray[np.int64] | int
+) -> NDArray[np.int64]:
+    """Offsets of `num_tokens` tokens each, or of as many as are left: [n + 1]."""
+    offsets = np.zeros(len(num_left) + 1, dtype=np.int64)
+    np.cumsum(np.minimum(num_tokens, num_left), out=offsets[1:])
+    return offsets
+
+
 @compiled
-def _copy_prompts(
+def _copy(
     source: NDArray[np.int32],
-    source_offsets: NDArray[np.int64],
-    idxs: NDArray[np.int64],
-    target_offsets: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    offsets: NDArray[np.int64],
     target: NDArray[np.int32],
 ) -> None:
-    for position in range(len(idxs)):
-        target_begin, target_end = target_offsets[position], target_offsets[position + 1]
-        begin = source_offsets[idxs[position]]
-        target[target_begin:target_end] = source[begin : begin + target_end - target_begin]
+    for item in range(len(begins)):
+        start, end = offsets[item], offsets[item + 1]
+        target[start:end] = source[begins[item] : begins[item] + end - start]

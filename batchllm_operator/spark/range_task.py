@@ -13,9 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchllm_operator.plan.planned_range import PlannedRange, RangePlanner
-from batchllm_operator.prefixes import PromptStore, RankedPrompts, TokenTable
+from batchllm_operator.prefixes import PromptStore, RankedPrompts, TokenTable, num_equal
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prefixes.search.row_sort import num_equal
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.prompts import PartResult, Task
 from batchllm_operator.spark.ranges import keys_of, tokens_of
@@ -77,7 +76,7 @@ def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> Rang
     tokenizer, adapters = task.reading.tokenizer()
     with scratch_folder() as scratch, PromptStore(scratch / "prompts.bin") as store:
         prompts = _Sorted.read(batches, store)
-        ranked = RankedPrompts.from_exact(np.arange(len(store)), prompts.num_shared, store.lengths)
+        ranked = RankedPrompts(np.arange(len(store)), prompts.num_shared)
         row_idxs = task.numbers.of(prompts.places)
         requests, ranked = planner.merge(store, ranked, row_idxs, prompts.output_tokens)
         first_id = number << _ID_BITS

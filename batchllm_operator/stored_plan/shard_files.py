@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.prefixes.prompt_sort import Advance, ignore
 from batchllm_operator.prefixes.prompt_store import read_ahead
 from batchllm_operator.prefixes.requests import Requests
-from batchllm_operator.prefixes.search.prefix_search import Advance, ignore
 from batchllm_operator.prefixes.token_table import TokenTable
 
 PART_TOKENS: Final = 1 << 23
@@ -109,7 +109,7 @@ def write_shard(
     parts = [request_idxs[start:end] for start, end in pairwise(bounds)]
     num_rows = requests.num_rows
     # Read the next part while one is compressed; more would only take memory.
-    wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
+    wanted = ((requests.prompt_idxs[part], 0, requests.lengths[part]) for part in parts)
     tables = read_ahead(requests.prompts, wanted, most=1)
     schema = SHARD_SCHEMA if take_out is None else SHARD_SCHEMA.append(ADAPTER_FIELD)
     with _writer(path, schema) as writer:

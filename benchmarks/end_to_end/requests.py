@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from batchllm_operator.engine import EngineRequest
 from batchllm_operator.prefixes import (
     PrefixGroups,
-    PrefixSearch,
     PromptStore,
+    RankedPrompts,
     TokenTable,
     choose_prefixes,
     order_groups_by_subtree,
+    sort_prompts,
 )
 from batchllm_operator.simulate.workload import Shape
 from benchmarks.end_to_end.policies import Order
@@ -76,15 +77,15 @@ def make_requests(
 
 def find_groups(prompts: TokenTable, output_tokens: int, block_size: int) -> PrefixGroups:
     """The plan of these prompts: groups of whole blocks, in order."""
-    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        search = PrefixSearch()
-        with PromptStore(Path(folder) / "prompts.bin") as store:
-            for begin in range(0, len(prompts), _BATCH):
-                batch = prompts.take(range(begin, min(begin + _BATCH, len(prompts))))
-                store.append(batch)
-                search.add(batch)
-            ranked = search.finish(store)
-            tree = ranked.in_blocks(block_size).tree(store.lengths)
+    with (
+        tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder,
+        PromptStore(Path(folder) / "prompts.bin") as store,
+    ):
+        for begin in range(0, len(prompts), _BATCH):
+            store.append(prompts.take(range(begin, min(begin + _BATCH, len(prompts)))))
+        ranked = sort_prompts(store)
+        in_blocks = ranked.num_shared_tokens // block_size * block_size
+        tree = RankedPrompts(ranked.prompt_idxs, in_blocks).tree(store.lengths)
     groups = choose_prefixes(tree).groups
     outputs = np.full(len(prompts), output_tokens, dtype=np.int64)
     return groups.take(order_groups_by_subtree(groups, tree, outputs))

@@ -10,16 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, fake_spec, write_table
 
-from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
-
-
-@pytest.fixture(params=["fine rows", "coarse rows"], autouse=True)
-def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each table is planned with a hash for each segment, and with one for each prompt."""
-    if request.param == "coarse rows":
-        monkeypatch.setattr(MemoryBudget, "row_bytes", lambda *_: 1)
 
 
 def plan(folder: Path, prompts: Sequence[str], **changes: Any) -> StoredPlan:

@@ -6,30 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, planned, write_table
+from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.spilling import file_size_limit
 
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.plan import memory
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.stored_plan.stored_plan import StoredPlan
-
-
-def files_of(plan: StoredPlan) -> dict[str, str]:
-    return {name: file.sha256 for name, file in plan.manifest.files.items()}
-
-
-def test_the_plan_is_the_same_whatever_memory_it_gets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = document_rows(12, 5)
-    rows += [{**row, "row_key": f"again {n}"} for n, row in enumerate(rows[:7])]
-    plan = planned(tmp_path, rows)
-    monkeypatch.setattr(MemoryBudget, "row_bytes", lambda *_: 1)
-    again = plan_job(fake_spec(tmp_path, planner={"memory_budget_bytes": "3GiB"}), DS)
-    assert again.folder == plan.folder
-    assert files_of(again) == files_of(plan)
 
 
 def test_a_budget_too_small_says_the_least_that_will_do(

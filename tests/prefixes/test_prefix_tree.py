@@ -9,17 +9,24 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.levels import examples
+from support.prefix_prompts import layered_prompts
 
-from batchllm_operator.prefixes import PrefixTree, TokenTable, build_prefix_tree
+from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes import PrefixTree, TokenTable, build_prefix_tree, sort_prompts
 
 Prompt = tuple[int, ...]
 
 # Few token ids, so that prompts often agree; some far apart, so that all bytes of a key count.
 TOKEN = st.sampled_from([0, 1, 2, 300, 70_000, 2**31 - 1])
-PROMPTS = st.lists(st.lists(TOKEN, max_size=8), max_size=14)
 LONG_RUNS = st.lists(
     st.tuples(st.integers(0, 70), st.integers(0, 2), st.integers(0, 40)), min_size=1, max_size=10
 ).map(lambda runs: [[1] * before + [token] + [1] * after for before, token, after in runs])
+PROMPTS = (
+    st.lists(st.lists(TOKEN, max_size=8), max_size=14)
+    | st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=14)
+    | layered_prompts(16, 9, 4)
+    | LONG_RUNS
+)
 
 
 def common_prefix(left: Prompt, right: Prompt) -> Prompt:
@@ -62,8 +69,8 @@ def check_tree(prompts: list[list[int]], tree: PrefixTree) -> None:
     assert tree.num_distinct_prefix_tokens == len(prefixes)
 
 
-@settings(deadline=None)
-@given(PROMPTS | LONG_RUNS)
+@settings(max_examples=examples(200))
+@given(PROMPTS)
 @example([])
 @example([[]])
 @example([[], [], []])
@@ -72,27 +79,6 @@ def check_tree(prompts: list[list[int]], tree: PrefixTree) -> None:
 @example([[1, 2, 3], [1, 2], [1], [], [1, 2]])
 def test_tree_equals_brute_force(prompts: list[list[int]]) -> None:
     check_tree(prompts, build_prefix_tree(TokenTable.from_lists(prompts)))
-
-
-@settings(max_examples=examples(30))
-@given(st.integers(0, 2**32 - 1), st.sampled_from([3, 400, 2**31 - 1]))
-def test_wide_nodes_are_sorted_by_radix(seed: int, num_token_ids: int) -> None:
-    generator = np.random.default_rng(seed)
-    prompts = generator.integers(0, num_token_ids, (120, 2)).tolist()
-    prompts += [prompt[:1] for prompt in prompts[:10]]
-    check_tree(prompts, build_prefix_tree(TokenTable.from_lists(prompts)))
-
-
-@settings(deadline=None)
-@given(PROMPTS, st.randoms(use_true_random=False))
-def test_shape_does_not_depend_on_input_order(prompts: list[list[int]], random: object) -> None:
-    shuffled = list(prompts)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one = build_prefix_tree(TokenTable.from_lists(prompts))
-    other = build_prefix_tree(TokenTable.from_lists(shuffled))
-    for name in ("parent", "depth", "leaf_begin", "leaf_end"):
-        assert getattr(one, name).tolist() == getattr(other, name).tolist()
-    assert [prompts[idx] for idx in one.prompt_idxs] == [shuffled[i] for i in other.prompt_idxs]
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 47, 48, 49, 111, 1000])
@@ -116,3 +102,30 @@ def test_a_million_tokens_in_one_prompt() -> None:
     tree = build_prefix_tree(TokenTable.from_lists([long, long[:-1], [3, 4]]))
     assert tree.depth.max() == 1_000_000
     assert tree.num_distinct_prefix_tokens == 1_000_001
+
+
+@settings(max_examples=examples(200))
+@given(PROMPTS, st.integers(1, 4))
+@example([[1] * 8] * 3, 4)
+@example([[], []], 4)
+def test_what_is_not_cached_is_each_block_once_and_the_rest(
+    prompts: list[list[int]], block_size: int
+) -> None:
+    """Against a set of blocks, prompt after prompt; the last token is always computed."""
+    tokens = TokenTable.from_lists(prompts)
+    ranked = sort_prompts(tokens)
+    seen: set[Prompt] = set()
+    expected = []
+    for idx in ranked.prompt_idxs.tolist():
+        prompt = tuple(prompts[idx])
+        ends = range(block_size, len(prompt) + 1, block_size)
+        found = [end for end in ends if prompt[:end] in seen and end < len(prompt)]
+        expected.append(max(found, default=0))
+        seen |= {prompt[:end] for end in ends}
+    assert ranked.cached_tokens(tokens.lengths, block_size).tolist() == expected
+
+
+def test_blocks_without_tokens_are_refused() -> None:
+    tokens = TokenTable.from_lists([[1]])
+    with pytest.raises(PlanError):
+        sort_prompts(tokens).cached_tokens(tokens.lengths, 0)

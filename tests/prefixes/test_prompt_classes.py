@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import (
-    PrefixSearch,
     PromptClasses,
     TokenTable,
     choose_prefixes,
     make_requests,
     optimal_saving_ratio,
     order_groups_by_subtree,
+    sort_prompts,
 )
 
 BOUND = 3
@@ -47,10 +47,8 @@ def test_prompts_come_back_with_their_classes(given: list[tuple[list[int], int]]
 def test_groups_and_duplicates_are_of_one_class(given: list[tuple[list[int], int]]) -> None:
     prompts, classes = zip(*given, strict=True)
     marked = CLASSES.mark(TokenTable.from_lists(prompts), np.array(classes))
-    search = PrefixSearch()
-    search.add(marked)
     requests, ranked = make_requests(
-        marked, search.finish(marked), np.arange(len(prompts)), merge=True
+        marked, sort_prompts(marked), np.arange(len(prompts)), merge=True
     )
     assert len(requests) == len(set(zip(map(tuple, prompts), classes, strict=True)))
     tree = ranked.tree(requests.lengths)

@@ -39,10 +39,11 @@ def test_a_store_equals_a_table(
             idxs = np.array(data.draw(st.lists(st.integers(0, len(everything) - 1))), np.int64)
         assert store.take(idxs).to_lists() == everything.take(idxs).to_lists()
         num_tokens = np.arange(len(idxs)) % 4
-        taken = zip(store.take(idxs).to_lists(), num_tokens, strict=True)
-        expected = [prompt[:n] for prompt, n in taken]
+        begins = np.minimum(np.arange(len(idxs)) % 3, everything.lengths[idxs])
+        taken = zip(store.take(idxs).to_lists(), begins, num_tokens, strict=True)
+        expected = [prompt[begin : begin + n] for prompt, begin, n in taken]
         for prompts in (store, everything):
-            assert prompts.prefixes(idxs, num_tokens).to_lists() == expected
+            assert prompts.slices(idxs, begins, num_tokens).to_lists() == expected
         assert [path.name for path in folder.iterdir()] == ["prompts"]
 
 
@@ -66,7 +67,7 @@ def test_a_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
     with PromptStore(tmp_path / "prompts") as store:
         store.append(TokenTable.from_lists([[1, 2, 3], [4]]))
         os.truncate(tmp_path / "prompts", 4)
-        assert store.prefixes(np.array([0]), np.array([2])).to_lists() == [[1, 2]]
+        assert store.slices(np.array([0]), 0, 2).to_lists() == [[1, 2]]
         with pytest.raises(OSError, match="shorter"):
             store.take(np.array([0, 1]))
 
@@ -97,7 +98,7 @@ def test_chunks_cover_all_and_are_bounded(num_tokens: list[int], most: int) -> N
 
 def test_reading_ahead_keeps_the_order_and_passes_errors_on(tmp_path: Path) -> None:
     prompts = TokenTable.from_lists([[n] * n for n in range(50)])
-    wanted = [(np.array([n]), np.array([n])) for n in range(50)]
+    wanted = [(np.array([n]), 0, n) for n in range(50)]
     assert [table.to_lists() for table in read_ahead(prompts, wanted)] == [
         [[n] * n] for n in range(50)
     ]

@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchllm_operator.prefixes import (
-    PrefixSearch,
     TokenTable,
     build_prefix_tree,
     make_requests,
     optimal_saving_ratio,
+    sort_prompts,
 )
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=20)
@@ -26,13 +26,9 @@ def test_every_row_is_in_the_request_of_its_prompt(
     prompts: list[list[int]], merge: bool, with_estimates: bool
 ) -> None:
     tokens = TokenTable.from_lists(prompts)
-    search = PrefixSearch()
-    search.add(tokens)
     row_idxs = np.arange(len(prompts)) * 2 + 1
     estimates = np.arange(len(prompts)) % 5 if with_estimates else None
-    requests, ranked = make_requests(
-        tokens, search.finish(tokens), row_idxs, estimates, merge=merge
-    )
+    requests, ranked = make_requests(tokens, sort_prompts(tokens), row_idxs, estimates, merge=merge)
     expected: dict[object, list[int]] = {}
     for idx, prompt in enumerate(prompts):
         expected.setdefault(tuple(prompt) if merge else idx, []).append(idx)
@@ -43,7 +39,7 @@ def test_every_row_is_in_the_request_of_its_prompt(
         2 * idx + 1 for members in expected.values() for idx in members
     ]
     firsts = [members[0] for members in expected.values()]
-    planned = requests.prompts.prefixes(requests.prompt_idxs, requests.lengths)
+    planned = requests.prompts.slices(requests.prompt_idxs, 0, requests.lengths)
     assert planned.to_lists() == [prompts[idx] for idx in firsts]
     assert requests.lengths.tolist() == [len(prompts[idx]) for idx in firsts]
     if with_estimates:
@@ -59,9 +55,7 @@ def test_every_row_is_in_the_request_of_its_prompt(
 
 def test_rows_of_some_requests() -> None:
     tokens = TokenTable.from_lists([[1], [2], [1], [3], [2], [1]])
-    search = PrefixSearch()
-    search.add(tokens)
-    requests, _ = make_requests(tokens, search.finish(tokens), np.arange(6), merge=True)
+    requests, _ = make_requests(tokens, sort_prompts(tokens), np.arange(6), merge=True)
     assert requests.rows_of(np.array([2, 0])).tolist() == [3, 0, 2, 5]
     assert requests.rows_of(np.zeros(0, dtype=np.int64)).tolist() == []
 

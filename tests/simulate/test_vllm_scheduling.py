@@ -22,8 +22,7 @@ from batchllm_operator.cost import (
     step_seconds,
 )
 from batchllm_operator.errors import EngineError, PlanError
-from batchllm_operator.prefixes import TokenTable
-from batchllm_operator.prefixes.search.lcp_tree import rank_prompts
+from batchllm_operator.prefixes import TokenTable, sort_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine, Policy
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.summary import format_runs
@@ -261,7 +260,7 @@ def test_sorted_and_planned_prompts_share_what_shuffled_ones_lose() -> None:
 
 def estimate(found: Workload, policy: Policy, num_blocks: int) -> Prediction:
     """What `plan` would print of it."""
-    ranked, lengths = rank_prompts(found.tokens), found.tokens.lengths
+    ranked, lengths = sort_prompts(found.tokens), found.tokens.lengths
     idxs = ranked.prompt_idxs
     work = prompt_work(lengths[idxs], found.output_tokens[idxs], ranked.cached_tokens(lengths, 16))
     limits = EngineLimits(

@@ -20,7 +20,7 @@ from batchllm_operator.lake import StoredColumns, joined
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.prompting import Prompter, Prompts, warn_of_doubled_start
-from batchllm_operator.prefixes import PrefixSearch, PromptStore, TokenTable
+from batchllm_operator.prefixes import PromptStore, TokenTable
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault
 from batchllm_operator.row_error import RowError
@@ -42,8 +42,6 @@ class Rows:
 
     prompts: PromptStore
     """Prompts of rows that don't reuse an output."""
-    search: PrefixSearch
-    """Has the same prompts."""
     reuse: Reuse | None = None
     """Has the prompts of all rows, and takes out those that reuse an output; None without reuse."""
     num_rows: int = 0
@@ -82,7 +80,6 @@ class Rows:
         self.num_control += piece.num_control
         self.num_truncated += piece.num_truncated
         self.prompts.append(piece.tokens)
-        self.search.add(piece.tokens)
         self.prompted.append(piece.row_idxs)
         if piece.estimates is not None:
             self.estimates.append(piece.estimates)

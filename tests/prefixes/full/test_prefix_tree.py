@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from prefixes.test_search import assert_equal
 
-from batchllm_operator.prefixes import PrefixSearch, TokenTable, build_prefix_tree
+from batchllm_operator.prefixes import TokenTable, build_prefix_tree
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
@@ -24,13 +23,3 @@ def test_ten_thousand_levels(longest_first: bool) -> None:
     assert tree.num_nodes == 1 + num_levels + num_levels - 2  # the root branches, too
     assert tree.depth.max() == num_levels
     assert tree.num_distinct_prefix_tokens == num_levels - 1 + num_levels
-
-
-def test_a_level_for_each_of_ten_thousand_prompts() -> None:
-    path = np.random.default_rng(0).integers(0, 1000, 10_000, dtype=np.int32)
-    lengths = np.arange(10_000, 0, -1)
-    offsets = np.append(0, np.cumsum(lengths))
-    tokens = TokenTable(np.concatenate([path[:length] for length in lengths]), offsets)
-    searched = PrefixSearch()
-    searched.add(tokens)
-    assert_equal(searched.finish(tokens).tree(lengths), build_prefix_tree(tokens))

@@ -1,0 +1,169 @@
+"""The compact prefix tree over all prompts of a job (paper, Sec. 4.2 and Fig. 4a)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes.jit import compiled
+
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixTree:
+    """Radix tree in preorder: a parent precedes its children, children ascend by token.
+
+    Node 0 is the root, a dummy without tokens. Each prompt is a leaf: one that ends where
+    an inner node ends, and each of several equal prompts, is a leaf without tokens of its
+    own. Each inner node but the root has at least two children and at least one token.
+
+    A *rank* is a prompt's position in lexicographic order of token ids, a prompt before
+    its extensions, equal prompts by index. Node v covers ranks
+    [leaf_begin[v], leaf_end[v]), and v is a leaf if it isn't the root and covers one.
+
+    Attributes:
+        prompt_idxs: [num_prompts] int64, the prompt at each rank.
+        parent: [num_nodes] int64, -1 for the root.
+        depth: [num_nodes] int64, tokens from the root to the node's end.
+        leaf_begin: [num_nodes] int64.
+        leaf_end: [num_nodes] int64.
+    """
+
+    prompt_idxs: NDArray[np.int64]
+    parent: NDArray[np.int64]
+    depth: NDArray[np.int64]
+    leaf_begin: NDArray[np.int64]
+    leaf_end: NDArray[np.int64]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the root and the leaves included: at most 2 * num_prompts + 1."""
+        return len(self.parent)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt_idxs)
+
+    @property
+    def num_leaves(self) -> NDArray[np.int64]:
+        """Prompts below each node: [num_nodes]."""
+        return self.leaf_end - self.leaf_begin
+
+    @property
+    def leaves(self) -> NDArray[np.int64]:
+        """The leaf node of each rank: [num_prompts]."""
+        return np.flatnonzero(self.num_leaves[1:] == 1) + 1
+
+    @property
+    def num_distinct_prefix_tokens(self) -> int:
+        """Tokens to process if every shared token is computed once, on all levels.
+
+        It equals the number of different non-empty prefixes of the prompts, and no plan
+        can process fewer: with it, `saving_ratio` gives the multi-level optimum.
+        """
+        return int((self.depth[1:] - self.depth[self.parent[1:]]).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedPrompts:
+    """Prompts in lexicographic order, so that those with a common prefix are neighbours.
+
+    Attributes:
+        prompt_idxs: [num_prompts] int64, the prompt at each rank; equal ones ascend.
+        num_shared_tokens: [num_prompts] int64, the longest common prefix (LCP) of each with the
+            one before; 0 for the first.
+    """
+
+    prompt_idxs: NDArray[np.int64]
+    num_shared_tokens: NDArray[np.int64]
+
+    def tree(self, lengths: NDArray[np.int64]) -> PrefixTree:
+        """The prefix tree, which doesn't depend on the order of the prompts' indexes.
+
+        Args:
+            lengths: [num_prompts] int64, tokens by prompt index.
+        """
+        num_prompts = len(self.prompt_idxs)
+        inner = _close_nodes(self.num_shared_tokens)[::-1]  # deeper nodes close first
+        inner = inner[np.argsort(inner[:, 0], kind="stable")]
+        inner_nodes = 1 + np.arange(len(inner)) + inner[:, 0]  # behind the leaves before it
+        num_starting = np.bincount(inner[:, 0], minlength=num_prompts)
+        leaves = 1 + np.arange(num_prompts) + np.cumsum(num_starting)
+        nodes = np.zeros((3, 1 + len(inner) + num_prompts), dtype=np.int64)
+        nodes[1, ROOT] = num_prompts
+        nodes[:, inner_nodes] = inner.T
+        nodes[:, leaves] = np.stack(
+            [np.arange(num_prompts), 1 + np.arange(num_prompts), lengths[self.prompt_idxs]]
+        )
+        leaf_begin, leaf_end, depth = nodes
+        parent = _find_parents(leaf_begin, leaf_end)
+        return PrefixTree(self.prompt_idxs, parent, depth, leaf_begin, leaf_end)
+
+    def apart(self) -> RankedPrompts:
+        """The same order, as if no prompt had anything in common with others."""
+        return RankedPrompts(self.prompt_idxs, np.zeros_like(self.num_shared_tokens))
+
+    def cached_tokens(self, lengths: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+        """Tokens of each prompt that an engine with enough memory finds in its KV cache.
+
+        Those that it shares with the prompt before, in whole blocks, yet never its last token,
+        which vLLM always computes. The engine has to compute the rest, in any order of the prompts.
+        If another engine takes over at some rank, it finds nothing for the prompt there.
+
+        Args:
+            lengths: [num_prompts] int64, tokens by prompt index.
+            block_size: tokens per block.
+
+        Returns:
+            [num_prompts] int64, by rank.
+
+        Raises:
+            PlanError: `block_size` is below 1.
+        """
+        if block_size < 1:
+            raise PlanError(f"blocks hold at least 1 token, not {block_size}")
+        shared = np.minimum(self.num_shared_tokens, lengths[self.prompt_idxs] - 1)
+        cached: NDArray[np.int64] = np.maximum(shared, 0) // block_size * block_size
+        return cached
+
+
+@compiled
+def _close_nodes(shared: NDArray[np.int64]) -> NDArray[np.int64]:
+    """First rank, end and depth of each inner node but the root, as they end: [num_inner, 3]."""
+    inner = np.empty((len(shared), 3), dtype=np.int64)
+    open_depth = np.empty(len(shared) + 1, dtype=np.int64)
+    open_begin = np.empty(len(shared) + 1, dtype=np.int64)
+    num_open, num_inner = 0, 0
+    for rank in range(1, len(shared) + 1):
+        common = shared[rank] if rank < len(shared) else 0
+        begin = rank - 1
+        while num_open > 0 and open_depth[num_open - 1] > common:
+            num_open -= 1
+            begin = open_begin[num_open]
+            inner[num_inner, 0], inner[num_inner, 1] = begin, rank
+            inner[num_inner, 2] = open_depth[num_open]
+            num_inner += 1
+        if common > 0 and (num_open == 0 or open_depth[num_open - 1] < common):
+            open_depth[num_open], open_begin[num_open] = common, begin
+            num_open += 1
+    return inner[:num_inner].copy()
+
+
+@compiled
+def _find_parents(leaf_begin: NDArray[np.int64], leaf_end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Parents of nodes in preorder: the last earlier node whose range isn't over."""
+    parent = np.empty(len(leaf_end), dtype=np.int64)
+    parent[ROOT] = -1
+    path = np.empty(len(leaf_end), dtype=np.int64)
+    path[0], num_open = ROOT, 1
+    for node in range(1, len(leaf_end)):
+        while leaf_end[path[num_open - 1]] <= leaf_begin[node]:
+            num_open -= 1
+        parent[node] = path[num_open - 1]
+        path[num_open] = node
+        num_open += 1
+    return parent

@@ -1,0 +1,185 @@
+"""Sorts prompts that may be on disk, and finds what neighbours share.
+
+It is a multikey quicksort (Bentley and Sedgewick, *Fast Algorithms for Sorting and Searching
+Strings*, 1997) that keeps the LCPs and reads a prompt only as far as others share it:
+
+    family      prompts that share their first `depth` tokens, all of them at first
+    one round   each prompt is compared with its family's pivot from `depth` on, window by window;
+                a family is sorted by where its prompts part from the pivot, and by their next token
+    next        prompts that part at the same place with the same token are a family, one deeper
+
+A round treats many families at once. Memory holds some numbers per prompt and a few chunks of
+tokens. The result doesn't depend on the pivots, nor on how many tokens are read at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.prefix_tree import PrefixTree, RankedPrompts
+from batchllm_operator.prefixes.prompt_store import Prompts, chunks, read_ahead
+from batchllm_operator.prefixes.token_table import TokenTable
+
+_FIRST_WINDOW: Final = 64  # tokens; a prompt's next windows grow by `_WIDER`
+_WIDER: Final = 4
+_ROUND_PROMPTS: Final = 1 << 16
+"""Prompts of a round once families are smaller, so that rounds read what the last one has read."""
+_COMPARE_STRIDE: Final = 16  # tokens compared per branch, so that the compiler can use vectors
+_TOKEN_BITS: Final = 32
+_TOKEN: Final = (1 << _TOKEN_BITS) - 1
+"""Of a key: its lower half, a token plus 1; 0 where the prompt ends."""
+_PIVOT: Final = 1 << 30
+"""The upper half of a pivot's key; below it are the places where smaller prompts part."""
+
+Advance = Callable[[int], None]
+"""Called with the number of prompts done since the last call."""
+
+
+def ignore(_: int) -> None:
+    """An `Advance` without a display."""
+
+
+def sort_prompts(prompts: Prompts, advance: Advance = ignore) -> RankedPrompts:
+    """The prompts in lexicographic order, equal ones by index, with their LCPs.
+
+    Raises:
+        OSError: the prompts can't be read.
+    """
+    order, shared = np.arange(len(prompts)), np.zeros(len(prompts), dtype=np.int64)
+    rounds = list(_Families(order.copy(), shared.copy(), shared.copy()).split())
+    while rounds:
+        families = rounds.pop()
+        rest = families.sort(prompts, order, shared)
+        advance(len(families.ranks) - len(rest.ranks))
+        rounds.extend(rest.split())
+    return RankedPrompts(order, shared)
+
+
+def build_prefix_tree(tokens: TokenTable) -> PrefixTree:
+    """Every common prefix of prompts in memory."""
+    return sort_prompts(tokens).tree(tokens.lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Families:
+    """Families side by side.
+
+    Attributes:
+        ranks: [n] int64, ascending; those of a family are consecutive.
+        numbers: [n] int64, the family of each, ascending.
+        depths: [n] int64, tokens that the family's prompts share at least.
+    """
+
+    ranks: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    depths: NDArray[np.int64]
+
+    def split(self) -> Iterator[_Families]:
+        """The same families in parts of about `_ROUND_PROMPTS`; a larger family is a part."""
+        start = 0
+        while start < len(self.ranks):
+            last = self.numbers[min(start + _ROUND_PROMPTS, len(self.ranks)) - 1]
+            stop = int(np.searchsorted(self.numbers, last, side="right"))
+            part = slice(start, stop)
+            yield _Families(self.ranks[part], self.numbers[part], self.depths[part])
+            start = stop
+
+    def sort(
+        self, prompts: Prompts, order: NDArray[np.int64], shared: NDArray[np.int64]
+    ) -> _Families:
+        """Sort each family by its pivot, in `order` and `shared`; returns the deeper families."""
+        idxs = order[self.ranks]
+        keys, common = self._compare(prompts, idxs)
+        sorting = np.lexsort((keys, self.numbers))
+        keys, common = keys[sorting], common[sorting]
+        order[self.ranks] = idxs[sorting]
+        has_before = np.diff(self.numbers, prepend=-1) == 0
+        behind = np.flatnonzero(has_before)
+        shared[self.ranks[behind]] = np.minimum(common[behind], common[behind - 1])
+        goes_on = has_before & (np.diff(keys, prepend=-1) == 0) & (keys & _TOKEN > 0)
+        rest = np.flatnonzero(goes_on | np.append(goes_on[1:], False))
+        return _Families(self.ranks[rest], np.cumsum(~goes_on[rest]), common[rest] + 1)
+
+    def _compare(
+        self, prompts: Prompts, idxs: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The key of each prompt in its family, and its LCP with the pivot.
+
+        Args:
+            idxs: [n] int64, prompts.
+        """
+        firsts = np.flatnonzero(np.diff(self.numbers, prepend=-1))
+        pivots = (firsts + np.append(firsts[1:], len(idxs))) // 2
+        pivot_of = np.repeat(pivots, np.diff(np.append(firsts, len(idxs))))
+        keys = np.full(len(idxs), _PIVOT << _TOKEN_BITS, dtype=np.int64)
+        common = self.depths.copy()
+        common[pivots] = prompts.lengths[idxs[pivots]]
+        equal = np.flatnonzero(pivot_of != np.arange(len(idxs)))
+        num_equal, window = 0, _FIRST_WINDOW
+        while len(equal):
+            parts = [equal[part] for part in chunks(np.full(len(equal), window))]
+            read = [np.concatenate([np.unique(pivot_of[part]), part]) for part in parts]
+            wanted = ((idxs[some], self.depths[some] + num_equal, window) for some in read)
+            still = []
+            for part, some, tokens in zip(parts, read, read_ahead(prompts, wanted), strict=True):
+                rows = np.searchsorted(some[: len(some) - len(part)], pivot_of[part])
+                begins = self.depths[part] + num_equal
+                num_same = np.empty(len(part), dtype=np.int64)
+                parted = np.empty(len(part), dtype=np.int64)
+                _part(tokens.token_ids, tokens.offsets, rows, begins, num_same, parted)
+                common[part], keys[part] = begins + num_same, parted
+                still.append(part[num_same == window])
+            equal = np.concatenate(still)
+            num_equal, window = num_equal + window, window * _WIDER
+        return keys, common
+
+
+@compiled
+def _part(
+    token_ids: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    pivots: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    num_same: NDArray[np.int64],
+    keys: NDArray[np.int64],
+) -> None:
+    """Compares windows with those of their pivots, the first rows; fills the last two arrays."""
+    first = len(offsets) - 1 - len(pivots)
+    for item in range(len(pivots)):
+        pivot = token_ids[offsets[pivots[item]] : offsets[pivots[item] + 1]]
+        prompt = token_ids[offsets[first + item] : offsets[first + item + 1]]
+        most = min(len(pivot), len(prompt))
+        same = num_equal(pivot[:most], prompt[:most])
+        mine = np.int64(prompt[same]) + 1 if same < len(prompt) else 0  # 0: it ends here
+        theirs = np.int64(pivot[same]) + 1 if same < len(pivot) else 0
+        place = _PIVOT
+        if mine < theirs:
+            place = begins[item] + same
+        elif mine > theirs:
+            place = 2 * _PIVOT - 1 - (begins[item] + same)
+        num_same[item] = same
+        keys[item] = (place << _TOKEN_BITS) | mine
+
+
+@compiled
+def num_equal(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+    """Length of the common prefix of two arrays of equal length."""
+    num_equal = 0
+    while num_equal + _COMPARE_STRIDE <= len(left):
+        differing = np.int32(0)
+        left_chunk = left[num_equal : num_equal + _COMPARE_STRIDE]
+        right_chunk = right[num_equal : num_equal + _COMPARE_STRIDE]
+        for position in range(_COMPARE_STRIDE):
+            differing |= left_chunk[position] ^ right_chunk[position]
+        if differing != 0:
+            break
+        num_equal += _COMPARE_STRIDE
+    while num_equal < len(left) and left[num_equal] == right[num_equal]:
+        num_equal += 1
+    return num_equal

@@ -1,1 +1,0 @@
-"""Builds the prefix tree of prompts in memory or on disk."""
