@@ -12,7 +12,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,16 +44,6 @@ os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotl
 # the tests', would go into looking through it for garbage.
 gc.disable()
 
-ROOMS_THAT_COMMIT = {
-    "answers",
-    "commit",
-    "inspections",
-    "jobs",
-    "plan",
-    "run",
-    "runahead",
-    "shards",
-}
 FORKING_ENGINES = (
     "tests/e2e/",
     "tests/vllm_plugin/full/test_trace.py",
@@ -178,29 +167,6 @@ def engines() -> Iterator[ForkServer]:
     server = ForkServer("support.engine_imports")
     yield server
     server.close()
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pages have an empty frame for each picture: drawing is most of a small job's commit.
-
-    For tests that commit and don't look at pictures. Only in this process, never in a command's.
-    """
-    from batchllm_operator.report import drawing, page
-
-    def frame(title: str, alt: str, inches: tuple[float, float], paint: object) -> str:
-        return f'<svg role="img" aria-label="{escape(alt)}"></svg>'
-
-    monkeypatch.setattr(drawing, "_svg", frame)
-    yield
-    page._draw.cache_clear()  # nobody else gets a page with frames
-
-
-@pytest.fixture(autouse=True)
-def pages_without_pictures(request: pytest.FixtureRequest) -> None:
-    """`no_pictures` in the rooms whose tests commit jobs; tests/report looks at the pictures."""
-    if request.path.relative_to(Path(__file__).parent).parts[0] in ROOMS_THAT_COMMIT:
-        request.getfixturevalue("no_pictures")
 
 
 @pytest.fixture(scope="session")

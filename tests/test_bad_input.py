@@ -19,7 +19,6 @@ import yaml
 from support.fake_job import without_model
 
 DS = "2026-01-31"
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @dataclass(frozen=True)

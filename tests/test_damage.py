@@ -25,7 +25,6 @@ from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.job_status import read_status
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS_OF_A_PART = 5
 
 

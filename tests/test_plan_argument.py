@@ -29,7 +29,7 @@ def write_job(path: Path, **changes: Any) -> Path:
 
 
 def test_every_command_finds_the_newest_plan(
-    job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+    job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = job.parent / "result.json"
     of_job = ("--job", job, "--ds", DS)

@@ -92,11 +92,8 @@ def store_page(folder: Folder, report: RunReport) -> None:
 
     A page that can't be rendered or written leads to a warning only, as the rows are published.
     """
-    from batchllm_operator.report.drawing import can_draw
     from batchllm_operator.report.page import render_report
 
-    if not can_draw() and folder.exists(PAGE_FILE):  # that one may have pictures
-        return
     try:
         page = render_report(report).encode()
         try:

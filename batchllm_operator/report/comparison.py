@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Final, Literal
 
@@ -105,13 +106,8 @@ class _Figure:
         return "better" if (change > 0) == self.more_is_better else "worse"
 
 
-def _share(
-    name: str,
-    of: Callable[[RunReport], float | None],
-    more_is_better: bool | None = None,
-    notable: float = _NOTABLE,
-) -> _Figure:
-    return _Figure(name, of, ratio, _in_points, more_is_better, notable)
+_share = partial(_Figure, show=ratio, change=_in_points)
+_failed_share = partial(_share, more_is_better=False, notable=_NOTABLE_FAILURES)
 
 
 def _reached(report: RunReport) -> float | None:
@@ -145,10 +141,10 @@ _FIGURES: Final = {
         _Figure("Shards", lambda run: run.num_shards),
     ),
     "Saving": (
-        _share("Prompt tokens saved", lambda run: run.achieved_saving, True),
+        _share("Prompt tokens saved", lambda run: run.achieved_saving, more_is_better=True),
         _share("Planned", lambda run: run.planned_saving),
         _share("Optimal", lambda run: run.optimal_saving),
-        _share("Achieved of planned", _reached, True),
+        _share("Achieved of planned", _reached, more_is_better=True),
         _Figure(
             "GPU time saved, predicted", lambda run: run.bill.predicted_saved_gpu_s, show=duration
         ),
@@ -162,7 +158,7 @@ _FIGURES: Final = {
         _Figure("GPU time", lambda run: run.bill.gpu_s, duration),
         _Figure("Cost", lambda run: run.bill.cost_usd, usd),
         _Figure("Cost per 1,000 rows", _cost_per_1000, usd, more_is_better=False),
-        _share("Time in valleys", _valleys, False),
+        _share("Time in valleys", _valleys, more_is_better=False),
     ),
 }
 
@@ -215,7 +211,7 @@ def _failures(before: RunReport, after: RunReport) -> list[_Figure]:
         def share(run: RunReport) -> float | None:
             return num_failed(run) / run.plan.num_rows if run.plan.num_rows else None
 
-        return _share(name, share, False, _NOTABLE_FAILURES)
+        return _failed_share(name, share)
 
     def of_kind(kind: str) -> _Figure:
         return failed(f"of them {kind}", lambda run: run.errors_by_kind.get(kind, 0))
@@ -244,8 +240,7 @@ def _answers(before: RunReport, after: RunReport) -> list[_Figure]:
     if old.embedding_size or new.embedding_size:
         figures.append(_Figure("Embedding size", lambda run: run.answers.embedding_size))
     if before.num_invalid_rows or after.num_invalid_rows:
-        invalid = _share("Invalid outputs", lambda run: run.invalid_share, False, _NOTABLE_FAILURES)
-        figures.append(invalid)
+        figures.append(_failed_share("Invalid outputs", lambda run: run.invalid_share))
     return figures
 
 

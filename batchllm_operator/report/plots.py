@@ -1,29 +1,80 @@
-"""The plots of a run report, but for its timelines."""
+"""The pictures of a run report, which the page's templates draw, with their words and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+from statistics import fmean
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchllm_operator.amounts import clipped, counted
 from batchllm_operator.prefixes.sharing import Histogram
-from batchllm_operator.report.drawing import Plot, colour, draw, plain_axes, short_number
 from batchllm_operator.report.pages import count, duration, ratio
 from batchllm_operator.stored_plan.counts import Counts
-from batchllm_operator.stored_plan.run_report import RunReport, ShardRun
+from batchllm_operator.stored_plan.run_report import RunReport, ShardRun, Timeline
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
-
+TOKEN_STACK: Final = (
+    ("num_decode_tokens", "decode", "decode"),
+    ("num_distinct_tokens", "prefill, distinct", "distinct"),
+    ("num_prefix_tokens", "prefill, prefix", "prefix"),
+)
+"""Field of a timeline, label and colour, from below."""
+VALLEY_BIN: Final = 0.5
+"""A bin is shaded from this share of its time in valleys on."""
 _MOST_BARS: Final = 40
-_MAX_BAR_NAME: Final = 24
-_FEWEST_SLOTS: Final = 8
-"""Minimum of bars that an axis has room for, so that a single one isn't as wide as the page."""
+_MAX_BAR_NAME: Final = 32
+_TABLE_POINTS: Final = 24
+"""Rows of a timeline's table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    name: str
+    share: float
+    """Its length, as a share of the longest one."""
+    label: str
+    colour: str
+    """One of the page's CSS variables, as for all pictures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Something over time: an SVG path in which x is the bin, and y falls from 100 to 0."""
+
+    label: str
+    colour: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Areas over the same time, each in front of those before it."""
+
+    heading: str
+    num_bins: int
+    areas: Sequence[Area]
+    limit_y: float | None = None
+    """Where a dashed line is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture of bars or of panels, with a text and a table as alternatives."""
+
+    title: str
+    alt: str
+    """The picture in words."""
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """The numbers behind the picture; the first cell of a row is its name."""
+    bars: Sequence[Bar] = ()
+    panels: Sequence[Panel] = ()
+    duration: str = ""
+    """That of the panels."""
 
 
 def saving_plot(report: RunReport) -> Plot:
@@ -34,23 +85,13 @@ def saving_plot(report: RunReport) -> Plot:
         "achieved": report.achieved_saving,
     }
     shown = {name: ratio(value) for name, value in values.items()}
-    percents = [100 * (value or 0.0) for value in values.values()]
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        colours = [colour("line"), colour("decode"), colour("prefix")]
-        _bars_across(axes, list(values), percents, colours, list(shown.values()))
-        axes.set_xlim(1.15 * min(0.0, *percents), 118 if narrow else 108)
-        axes.set_xlabel("% of prompt tokens saved")
-
-    return draw(
+    return Plot(
         "Prompt tokens saved",
         "Bars of the share of prompt tokens that needn't be computed: "
         + ", ".join(f"{text} {name}" for name, text in shown.items()),
         ("Saving", "Share of prompt tokens"),
         list(shown.items()),
-        paint,
-        heights=(1.5, 1.6),
+        _bars(shown, [value or 0.0 for value in values.values()], ("muted", "decode", "prefix"), 1),
     )
 
 
@@ -62,65 +103,38 @@ def token_plot(done: Counts) -> Plot:
         "prompt, computed": done.num_computed_tokens,
         "output": done.num_output_tokens,
     }
-    colours = [colour(name) for name in ("saved", "prefix", "distinct", "decode")]
     shown = {name: count(number) for name, number in kinds.items()}
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        _bars_across(axes, list(kinds), list(kinds.values()), colours, list(shown.values()))
-        _count_along(axes, list(kinds.values()), "tokens", narrow)
-
-    return draw(
+    return Plot(
         "Tokens by kind",
         "Bars of tokens: " + ", ".join(f"{number} {name}" for name, number in shown.items()),
         ("Kind", "Tokens", "Share"),
         _shares(kinds),
-        paint,
-        heights=(1.9, 2.1),
+        _bars(shown, list(kinds.values()), ("saved", "prefix", "distinct", "decode")),
     )
 
 
 def value_plot(column: str, counts: Mapping[str, int]) -> Plot:
     """Rows by value of a column, such as its labels; `counts` has the most frequent first."""
-    names = [_bar_name(value) for value in list(counts)[:_MOST_BARS]]
-    numbers = list(counts.values())[:_MOST_BARS]
     rows = _shares(counts)
-    shares = [share for _, _, share in rows[:_MOST_BARS]]
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        _bars_across(axes, names, numbers, [colour("prefix")], shares)
-        _count_along(axes, numbers, "rows", narrow)
-
-    height = 0.24 * len(names) + 0.9
-    return draw(
+    bars = _bars({name: share for name, _, share in rows}, list(counts.values()), ("prefix",))
+    return Plot(
         f"Rows by {column}",
         f"Bars of rows by {column}: {counted(len(counts), 'value')}, most of the rows,"
-        f" {shares[0]}, with {names[0]}",
+        f" {bars[0].label}, with {bars[0].name}",
         (column.capitalize(), "Rows", "Share"),
         rows,
-        paint,
-        heights=(height, height),
+        bars,
     )
 
 
 def shard_plot(shards: Sequence[ShardRun]) -> Plot:
     slowest = sorted(shards, key=lambda shard: -shard.done.engine_s)[:_MOST_BARS]
-    names = [str(shard.shard_idx) for shard in slowest]
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        _bars_up(axes, names, [shard.done.engine_s for shard in slowest], colour("distinct"))
-        if len(names) > (8 if narrow else 30):
-            axes.set_xticks(axes.get_xticks()[:: 5 if narrow else 2])
-        axes.set_ylabel("seconds")
-        axes.set_xlabel("shard")
-
-    seconds = np.array([shard.done.engine_s for shard in shards])
-    return draw(
+    seconds = [shard.done.engine_s for shard in shards]
+    shown = {str(shard.shard_idx): duration(shard.done.engine_s) for shard in slowest}
+    return Plot(
         "Seconds of generating, by shard",
         f"Bars of the {len(slowest)} slowest of {counted(len(shards), 'shard')}: the slowest took"
-        f" {duration(float(seconds.max()))}, an average one {duration(float(seconds.mean()))}",
+        f" {duration(max(seconds))}, an average one {duration(fmean(seconds))}",
         ("Shard", "Generating", "Rows", "Computed tokens/s", "Output tokens/s"),
         [
             (
@@ -132,97 +146,116 @@ def shard_plot(shards: Sequence[ShardRun]) -> Plot:
             )
             for shard in slowest
         ],
-        paint,
-        heights=(2.0, 2.2),
+        _bars(shown, [shard.done.engine_s for shard in slowest], ("distinct",)),
     )
 
 
 def histogram_plot(
-    histogram: Histogram, title: str, sizes: str, things: str, fill: str
+    histogram: Histogram, title: str, sizes: str, things: str, colour: str
 ) -> Plot | None:
-    """`things` by size, in bars of the page's colour `fill`; None if there are none."""
-    edges, counts = histogram.edges, histogram.counts
-    if not counts:
+    """`things` by size; None if there are none."""
+    if not histogram.counts:
         return None
-    names = [_bin_name(low, high) for low, high in pairwise(edges)]
-    most = int(np.argmax(counts))
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        if narrow:
-            _bars_across(axes, names, counts, [colour(fill)])
-            axes.set_ylabel(sizes)
-            axes.set_xlabel(things)
-            _count_ticks(axes.xaxis, 4)
-            return
-        _bars_up(axes, names, counts, colour(fill))
-        axes.set_xlabel(sizes)
-        axes.set_ylabel(things)
-        axes.yaxis.set_major_formatter(short_number)
-
-    return draw(
+    names = [
+        count(low) if high == low + 1 else f"{count(low)} to {count(high - 1)}"
+        for low, high in pairwise(histogram.edges)
+    ]
+    shown = dict(zip(names, map(count, histogram.counts), strict=True))
+    most = int(np.argmax(histogram.counts))
+    return Plot(
         title,
-        f"Bars of {things} by {sizes}: {count(sum(counts))} {things} in all, most of them,"
-        f" {count(counts[most])}, with {names[most]}",
+        f"Bars of {things} by {sizes}: {count(sum(histogram.counts))} {things} in all, most of"
+        f" them, {shown[names[most]]}, with {names[most]}",
         (sizes.capitalize(), things.capitalize()),
-        [(name, count(number)) for name, number in zip(names, counts, strict=True)],
-        paint,
-        heights=(2.2, max(2.3, 0.24 * len(names) + 0.8)),
+        list(shown.items()),
+        _bars(shown, histogram.counts, (colour,)),
     )
+
+
+def timeline_plot(line: Timeline) -> Plot:
+    """What the steps of an engine compute, and the KV blocks in use (paper, Fig. 2 and 6)."""
+    tops = np.cumsum([getattr(line, attribute) for attribute, _, _ in TOKEN_STACK], axis=0)
+    highest = 1.08 * max(line.chunk_size, float(tops.max()), 1.0)
+    valleys = np.where(np.array(line.valley) >= VALLEY_BIN, highest, 0.0)
+    areas = [_area("valley", "line", valleys / highest)] if valleys.any() else []
+    for (_, label, colour), top in reversed(list(zip(TOKEN_STACK, tops, strict=True))):
+        areas.append(_area(label, colour, top / highest))
+    kv = (("in use", "saved", line.kv_used), ("held", "limit", line.kv_held))
+    num_bins = len(line.kv_used)
+    heading = f"Tokens of a step; dashed, the chunk size of {count(line.chunk_size)}"
+    return Plot(
+        f"Token batches of {line.name}",
+        f"Tokens of each step over {duration(line.duration_s)}, {counted(line.num_steps, 'step')},"
+        f" chunk size {count(line.chunk_size)}: {ratio(line.valley_share)} of the time in valleys;"
+        f" the KV cache is {ratio(max(line.kv_used))} full at most",
+        (
+            *("From", *(label.capitalize() for _, label, _ in TOKEN_STACK)),
+            *("KV in use, at most", "KV held, at most", "In valleys"),
+        ),
+        _timeline_rows(line),
+        panels=(
+            Panel(heading, num_bins, areas, round(100 - 100 * line.chunk_size / highest, 1)),
+            Panel(
+                "Share of the KV blocks",
+                num_bins,
+                [
+                    _area(label, colour, np.array(shares))
+                    for label, colour, shares in kv
+                    if any(shares)
+                ],
+            ),
+        ),
+        duration=duration(line.duration_s),
+    )
+
+
+def _timeline_rows(line: Timeline) -> list[tuple[str, ...]]:
+    """The timeline in at most `_TABLE_POINTS` rows."""
+    every = -(-len(line.kv_used) // _TABLE_POINTS)
+    rows = []
+    for start in range(0, len(line.kv_used), every):
+        chosen = slice(start, start + every)
+        means = (fmean(getattr(line, attribute)[chosen]) for attribute, _, _ in TOKEN_STACK)
+        rows.append(
+            (
+                f"{start * line.bin_s:,.1f} s",
+                *map(count, means),
+                ratio(max(line.kv_used[chosen])),
+                ratio(max(line.kv_held[chosen])),
+                ratio(fmean(line.valley[chosen])),
+            )
+        )
+    return rows
+
+
+def _area(label: str, colour: str, shares: NDArray[np.float64]) -> Area:
+    """Steps of these heights, as shares of the panel's."""
+    steps = "".join(f"V{100 - 100 * share:.1f}H{end}" for end, share in enumerate(shares, start=1))
+    return Area(label, colour, f"M0 100{steps}V100Z")
+
+
+def _bars(
+    labels: Mapping[str, str],
+    values: Sequence[float],
+    colours: Iterable[str],
+    longest: float | None = None,
+) -> list[Bar]:
+    """The first bars, by their names; as long as the longest value, if `longest` isn't given."""
+    most = longest or max(*values, 1e-9)
+    return [
+        Bar(
+            clipped(name if name.isprintable() else repr(name), _MAX_BAR_NAME),
+            min(max(value / most, 0.0), 1.0),
+            label,
+            colour,
+        )
+        for (name, label), value, colour in zip(
+            list(labels.items())[:_MOST_BARS], values, cycle(colours), strict=False
+        )
+    ]
 
 
 def _shares(counts: Mapping[str, int]) -> list[tuple[str, str, str]]:
     """Name, count and share of all of each part."""
     total = max(1, sum(counts.values()))
     return [(name, count(number), ratio(number / total)) for name, number in counts.items()]
-
-
-def _bars_across(
-    axes: Axes,
-    names: Sequence[str],
-    values: Sequence[float],
-    colours: Sequence[str],
-    labels: Sequence[str] = (),
-) -> None:
-    """Bars from left to right, the first one on top, with labels at their ends."""
-    places = range(len(names))
-    bars = axes.barh(places, values, color=colours, height=min(0.8, 0.25 * len(names)))
-    if labels:
-        axes.bar_label(bars, labels=labels, padding=3, color=colour("ink"))
-    axes.set_yticks(places, names, parse_math=False)
-    axes.invert_yaxis()
-    plain_axes(axes, values_along="x")
-
-
-def _bars_up(axes: Axes, names: Sequence[str], values: Sequence[float], fill: str) -> None:
-    axes.bar(names, values, color=fill)
-    axes.set_xlim(-0.6, max(len(names), _FEWEST_SLOTS) - 0.4)
-    axes.yaxis.set_major_locator(_few_ticks(4))
-    plain_axes(axes, values_along="y")
-
-
-def _count_along(axes: Axes, numbers: Sequence[int], things: str, narrow: bool) -> None:
-    """Leave room for the labels of bars, and count things along their axis."""
-    axes.set_xlim(0, (1.45 if narrow else 1.15) * max(1, *numbers))
-    axes.set_xlabel(things)
-    _count_ticks(axes.xaxis, 3 if narrow else 6)
-
-
-def _count_ticks(axis: Axis, most: int) -> None:
-    axis.set_major_locator(_few_ticks(most))
-    axis.set_major_formatter(short_number)
-
-
-def _few_ticks(most: int) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(most, integer=True)
-
-
-def _bin_name(low: int, high: int) -> str:
-    return count(low) if high == low + 1 else f"{short_number(low)} to {short_number(high - 1)}"
-
-
-def _bar_name(value: str) -> str:
-    """A text of the spec as the name of a bar."""
-    return clipped(value if value.isprintable() else repr(value), _MAX_BAR_NAME)

@@ -1,22 +1,17 @@
-"""Pictures of token batches over time: what each step computes (paper, Fig. 2 and 6)."""
+"""The picture of simulated runs: token batches over time, drawn by matplotlib (ADR 12)."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from batchllm_operator.amounts import counted
-from batchllm_operator.report.drawing import (
-    Plot,
-    colour,
-    draw,
-    quiet_matplotlib,
-    short_number,
-)
-from batchllm_operator.report.pages import count, duration, ratio
+from batchllm_operator.report.plots import TOKEN_STACK, VALLEY_BIN
 from batchllm_operator.report.timelines import condense
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.simulate.run import Run
@@ -25,16 +20,8 @@ from batchllm_operator.stored_plan.run_report import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_VALLEY_BIN: Final = 0.5
-"""A bin is shaded from this share of its time in valleys on."""
-_TABLE_POINTS: Final = 24
-_KINDS: Final = (
-    ("decode", "num_decode_tokens", "decode"),
-    ("distinct", "num_distinct_tokens", "prefill, distinct"),
-    ("prefix", "num_prefix_tokens", "prefill, prefix"),
-)
 # Okabe and Ito's colours, for colour-blind readers.
-_PRINTED: Final = {
+_COLOURS: Final = {
     "decode": "#0072B2",
     "distinct": "#E69F00",
     "prefix": "#009E73",
@@ -45,25 +32,14 @@ _PRINTED: Final = {
 _PNG_INCHES: Final = (11.0, 2.6)
 """Width, and height of a run's panel."""
 _PNG_BINS: Final = 1000
-_Colours = Callable[[str], str]
 
 
-def timeline_plot(line: Timeline) -> Plot:
-    def paint(figure: Any, narrow: bool) -> None:
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
-        _paint(upper, lower, line, colour)
-        lower.set_xlabel("seconds since the first step")
-        figure.legend(loc="outside upper left", ncols=2 if narrow else 7)
-
-    alt = (
-        f"Tokens of each step over {duration(line.duration_s)}, {counted(line.num_steps, 'step')},"
-        f" chunk size {count(line.chunk_size)}: {ratio(line.valley_share)} of the time in valleys;"
-        f" the KV cache is {ratio(max(line.kv_used))} full at most"
-    )
-    kinds = (label.capitalize() for _, _, label in _KINDS)
-    headers = ("From", *kinds, "KV in use, at most", "KV held, at most", "In valleys")
-    title = f"Token batches of {line.name}"
-    return draw(title, alt, headers, _rows(line), paint, heights=(3.6, 3.9))
+def can_draw() -> bool:
+    """Whether matplotlib is installed, which comes with the extra `report`."""
+    try:
+        return find_spec("matplotlib") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def draw_runs(runs: Sequence[Run], machine: Machine) -> bytes:
@@ -78,7 +54,7 @@ def draw_runs(runs: Sequence[Run], machine: Machine) -> bytes:
         ratios = [3, 1.2] * len(runs)
         axes = figure.subplots(2 * len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)
         for run, (upper, lower) in zip(runs, axes.reshape(-1, 2), strict=True):
-            _paint(upper, lower, _simulated(run, machine), _PRINTED.__getitem__)
+            _paint(upper, lower, _simulated(run, machine))
             title = f"{run.policy}: {run.steps:,} steps, {run.predicted_s:,.1f} s"
             upper.set_title(title, loc="left", fontsize="medium")
         lower.set_xlabel(f"predicted time on {machine.gpu.name} (s)")
@@ -102,49 +78,42 @@ def _simulated(run: Run, machine: Machine) -> Timeline:
     return condense(steps, end_s, chunk, shard_idx=0, num_bins=_PNG_BINS)
 
 
-def _paint(upper: Axes, lower: Axes, line: Timeline, colours: _Colours) -> None:
+def _paint(upper: Axes, lower: Axes, line: Timeline) -> None:
     """Tokens of each step by kind, and below them the KV blocks in use."""
     edges = np.arange(len(line.kv_used) + 1) * line.bin_s
     bottom = np.zeros(len(edges) - 1)
-    for name, attribute, label in _KINDS:
+    for attribute, label, colour in TOKEN_STACK:
         top = bottom + np.array(getattr(line, attribute))
-        upper.stairs(top, edges, baseline=bottom, fill=True, color=colours(name), label=label)
+        upper.stairs(top, edges, baseline=bottom, fill=True, color=_COLOURS[colour], label=label)
         bottom = top
     highest = max(line.chunk_size, float(bottom.max()), 1)
-    valleys = np.array(line.valley) >= _VALLEY_BIN
+    valleys = np.array(line.valley) >= VALLEY_BIN
     if valleys.any():
-        shade: dict[str, Any] = {"color": colours("muted"), "alpha": 0.18, "zorder": 0}
+        shade: dict[str, Any] = {"color": _COLOURS["muted"], "alpha": 0.18, "zorder": 0}
         full = np.where(valleys, 2.0 * highest, 0.0)
         upper.stairs(full, edges, fill=True, label="valley", **shade)
-    dashes: dict[str, Any] = {"color": colours("limit"), "linestyle": "--", "linewidth": 1}
+    dashes: dict[str, Any] = {"color": _COLOURS["limit"], "linestyle": "--", "linewidth": 1}
     upper.axhline(line.chunk_size, label="chunk size", **dashes)
     upper.set_ylabel("tokens per step")
-    upper.yaxis.set_major_formatter(short_number)
+    upper.yaxis.set_major_formatter("{x:,.0f}")
     upper.set_ylim(0, 1.08 * highest)
     for name, values in (("saved", line.kv_used), ("limit", line.kv_held)):
         if any(values):
             label = "KV in use" if name == "saved" else "KV held"
             percent = 100 * np.array(values)
-            lower.stairs(percent, edges, fill=True, color=colours(name), label=label)
+            lower.stairs(percent, edges, fill=True, color=_COLOURS[name], label=label)
     lower.set_ylim(0, 105)
     lower.set_ylabel("% of KV blocks")
     lower.set_xlim(0, edges[-1])
 
 
-def _rows(line: Timeline) -> list[tuple[str, ...]]:
-    """The timeline in at most `_TABLE_POINTS` rows."""
-    every = -(-len(line.kv_used) // _TABLE_POINTS)
-    rows = []
-    for start in range(0, len(line.kv_used), every):
-        chosen = slice(start, start + every)
-        means = (np.mean(getattr(line, attribute)[chosen]) for _, attribute, _ in _KINDS)
-        rows.append(
-            (
-                f"{start * line.bin_s:,.1f} s",
-                *(count(float(mean)) for mean in means),
-                ratio(max(line.kv_used[chosen])),
-                ratio(max(line.kv_held[chosen])),
-                ratio(float(np.mean(line.valley[chosen]))),
-            )
-        )
-    return rows
+@contextmanager
+def quiet_matplotlib() -> Iterator[None]:
+    """Silence matplotlib's warnings about an unwritable home, which is harmless."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,9 +19,6 @@ from batchllm_operator.web.runs import JobRef, JobRun
 _EVERY_MS: Final = 5000
 """Milliseconds between two polls of a live page."""
 _MAX_NOTES: Final = 20
-_WIDTH: Final = 160
-_HEIGHT: Final = 36
-_MARGIN: Final = 3
 
 
 def jobs_page(jobs: list[Job], links: Links) -> str:
@@ -136,58 +133,37 @@ def _tenths(share: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sparkline:
-    """A trend as a small picture, with a line for each stretch of known values."""
+class _Trend:
+    """A measure of a job's outcomes over its partitions, the earliest first, as small columns."""
 
-    lines: tuple[str, ...]
-    """Points of SVG polylines."""
-    last: tuple[float, float]
+    name: str
+    heights: tuple[float, ...]
+    """Shares of the highest column's; 0 where the value is unknown."""
     text: str
     """The picture in words, for screen readers."""
 
 
-def _trends(job: Job) -> list[tuple[str, _Sparkline]]:
-    """Named sparklines of a job's outcomes over its partitions."""
-    plotted = job.by_partition.values()
+def _trends(job: Job) -> list[_Trend]:
+    """The measures of which at least two values are known."""
     measures: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
         ("Prompt tokens saved", "Prompt tokens saved", "achieved_saving_ratio", ratio),
         ("Rows/s", "Rows per second", "rows_per_s", mean),
         ("Cost", "Cost", "cost_usd", usd),
     )
-    trends = (
-        (name, _sparkline(what, [run.number(key) for run in plotted], shown))
-        for name, what, key, shown in measures
-    )
-    return [(name, line) for name, line in trends if line is not None]
-
-
-def _sparkline(
-    what: str, values: Sequence[float | None], shown: Callable[[float], str]
-) -> _Sparkline | None:
-    """The trend of `values`, the earliest first; None unless at least two are known."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return None
-    low, high = min(known), max(known)
-    step = (_WIDTH - 2 * _MARGIN) / (len(values) - 1)
-    stretches: list[list[tuple[float, float]]] = [[]]
-    for idx, value in enumerate(values):
-        if value is None:
-            stretches.append([])
+    trends = []
+    for name, what, key, shown in measures:
+        values = [run.number(key) for run in job.by_partition.values()]
+        known = [value for value in values if value is not None]
+        if len(known) < 2:
             continue
-        share = (value - low) / (high - low) if high > low else 0.5
-        y = _HEIGHT - _MARGIN - share * (_HEIGHT - 2 * _MARGIN)
-        stretches[-1].append((round(_MARGIN + idx * step, 1), round(y, 1)))
-    drawn = [stretch for stretch in stretches if stretch]
-    last = drawn[-1][-1]
-    for stretch in drawn:
-        if len(stretch) == 1:  # a short dash
-            stretch.append((stretch[0][0] + 1, stretch[0][1]))
-    text = (
-        f"{what} of the last {len(values)} partitions: from {shown(known[0])} to"
-        f" {shown(known[-1])}, between {shown(low)} and {shown(high)}"
-    )
-    if len(known) < len(values):
-        text += f"; unknown for {len(values) - len(known)}"
-    lines = tuple(" ".join(f"{x},{y}" for x, y in stretch) for stretch in drawn)
-    return _Sparkline(lines, last, text)
+        low, high = min(known), max(known)
+        spread = (high - low) or 1.0
+        text = (
+            f"{what} of the last {len(values)} partitions: from {shown(known[0])} to"
+            f" {shown(known[-1])}, between {shown(low)} and {shown(high)}"
+        )
+        if len(known) < len(values):
+            text += f"; unknown for {len(values) - len(known)}"
+        heights = (0.0 if value is None else 0.1 + 0.9 * (value - low) / spread for value in values)
+        trends.append(_Trend(name, tuple(heights), text))
+    return trends

@@ -71,9 +71,7 @@ def test_rows_come_out_in_input_order(
     assert report.plan.num_duplicate_rows == 1
 
 
-def test_with_a_staging_folder_the_output_folder_holds_partitions_only(
-    tmp_path: Path, no_pictures: None
-) -> None:
+def test_with_a_staging_folder_the_output_folder_holds_partitions_only(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows())
     spec = fake_spec(tmp_path, output={"staging_uri": str(tmp_path / "staging")})
     commit_run(run_job(spec).folder.uri)

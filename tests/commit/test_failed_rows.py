@@ -63,7 +63,7 @@ def run(plan: StoredPlan) -> StoredPlan:
     return plan_job(spec, DS)
 
 
-def test_failed_rows_are_listed_as_they_come(tmp_path: Path, no_pictures: None) -> None:
+def test_failed_rows_are_listed_as_they_come(tmp_path: Path) -> None:
     plan = planned(tmp_path, max_failed_fraction=0.5)
     before = find_failed_rows(plan.folder.uri, 10)
     assert (before.num_rows, before.num_rows_done, before.rows) == (12, 1, (NULL,))
@@ -114,9 +114,7 @@ def test_failed_rows_of_a_published_plan_outlive_its_parts(
     assert (found.rows, found.num_failed_rows, found.num_rows_done) == ((ERROR,), 2, 12)
 
 
-def test_failed_rows_of_a_replaced_plan_are_not_said_to_be_none(
-    tmp_path: Path, no_pictures: None
-) -> None:
+def test_failed_rows_of_a_replaced_plan_are_not_said_to_be_none(tmp_path: Path) -> None:
     spec = failing_spec(tmp_path, max_failed_fraction=0.5)
     old = run(planned(tmp_path, max_failed_fraction=0.5))
     commit_run(old.folder.uri)
@@ -140,9 +138,7 @@ def test_the_first_rows_are_kept_however_they_come(tmp_path: Path) -> None:
     assert find_failed_rows(plan.folder.uri, 0).rows == ()
 
 
-def test_the_command_lists_counts_and_limits(
-    tmp_path: Path, batchllm: Batchllm, no_pictures: None
-) -> None:
+def test_the_command_lists_counts_and_limits(tmp_path: Path, batchllm: Batchllm) -> None:
     rows = faulty_rows()
     rows[0]["row_key"] = "a\x1b[2J\nb"
     write_table(tmp_path / "documents", rows)

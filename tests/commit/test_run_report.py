@@ -35,11 +35,6 @@ from batchllm_operator.stored_plan.run_report import PAGE_FILE, RunReport, Timel
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
-@pytest.fixture
-def no_pictures() -> None:
-    """Overrides that of all tests: here pages are drawn as users get them."""
-
-
 def run_job(spec: JobSpec) -> StoredPlan:
     plan = plan_job(spec, DS)
     run_worker(plan)

@@ -126,7 +126,7 @@ def run(spec: JobSpec) -> None:
 
 
 def test_what_commit_refuses_of_a_column_plan_refuses_with_the_same_error(
-    lake: Lake, tmp_path: Path, no_pictures: None
+    lake: Lake, tmp_path: Path
 ) -> None:
     taken: dict[str, pa.Array] = {}
     for case, values in COLUMNS.items():
@@ -255,7 +255,7 @@ def test_a_property_that_pyiceberg_cannot_write_by_is_refused_by_plan(
 
 @pytest.mark.parametrize("lake", ["delta"], indirect=True)
 def test_a_partition_of_a_table_that_is_only_appended_to_is_refused_by_plan(
-    lake: Lake, tmp_path: Path, no_pictures: None
+    lake: Lake, tmp_path: Path
 ) -> None:
     """Only once it holds rows that would have to be replaced."""
     delta_table(lake, features("appendOnly"), **{"delta.appendOnly": "true"})
@@ -278,7 +278,7 @@ def create(lake: Lake, tmp_path: Path, *required: str, **more: pa.DataType) -> N
 
 @pytest.mark.parametrize("lake", ["delta", "iceberg"], indirect=True)
 def test_columns_that_may_not_be_null_are_refused_where_rows_would_have_nulls(
-    lake: Lake, tmp_path: Path, no_pictures: None
+    lake: Lake, tmp_path: Path
 ) -> None:
     write_input(tmp_path, {"n": pa.array([1, None])})
     create(lake, tmp_path, "row_key", "model", "n", n=pa.int64())
@@ -293,7 +293,7 @@ def test_columns_that_may_not_be_null_are_refused_where_rows_would_have_nulls(
 @pytest.mark.parametrize("lake", ["delta", "iceberg"], indirect=True)
 @pytest.mark.parametrize("column", ["generated_text", "error", "num_output_tokens"])
 def test_answers_that_may_not_be_null_are_refused_unless_no_row_may_fail(
-    lake: Lake, tmp_path: Path, column: str, no_pictures: None
+    lake: Lake, tmp_path: Path, column: str
 ) -> None:
     write_input(tmp_path, {})
     create(lake, tmp_path, column)

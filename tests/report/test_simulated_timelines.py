@@ -41,7 +41,7 @@ def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("not a folder")
     code = (
         "import logging, numpy as np; logging.basicConfig();"
-        "from batchllm_operator.report.drawing import quiet_matplotlib\n"
+        "from batchllm_operator.report.timeline_plots import quiet_matplotlib\n"
         "with quiet_matplotlib():\n import matplotlib.figure\n print(matplotlib.get_cachedir())"
     )
     unset = ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")

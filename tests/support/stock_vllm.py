@@ -21,7 +21,7 @@ def start(model: str, **changes: Any) -> Any:
     from vllm import LLM
 
     sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
-    args = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "block_size": 32}
+    args: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "block_size": 32}
     return LLM(model, enforce_eager=True, **args, **changes)
 
 
@@ -138,7 +138,7 @@ def _splitter(plugin: str, tokenizer: Any) -> Callable[[str], tuple[str | None, 
     from vllm.reasoning import ReasoningParserManager
 
     ReasoningParserManager.import_reasoning_parser(plugin)
-    parser = ReasoningParserManager.get_reasoning_parser("demo")(tokenizer)
+    parser: Any = ReasoningParserManager.get_reasoning_parser("demo")(tokenizer)
 
     def split(text: str) -> tuple[str | None, str]:
         reasoning, answer = parser.extract_reasoning(text, None)

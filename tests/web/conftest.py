@@ -145,8 +145,8 @@ def plan(tmp_path: Any) -> Any:
 
 
 @pytest.fixture
-def committed(plan: Any, no_pictures: None) -> Any:
-    """The same plan, after its commit. Its pages have frames for pictures."""
+def committed(plan: Any) -> Any:
+    """The same plan, after its commit."""
     from batchllm_operator.commit.commit_run import commit_run
     from batchllm_operator.run.run_shards import run_worker
 
