@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Protocol
 
@@ -54,14 +53,12 @@ Result = Mapping[str, Any]
 class _Command(Protocol):
     """The interface of each module in `commands`."""
 
-    def add_arguments(self, command: argparse.ArgumentParser) -> None:
-        """Add the command's arguments."""
+    def add_arguments(self, command: argparse.ArgumentParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> Result:
         """Run the command, print for the user, and return the content for `--result`.
 
-        Raises:
-            UsageError: the arguments don't go together.
+        Raises `UsageError` if the arguments don't go together.
         """
 
 
@@ -126,7 +123,8 @@ def _main(argv: Sequence[str] | None) -> int:
         with _stopping_on_signals():
             result = args.command(args)
             if args.result is not None:
-                _write_result(args.result, args.name, result)
+                body = {"result_version": RESULT_VERSION, "command": args.name, **result}
+                write_file(args.result, (json.dumps(body, indent=1) + "\n").encode())
         return ExitCode.OK
     except UsageError as error:
         parser.error(f"{args.name}: {error}")
@@ -157,28 +155,21 @@ def _parser() -> argparse.ArgumentParser:
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(command=module.run)
-        if name not in _WITHOUT_RESULT:
-            _add_result(command)
+        if name not in _WITHOUT_RESULT:  # Airflow's tasks start the others
+            command.add_argument(
+                "--result",
+                type=parse_file,
+                metavar="FILE",
+                help="write counts and URIs there as JSON",
+            )
+            command.add_argument(
+                "--die-with-parent",
+                type=int,
+                metavar="PID",
+                help="end at once when the process that started this one, PID, ends (Linux)",
+            )
         module.add_arguments(command)
     return parser
-
-
-def _add_result(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of commands that Airflow's tasks start."""
-    command.add_argument(
-        "--result", type=parse_file, metavar="FILE", help="write counts and URIs there as JSON"
-    )
-    command.add_argument(
-        "--die-with-parent",
-        type=int,
-        metavar="PID",
-        help="end at once when the process that started this one, PID, ends (Linux)",
-    )
-
-
-def _write_result(path: Path, command: str, result: Result) -> None:
-    body = {"result_version": RESULT_VERSION, "command": command, **result}
-    write_file(path, (json.dumps(body, indent=1) + "\n").encode())
 
 
 @contextmanager

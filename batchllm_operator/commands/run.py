@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,7 @@ from batchllm_operator.commands.arguments import (
 from batchllm_operator.commands.replicas import run_replicas
 
 if TYPE_CHECKING:
-    from batchllm_operator.metrics import MetricsAddress, ShardCollector
-    from batchllm_operator.run.shard_tally import ShardTally
+    from batchllm_operator.metrics import MetricsAddress
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -68,29 +67,34 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     check_worker(args)
     args.metrics = _metrics_address(args.metrics_port)
     uri = plan_uri(args)
+    from batchllm_operator.metrics import ShardCollector, serving_metrics
     from batchllm_operator.run.draining import Drain
     from batchllm_operator.run.run_shards import replica_environments, run_worker
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-    drain = Drain()
     if args.replica is None and (environments := replica_environments(uri, args.num_gpus)):
         return run_replicas(args, uri, environments)
-    with ExitStack() as stack:
-        if args.drain_s:
-            stack.enter_context(drain.on_sigterm(args.drain_s))
+    plan, drain = StoredPlan.open(uri), Drain()
+    job, ds = plan.manifest.spec.name, plan.manifest.ds
+    collector = ShardCollector(job=job, ds=ds, worker=args.worker)
+    with (
+        serving_metrics(args.metrics, collector),
+        drain.on_sigterm(args.drain_s) if args.drain_s else nullcontext(),
+    ):
         report = run_worker(
-            uri,
+            plan,
             args.worker,
             args.num_workers,
             num_gpus=args.num_gpus,
             owner=args.owner,
             drain=drain,
-            observe=_Metrics(args, stack),
+            observe=lambda tally: collector.watching(tally.snapshot),
             replica=args.replica,
             meeting_folder=args.meeting,
         )
-        result = {"plan_uri": uri, **report.to_result()}
-        print(format_worker(result))
-        return result
+    result = {"plan_uri": uri, **report.to_result()}
+    print(format_worker(result))
+    return result
 
 
 def format_worker(result: Mapping[str, Any]) -> str:
@@ -103,23 +107,6 @@ def format_worker(result: Mapping[str, Any]) -> str:
     if others := result["others"]:
         line += f"; other workers run {len(others):,}, the first is shard {others[0]}"
     return line
-
-
-class _Metrics:
-    """Serves the metrics of all shards that this process runs, from the first one to its end."""
-
-    def __init__(self, args: argparse.Namespace, until: ExitStack) -> None:
-        self._args, self._until = args, until
-        self._collector: ShardCollector | None = None
-
-    def __call__(self, tally: ShardTally) -> AbstractContextManager[None]:
-        from batchllm_operator.metrics import ShardCollector, serving_metrics
-
-        if self._collector is None:
-            worker = self._args.worker
-            self._collector = ShardCollector(job=tally.job, ds=tally.ds, worker=worker)
-            self._until.enter_context(serving_metrics(self._args.metrics, self._collector))
-        return self._collector.watching(tally.snapshot)
 
 
 def _metrics_address(given: str | None) -> MetricsAddress | None:
