@@ -27,7 +27,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.named_file import write_file
 from batchllm_operator.plan.estimate import engine_limits, read_shape, shape_of
 from batchllm_operator.prefixes import PromptClasses, TokenTable
-from batchllm_operator.report.timeline_plots import can_draw, draw_runs
+from batchllm_operator.report.timelines import can_draw, draw_runs
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.workload import Shape, Workload

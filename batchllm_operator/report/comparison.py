@@ -24,8 +24,6 @@ _NOTABLE_FAILURES: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One figure of both runs."""
-
     name: str
     before: str
     after: str
@@ -36,8 +34,6 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Figures on one topic."""
-
     title: str
     measures: tuple[Measure, ...]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
-from batchllm_operator.report.timeline_plots import draw_runs
+from batchllm_operator.report.timelines import draw_runs
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.simulate.run import Run, Timeline
 
@@ -41,7 +41,7 @@ def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("not a folder")
     code = (
         "import logging, numpy as np; logging.basicConfig();"
-        "from batchllm_operator.report.timeline_plots import quiet_matplotlib\n"
+        "from batchllm_operator.report.timelines import quiet_matplotlib\n"
         "with quiet_matplotlib():\n import matplotlib.figure\n print(matplotlib.get_cachedir())"
     )
     unset = ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")
