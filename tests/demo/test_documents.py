@@ -5,48 +5,7 @@ from pathlib import Path
 import pytest
 
 from batchllm_operator.demo import documents
-from batchllm_operator.demo.documents import clip, demo_documents, headings_of
-
-
-def test_markdown_headings_are_plain_text_without_code_and_versions() -> None:
-    text = """\
-# My *tool* ![badge](http://x/y.svg)
-
-## Installation ##
-
-run it:
-```
-# not a heading
-```
-
-## 1.2.3
-## [Usage](http://x)
-Quick start
------------
-## usage
-"""
-    assert headings_of(text) == ("My *tool", "Installation", "Usage", "Quick start")
-
-
-def test_rst_headings_are_underlined_lines() -> None:
-    text = """\
-=====
-Tool
-=====
-
-Getting `started <http://x>`_
-=============================
-
-Usage
-~~~~~
-
-  Example
-  -------
-
-License
-'''''''
-"""
-    assert headings_of(text) == ("Tool", "Getting started", "Usage", "License")
+from batchllm_operator.demo.documents import clip, demo_documents
 
 
 def test_clip_ends_at_a_line_break() -> None:
