@@ -59,6 +59,7 @@ class _Entry:
     value: Any = None
 
 
+@dataclass(slots=True)
 class Kept(Generic[_T]):
     """Values by key, each computed again once it is older than `keep_s` seconds.
 
@@ -66,12 +67,11 @@ class Kept(Generic[_T]):
     not for long, as their threads are Airflow's. Exceptions aren't cached.
     """
 
-    def __init__(
-        self, keep_s: float, *, wait_s: float = 5.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._keep_s, self._wait_s, self._clock = keep_s, wait_s, clock
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+    keep_s: float
+    wait_s: float = 5.0
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _entries: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """The value of `key`, computed by `make` if there is no recent one.
@@ -84,11 +84,11 @@ class Kept(Generic[_T]):
             self._entries.move_to_end(key)
             while len(self._entries) > _MAX_ENTRIES:
                 self._entries.popitem(last=False)
-        if not entry.lock.acquire(timeout=self._wait_s):
+        if not entry.lock.acquire(timeout=self.wait_s):
             raise TimeoutError
         try:
-            if self._clock() - entry.made_at >= self._keep_s:
-                entry.value, entry.made_at = make(), self._clock()
+            if self.clock() - entry.made_at >= self.keep_s:
+                entry.value, entry.made_at = make(), self.clock()
             value: _T = entry.value
             return value
         finally:

@@ -16,10 +16,11 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.secrets import holds_credentials
 
 _MAX_CHARS: Final = 4096
-_START: Final = re.compile(r"(?:s3a?://[^/\s]+|(?:file://)?)/", re.ASCII)
-_END: Final = re.compile(
-    r"/_batchllm/(?P<job>[A-Za-z0-9][A-Za-z0-9_\-]*)/(?P<ds>[A-Za-z0-9_.~%\-]+)"
-    r"/plan-(?P<plan_id>[0-9a-f]{16})"
+_URI: Final = re.compile(
+    r"(?:s3a?://[^/\s]+|(?:file://)?)/(?!(?:.*/)?\.{0,2}/)(?:.*/)?"  # no empty name, no dots
+    r"_batchllm/(?P<job>[A-Za-z0-9][A-Za-z0-9_\-]*)/(?P<ds>[A-Za-z0-9_.~%\-]+)"
+    r"/plan-(?P<plan_id>[0-9a-f]{16})",
+    re.ASCII,
 )
 
 
@@ -40,20 +41,19 @@ class PlanURI:
             PlanError: it isn't the normalised path of a folder `.../_batchllm/<job>/<ds>/plan-<id>`
                 on S3 or a local disk. The message doesn't repeat the value.
         """
-        if not isinstance(value, str) or len(value) > _MAX_CHARS or not value.isprintable():
-            raise PlanError("the plan task has noted something that isn't the URI of a plan")
-        start, end = _START.match(value), _END.search(value)
-        names = value[start.end() :].split("/") if start else []
-        if end is None or end.end() != len(value) or not names or {"", ".", ".."} & {*names}:
+        match = None
+        if isinstance(value, str) and len(value) <= _MAX_CHARS and value.isprintable():
+            match = _URI.fullmatch(value)
+        if match is None:
             raise PlanError(
-                "the plan task has noted a URI that isn't one of a plan, which would be"
+                "the plan task has noted something that isn't the URI of a plan, which would be"
                 " .../_batchllm/<job>/<ds>/plan-<id> on S3 or a local disk"
             )
-        if holds_credentials(value) or any(mark in value for mark in ("?", "#", "::")):
+        if holds_credentials(match[0]) or any(mark in match[0] for mark in ("?", "#", "::")):
             raise PlanError(
                 "the plan task has noted a URI with credentials, parameters or :: in it"
             )
-        return cls(value, end["job"], unquote(end["ds"]), end["plan_id"])
+        return cls(match[0], match["job"], unquote(match["ds"]), match["plan_id"])
 
     @property
     def local_path(self) -> str | None:
@@ -69,7 +69,7 @@ class PlanURI:
         place = self.uri
         if path is not None:
             place = os.path.realpath(path)
-            if _END.fullmatch(place[place.rfind("/_batchllm/") :]) is None:
+            if _URI.fullmatch(place) is None:
                 raise PlanError("the plan's folder is a symbolic link to what isn't one")
         if not any(_is_below(place, root) for root in roots):
             raise PlanError(

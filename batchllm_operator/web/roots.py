@@ -6,15 +6,14 @@ edit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from airflow.configuration import conf
-from airflow.exceptions import AirflowConfigException
 from airflow.models.dag import DagModel
 from airflow.models.serialized_dag import SerializedDagModel
 from airflow.models.taskinstance import TaskInstance
+from pydantic import Field, TypeAdapter, ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -25,6 +24,7 @@ _SETTING: Final = "[batchllm] report_roots"
 _ROOT_FIELD: Final = "report_root"
 """Field of operators that plan, which Airflow keeps with the parsed DAG."""
 _TEAM: Final = "team:"
+_ROOTS: Final = TypeAdapter(dict[str, list[Annotated[str, Field(min_length=1)]]])
 
 
 def report_roots(session: Session, ref: JobRef) -> tuple[str, ...]:
@@ -52,14 +52,12 @@ def report_roots(session: Session, ref: JobRef) -> tuple[str, ...]:
 def _configured(dag_id: str) -> tuple[str, ...] | None:
     """The roots of all entries for the DAG; None if there is no such entry."""
     try:
-        setting: Any = conf.getjson("batchllm", "report_roots", fallback={})
-    except AirflowConfigException:
-        setting = None
-    if not isinstance(setting, Mapping) or not all(map(_is_list_of_texts, setting.values())):
+        setting = _ROOTS.validate_json(conf.get("batchllm", "report_roots", fallback="") or "{}")
+    except ValidationError:
         raise PlanError(
             f"{_SETTING} of Airflow's API server isn't a JSON object of lists, such as"
             ' {"DAG_ID": ["s3://BUCKET/TABLE"], "team:NAME": ["/lake/team"]}'
-        )
+        ) from None
     teams = {key for key in setting if key.startswith(_TEAM)}
     team = DagModel.get_team_name(dag_id) if teams else None
     entries = [
@@ -92,7 +90,3 @@ def _of_dag(session: Session, ref: JobRef) -> str | None:
             if fields.get("task_id") == ref.task_id and isinstance(root, str) and root:
                 return root
     return None
-
-
-def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) and text for text in value)

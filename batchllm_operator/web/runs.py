@@ -42,7 +42,7 @@ FAILED: Final = ("failed", "upstream_failed")
 _ENDED: Final = ("success", "failed")
 """Final states of a DAG run."""
 
-_MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
+_REF: Final = re.compile(r"([^/]+)/([^/]+)/([^/]+)/(-1|[0-9]{1,9})", re.ASCII)
 _MAX_NAME_CHARS: Final = 250
 _MOST: Final = 1e24
 """Upper bound of an outcome's numbers: tasks can return anything."""
@@ -64,10 +64,8 @@ class JobRef:
 
     @classmethod
     def of(cls, text: str) -> JobRef | None:
-        dag_id, run_id, task_id, index, *more = [*text.split("/"), "", "", "", ""][:5]
-        if any(more) or not _MAP_INDEX.fullmatch(index):
-            return None
-        return cls(dag_id, run_id, task_id, int(index))
+        match = _REF.fullmatch(text)
+        return None if match is None else cls(match[1], match[2], match[3], int(match[4]))
 
 
 @dataclass(frozen=True, slots=True)

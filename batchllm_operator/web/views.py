@@ -109,7 +109,6 @@ def live_job(job: JobRun, stage: JobState, status: JobStatus | None, links: Link
 
 
 def live_shard(job: JobRun, shard: ShardStatus, links: Links) -> LivePage:
-    """The page of a running shard."""
     share = _share(shard.done.num_rows, shard.num_rows)
     values = {
         "shard": shard,
