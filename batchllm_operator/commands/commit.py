@@ -17,7 +17,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Publish the partition, print the counts, and return the report's figures."""
     uri = plan_uri(args)
     from batchllm_operator.commit.commit_run import commit_run
     from batchllm_operator.report import share

@@ -35,7 +35,6 @@ def _parse_limit(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Print the failed rows of a run, finished or not; returns them."""
     from batchllm_operator.commit.failed_rows import find_failed_rows
 
     failed = find_failed_rows(plan_uri(args), args.limit)

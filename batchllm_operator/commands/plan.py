@@ -25,7 +25,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Plan the partition, print the counts and return them."""
     spec = load_job(args, needs_ds=True)
     if args.advise:
         from batchllm_operator.plan.advise import advise, format_advice

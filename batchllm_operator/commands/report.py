@@ -24,7 +24,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Print a run's summary or a comparison, write its page, and return the figures."""
     check_plan(args)
     from batchllm_operator.commit.commit_run import published_plan_uri
     from batchllm_operator.commit.report import load_report, store_page

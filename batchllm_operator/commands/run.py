@@ -60,10 +60,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Generate for shards until none is left; print a line of counts and return them.
-
-    A worker with replicas is a process for each of them.
-    """
     check_worker(args)
     args.metrics = _metrics_address(args.metrics_port)
     uri = plan_uri(args)

@@ -67,7 +67,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Simulate, print the table and return its numbers."""
     is_made_up = args.plan is None and args.job is None
     sizes = {name: value for name in _MADE_UP if (value := getattr(args, name)) is not None}
     if is_made_up and args.shard is not None:

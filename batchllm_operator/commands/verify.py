@@ -36,7 +36,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Check a stage's results in the lake, and return its counts."""
     names = ("plan", "record", "ds", "job", "job_json")
     if {name for name in names if getattr(args, name) is not None} not in _GOES_TOGETHER:
         raise UsageError(
