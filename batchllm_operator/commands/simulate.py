@@ -67,14 +67,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    is_made_up = args.plan is None and args.job is None
-    sizes = {name: value for name in _MADE_UP if (value := getattr(args, name)) is not None}
-    if is_made_up and args.shard is not None:
-        raise UsageError("--shard needs --plan, or --job and --ds")
-    if not is_made_up and sizes:
-        option = _MADE_UP[next(iter(sizes))][0]
-        raise UsageError(f"{option} is for made-up requests, not for those of a plan")
-    check_plan(args)
+    sizes = _made_up_sizes(args)
     from batchllm_operator.inspect.simulations import (
         SimulationOptions,
         make_folder,
@@ -92,7 +85,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     options = SimulationOptions(**{key: value for key, value in given.items() if value is not None})
     if args.out is not None:
         make_folder(args.out)
-    if is_made_up:
+    if sizes is not None:
         defaults: dict[str, Any] = {name: default for name, (_, default, _) in _MADE_UP.items()}
         shape = Shape("made-up requests" if sizes else "the paper's case 1", **defaults | sizes)
         workload, machine = shape_to_simulate(shape, options)
@@ -123,3 +116,16 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         ],
         "attention": [each.row() for each in attention],
     }
+
+
+def _made_up_sizes(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The sizes that are given of made-up requests; None if those of a plan are simulated."""
+    check_plan(args)
+    sizes = {name: value for name in _MADE_UP if (value := getattr(args, name)) is not None}
+    if args.plan is None and args.job is None:
+        if args.shard is not None:
+            raise UsageError("--shard needs --plan, or --job and --ds")
+        return sizes
+    for name in sizes:
+        raise UsageError(f"{_MADE_UP[name][0]} is for made-up requests, not for those of a plan")
+    return None
