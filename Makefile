@@ -8,10 +8,10 @@ PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
 # Tests pass doubles and wrong values on purpose, so arg-type and union-attr are off.
 MYPY_OF_TESTS := --explicit-package-bases --implicit-reexport --allow-untyped-calls --no-warn-unused-ignores \
   --disable-error-code arg-type --disable-error-code union-attr
-COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py chat_template.py vllm_attention.py vllm_logs.py) tests/vllm_plugin \
+COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py chat_template.py vllm_arguments.py vllm_logs.py) tests/vllm_plugin \
   tests/simulate/test_vllm_scheduling.py tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py \
   tests/e2e/test_attention_outputs.py tests/e2e/test_classify.py tests/e2e/test_samples.py tests/e2e/test_adapters.py \
-  tests/engine/test_vllm_adapters.py tests/e2e/test_chat.py tests/engine/test_vllm_formats.py tests/e2e/test_structured.py \
+  tests/e2e/test_chat.py tests/engine/test_vllm_formats.py tests/e2e/test_structured.py \
   tests/e2e/test_embed.py
 # Tests that call Airflow itself: its scheduler, triggerer and API server run DAGs, also in pods, with the oldest release
 # and the newest.

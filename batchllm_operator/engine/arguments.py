@@ -21,12 +21,9 @@ from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 INVARIANCE: Final = "VLLM_BATCH_INVARIANT"
 """The environment variable by which vLLM uses kernels whose sums don't depend on the batch."""
 _WHERE: Final = "engine.extra_args"
-_SOURCE: Final = Path("engine", "arg_utils.py")
-_PARSERS: Final = Path("reasoning", "__init__.py")
 _PARSERS_BY_NAME: Final = "_REASONING_PARSERS_TO_REGISTER"
 _PARSER_PLUGIN: Final = "reasoning_parser_plugin"
-_CLASS: Final = "EngineArgs"
-_BUILTINS: Final = {each.__name__: each for each in (bool, dict, float, int, list, set, str)}
+_BUILTINS: Final = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}
 
 
 def check_arguments(spec: JobSpec) -> None:
@@ -43,7 +40,9 @@ def check_arguments(spec: JobSpec) -> None:
         faults = list(_faults(given, FAKE_ARGUMENTS, "the fake engine"))
     else:
         _check_choices(spec)
-        _check_reasoning_parser(spec)
+        name, parsers = spec.model.reasoning_parser, vllm_reasoning_parsers()
+        if name and parsers and name not in parsers and not given.get(_PARSER_PLUGIN):
+            raise SpecError(unknown_parser(name, parsers))
         known = vllm_arguments() if given else None
         faults = list(_faults(given, known, "the installed vLLM")) if known else []
     if faults:
@@ -58,9 +57,9 @@ def vllm_arguments() -> dict[str, Any] | None:
     """
     return {
         field.target.id: _type(field.annotation)
-        for each in _statements(_SOURCE)
-        if isinstance(each, ast.ClassDef) and each.name == _CLASS
-        for field in each.body
+        for statement in _statements("engine", "arg_utils.py")
+        if isinstance(statement, ast.ClassDef) and statement.name == "EngineArgs"
+        for field in statement.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     } or None
 
@@ -69,20 +68,20 @@ def vllm_reasoning_parsers() -> set[str]:
     """The names of vLLM's reasoning parsers; none if vLLM isn't installed."""
     return {
         key.value
-        for each in _statements(_PARSERS)
-        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict)
-        if [ast.unparse(target) for target in each.targets] == [_PARSERS_BY_NAME]
-        for key in each.value.keys
+        for statement in _statements("reasoning", "__init__.py")
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict)
+        if [ast.unparse(target) for target in statement.targets] == [_PARSERS_BY_NAME]
+        for key in statement.value.keys
         if isinstance(key, ast.Constant) and isinstance(key.value, str)
     }
 
 
-def _statements(source: Path) -> list[ast.stmt]:
+def _statements(*source: str) -> list[ast.stmt]:
     """Of a module of the installed vLLM; none if it is absent, or has another layout."""
     try:
         package = find_spec("vllm")
         folders = package.submodule_search_locations if package is not None else None
-        return ast.parse(Path((folders or [""])[0], source).read_bytes()).body
+        return ast.parse(Path((folders or [""])[0], *source).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return []
 
@@ -112,12 +111,6 @@ def _faults(given: Mapping[str, Any], known: Mapping[str, Any], whose: str) -> I
             except ValidationError as error:
                 [fault, *_] = error.errors(include_input=False, include_url=False)
                 yield f"{where}: {fault['msg']}"
-
-
-def _check_reasoning_parser(spec: JobSpec) -> None:
-    name, known = spec.model.reasoning_parser, vllm_reasoning_parsers()
-    if name and known and name not in known and not spec.engine.extra_args.get(_PARSER_PLUGIN):
-        raise SpecError(unknown_parser(name, known))
 
 
 def unknown_parser(name: str, known: Iterable[str]) -> str:

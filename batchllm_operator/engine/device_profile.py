@@ -36,7 +36,7 @@ class DeviceProfile(BaseModel):
     @field_validator("steps")
     @classmethod
     def _check_steps(cls, steps: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        tokens = [each for each, _ in steps]
+        tokens = [size for size, _ in steps]
         if tokens != sorted(set(tokens)):
             raise ValueError("tokens aren't ascending")
         return steps

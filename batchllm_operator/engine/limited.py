@@ -10,20 +10,21 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NoReturn
+from pathlib import Path
+from typing import Final
 
 from batchllm_operator.child_processes import die_with_parent
 
 MEMORY_LIMIT: Final = 4 << 30
 """Bytes that the process may take beyond what it has at its start."""
-
 _CLOCK_FACTOR: Final = 4
 _TOO_MUCH: Final = f"takes more than {MEMORY_LIMIT >> 30} GiB of memory"
 
+Attempts = Sequence[Callable[[], object]]
+Describe = Callable[[Exception], str]
 
-def first_failure(
-    attempts: Sequence[Callable[[], object]], limit_s: float, describe: Callable[[Exception], str]
-) -> tuple[int, str] | None:
+
+def first_failure(attempts: Attempts, limit_s: float, describe: Describe) -> tuple[int, str] | None:
     """The index of the first attempt that fails, and the reason; None if none does.
 
     A fork of this process makes all attempts, so native code that never returns, or that takes the
@@ -36,10 +37,13 @@ def first_failure(
         describe: the reason that an error gives.
     """
     receiver, sender = os.pipe()
-    parent = os.getpid()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
-        _serve(attempts, limit_s, describe, sender, parent)
+        try:
+            die_with_parent(parent)
+            _make(attempts, limit_s, describe, sender)
+        finally:
+            os._exit(0)
     os.close(sender)
     too_long = f"it takes more than {limit_s:g} s"
     try:
@@ -60,44 +64,30 @@ def first_failure(
     return None
 
 
-def _serve(
-    attempts: Sequence[Callable[[], object]],
-    limit_s: float,
-    describe: Callable[[Exception], str],
-    sender: int,
-    parent: int,
-) -> NoReturn:
-    """Make the attempts in the forked process, and end it."""
-    try:
-        die_with_parent(parent)
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # libraries print; errors are returned
-            os.dup2(nothing, stream)
-        warnings.simplefilter("ignore")
-        _limit_memory()
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        for attempt in attempts:
-            signal.setitimer(signal.ITIMER_PROF, limit_s)
-            os.write(sender, json.dumps(_reason(attempt, describe)).encode() + b"\n")
-    finally:
-        os._exit(0)
-
-
-def _reason(attempt: Callable[[], object], describe: Callable[[Exception], str]) -> str | None:
-    try:
-        attempt()
-    except MemoryError:
-        return f"it {_TOO_MUCH}"
-    # Any error of a library is the attempt's result, which the parent raises as its own.
-    except Exception as error:  # noqa: BLE001
-        return describe(error)
-    return None
+def _make(attempts: Attempts, limit_s: float, describe: Describe, results: int) -> None:
+    """Make the attempts in the forked process; write a line with the reason or null for each."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # libraries print; errors are returned
+        os.dup2(nothing, stream)
+    warnings.simplefilter("ignore")
+    _limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for attempt in attempts:
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        reason = None
+        try:
+            attempt()
+        except MemoryError:
+            reason = f"it {_TOO_MUCH}"
+        # Any error of a library is the attempt's result, which the parent raises as its own.
+        except Exception as error:  # noqa: BLE001
+            reason = describe(error)
+        os.write(results, json.dumps(reason).encode() + b"\n")
 
 
 def _limit_memory() -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
-        size = int(file.read().split()[0]) * resource.getpagesize()
+    statm = Path("/proc/self/statm").read_text(encoding="ascii")
+    size = int(statm.split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = size + MEMORY_LIMIT
     with suppress(ValueError):  # less is allowed already
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, most))
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT, most))

@@ -85,8 +85,8 @@ class ChatTemplate:
 
     def _given(self, chat: Sequence[Message]) -> list[Message]:
         """The messages in the form that the template reads."""
-        messages = [{**message, "content": self._content(message)} for message in chat]
-        if self._knows_developers or all(each["role"] != "developer" for each in messages):
+        messages: list[Message] = [{**m, "content": self._content(m)} for m in chat]
+        if self._knows_developers or all(m["role"] != "developer" for m in messages):
             return messages
         return list(_without_developers(messages))
 

@@ -81,5 +81,5 @@ def _suggested(files: ModelFiles | None) -> tuple[str, dict[str, Any]]:
     return source, suggested
 
 
-def _as_text(values: Mapping[str, Any]) -> str:
+def _as_text(values: Mapping[Any, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -11,7 +11,7 @@ from support.fake_job import fake_spec
 
 from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.arguments import INVARIANCE
-from batchllm_operator.errors import MissingLibraryError, SpecError
+from batchllm_operator.errors import MissingLibraryError
 
 
 def test_the_spec_chooses_the_engine() -> None:
@@ -38,30 +38,6 @@ def test_batch_invariance_is_asked_of_vllm_before_its_import(
     spec = fake_spec("/lake", engine={"backend": "vllm", "batch_invariant": asked})
     start_engine(spec, EngineJob(100))
     assert found == ["1" if asked else "0"]
-
-
-@pytest.mark.parametrize(
-    ("is_cuda", "known", "message"),
-    [
-        (False, True, "for NVIDIA GPUs, and this platform is tpu"),
-        (True, False, "this vLLM doesn't have it"),
-        (True, True, None),
-    ],
-)
-def test_batch_invariance_without_effect_is_refused(
-    is_cuda: bool, known: bool, message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = pytest.importorskip("batchllm_operator.engine.vllm.arguments")
-    platform = SimpleNamespace(is_cuda=lambda: is_cuda, is_cpu=lambda: False, device_name="tpu")
-    monkeypatch.setattr(arguments, "current_platform", platform)
-    variables = {INVARIANCE: None} if known else {}
-    monkeypatch.setattr(arguments, "envs", SimpleNamespace(environment_variables=variables))
-    spec = fake_spec("/lake", engine={"backend": "vllm", "batch_invariant": True})
-    if message is None:
-        arguments.engine_args(spec, 100)
-        return
-    with pytest.raises(SpecError, match=message):
-        arguments.engine_args(spec, 100)
 
 
 def test_a_failed_output_is_one_line() -> None:

@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +20,7 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     for name in (vllm_logs.LEVEL, vllm_logs._OURS, vllm_logs._STREAM):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-    for name in (*vllm_logs._EVERY_RUN, *vllm_logs._ON_CPU):
+    for name in vllm_logs._EVERY_RUN:
         monkeypatch.setattr(logging.getLogger(f"vllm.{name}"), "filters", [])
     return logging.getLogger("vllm.engine.arg_utils")
 
@@ -66,46 +64,6 @@ def test_warnings_for_developers_of_vllm_are_left_out_unless_enabled(
         for module in ("vllm.triton_utils.dispatcher", "mine"):
             warnings.warn_explicit("is deprecated", FutureWarning, "file", 1, module)
     assert len(shown) == (2 if options else 1)
-
-
-@pytest.mark.parametrize("is_allowed", [True, False])
-def test_memory_is_bound_only_where_the_system_allows_it(
-    is_allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ops = pytest.importorskip("vllm._custom_ops") and pytest.importorskip("torch").ops._C
-    called: list[object] = []
-    monkeypatch.setattr(ops, "init_cpu_memory_env", called.append)
-    monkeypatch.setattr(vllm_logs, "_may_bind_memory", lambda: is_allowed)
-    with vllm_logs.without_futile_binding():
-        ops.init_cpu_memory_env([0])
-    assert bool(called) is is_allowed
-    ops.init_cpu_memory_env([0])
-    assert called[-1] == [0]
-
-
-@pytest.mark.parametrize("is_cpu", [True, False])
-def test_what_a_cpu_cannot_do_is_left_out_there_alone(
-    is_cpu: bool, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: is_cpu))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    vllm_logs.configure_logs()
-    config = logging.getLogger("vllm.config.vllm")
-    text = "Enforce eager set, disabling torch.compile and CUDAGraphs."
-    assert passes(config, logging.WARNING, text) is not is_cpu
-    assert passes(config, logging.WARNING, "another")
-
-
-def test_what_ld_so_cannot_read_is_not_preloaded(tmp_path: Path) -> None:
-    broken = tmp_path / "with a space" / "libgomp.so"
-    broken.parent.mkdir()
-    broken.touch()
-    environment = {"LD_PRELOAD": f"{broken}:/lib/libfirst.so /lib/libsecond.so"}
-    vllm_logs.drop_broken_preloads(environment)
-    assert environment == {"LD_PRELOAD": "/lib/libfirst.so /lib/libsecond.so"}
-    vllm_logs.drop_broken_preloads(environment := {})
-    assert environment == {}
 
 
 def test_a_grammar_that_fails_for_each_row_logs_no_traceback(logger: logging.Logger) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from vllm import PoolingParams, SamplingParams
@@ -15,7 +16,6 @@ from batchllm_operator.answers.generated import REASONING_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.vllm.formats import structured_outputs
 from batchllm_operator.engine.vllm.logs import one_line
-from batchllm_operator.engine.vllm.reasoning import ReasoningSplitter
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec, ResponseFormat, SamplingSpec
 from batchllm_operator.spec.sections import MAX_SAMPLES
@@ -24,16 +24,12 @@ from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 _ENDS: Final = ("stop", "length")
 _SEEDS: Final = 1 << 64
 """Seeds are signed integers of 64 bits."""
-_POOLING_TASKS: Final = {"embed": "embed", "pool": "classify"}
-"""vLLM's names."""
 
 
 class VLLMAnswers:
     """vLLM's parameters of a job's requests, and its outputs as ours.
 
     Args:
-        spec: the job's.
-        job: the engine's work.
         splitter: takes reasoning and answer apart, if the job asks for it.
 
     Attributes:
@@ -160,40 +156,50 @@ def pooling_params(spec: JobSpec) -> PoolingParams:
     return PoolingParams(task="classify")
 
 
-def choose_scheduler(spec: JobSpec, config: Any) -> None:
-    """Leave a model without a KV cache, which ours plans, to vLLM's own scheduler.
+class ReasoningSplitter:
+    """Takes a model's reasoning and its answer apart, as vLLM's chat server does.
 
     Args:
-        config: vLLM's, which is changed.
-    """
-    if spec.is_pooled and config.model_config.attn_type == "encoder_only":
-        config.scheduler_config.scheduler_cls = None
-
-
-def check_pooling(spec: JobSpec, job: EngineJob, engine: Any) -> None:
-    """Refuse what the model can't, with vLLM's reason, before the first request.
-
-    Args:
-        engine: vLLM's `LLMEngine`.
+        spec: the job's, with a `model.reasoning_parser`.
+        engine: vLLM's.
 
     Raises:
-        SpecError: the model can't do the task or has no such dimensions, or its embeddings have
-            another size than planned.
+        SpecError: the parser doesn't suit the model.
     """
-    config = engine.vllm_config
-    task, known = _POOLING_TASKS[spec.task], engine.get_supported_tasks()
-    if task not in known:
-        raise SpecError(
-            f"task {spec.task}: vLLM can't on this model: it has the tasks {', '.join(known)}, not"
-            f" {task}"
+
+    def __init__(self, spec: JobSpec, engine: Any) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.parser import ParserManager
+
+        config, name = engine.vllm_config.model_config, spec.model.reasoning_parser
+        arguments = {"chat_template_kwargs": spec.prompt.chat_arguments, "model_config": config}
+        request = ChatCompletionRequest.model_validate(
+            {"messages": [{"role": "user", "content": ""}]}
         )
-    try:
-        pooling_params(spec).verify(config.model_config)
-    except ValueError as error:
-        raise SpecError(f"embedding: vLLM refuses it: {error}") from error
-    size = spec.embedding.dimensions or config.model_config.embedding_size
-    if job.answers.embedding_size not in (None, size):
-        raise SpecError(
-            f"model {spec.model.path}: its embeddings have {size} numbers here, but"
-            f" {job.answers.embedding_size} by the files that the plan has read"
+        try:
+            kind: Any = ParserManager.get_parser(
+                reasoning_parser_name=name, is_harmony=config.hf_config.model_type == "gpt_oss"
+            )
+            self._new_parser = partial(kind, engine.tokenizer, None, **arguments)
+            self._request: Any = self._new_parser().adjust_request(request)
+        # Parsers look for their tokens in the vocabulary, each with errors of its own.
+        except Exception as error:
+            raise SpecError(
+                f"model.reasoning_parser: vLLM's {name!r} doesn't suit this model:"
+                f" {one_line(error)}"
+            ) from error
+
+    def adjust(self, params: SamplingParams) -> None:
+        """Keep in the text of `params` what the parser reads, such as special tokens."""
+        params.skip_special_tokens = self._request.skip_special_tokens
+        params.spaces_between_special_tokens = self._request.spaces_between_special_tokens
+
+    def split(self, prompt_token_ids: list[int], completion: Any) -> tuple[str | None, str]:
+        """The reasoning, if there is any, and the answer of vLLM's finished completion."""
+        parser = self._new_parser()  # it has state
+        if hasattr(parser, "set_prompt_token_ids"):  # since vLLM 0.28 or later
+            parser.set_prompt_token_ids(prompt_token_ids)
+        reasoning, answer, _ = parser.parse(
+            completion.text, self._request, model_output_token_ids=completion.token_ids
         )
+        return reasoning, answer or ""

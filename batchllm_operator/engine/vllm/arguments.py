@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-from vllm import EngineArgs, envs
+from vllm.config import lora
 from vllm.platforms import current_platform
 
-from batchllm_operator.engine.arguments import INVARIANCE
 from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE
-from batchllm_operator.engine.vllm.adapters import adapter_args
-from batchllm_operator.engine.vllm.attention import attention_args
 from batchllm_operator.errors import SpecError
+from batchllm_operator.model import find_adapters
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
 _SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
 _GPU_MAX_NUM_SEQS: Final = 1024
+_MAX_GRAPH_SIZE: Final = 1024
+"""Requests of the largest captured decode step; as many run at once by default."""
+_MAX_LORAS: Final = 2
+"""Adapters in a step: rows of the next begin while the last ones of the one before end."""
 _ON_CPU: Final = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
@@ -36,13 +38,16 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         max_model_len: most tokens of a prompt with its output.
 
     Raises:
-        SpecError: `engine.attention` or `engine.batch_invariant` is for other platforms, or see
+        SpecError: `engine.attention` or `engine.batch_invariant` is for other platforms; or see
             `adapter_args`.
         ModelError: see `find_adapters`.
     """
     engine = spec.engine
-    if engine.batch_invariant:
-        _check_invariance()
+    if engine.batch_invariant and not current_platform.is_cuda():
+        raise SpecError(
+            "engine.batch_invariant: vLLM has it for NVIDIA GPUs, and this platform is"
+            f" {current_platform.device_name}; leave it out (dtype: float32 makes differences rare)"
+        )
     args: dict[str, Any] = {
         "model": spec.model.path,
         "revision": spec.model.revision,
@@ -70,18 +75,63 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
             args["enable_chunked_prefill"] = False  # there vLLM dies of a seeded prompt in pieces
     elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
         args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # an upper bound; memory decides
-    args |= attention_args(spec, inspect.signature(EngineArgs).parameters)
+    args |= attention_args(spec)
     return {name: value for name, value in args.items() if value is not None} | dict(
         engine.extra_args
     )
 
 
-def _check_invariance() -> None:
-    """Raise SpecError if vLLM has no kernels here whose sums don't depend on the batch."""
-    if INVARIANCE not in envs.environment_variables:
-        raise SpecError("engine.batch_invariant: this vLLM doesn't have it; install a newer one")
-    if not current_platform.is_cuda():
+def attention_args(spec: JobSpec) -> dict[str, Any]:
+    """The arguments that choose the spec's attention.
+
+    None on a CPU: vLLM has one backend there, which ours replaces.
+
+    Raises:
+        SpecError: vLLM's platform has no place for ours.
+    """
+    if spec.engine.attention == "stock" or current_platform.is_cpu():
+        return {}
+    if not current_platform.is_cuda_alike():
         raise SpecError(
-            "engine.batch_invariant: vLLM has it for NVIDIA GPUs, and this platform is"
-            f" {current_platform.device_name}; leave it out (dtype: float32 makes differences rare)"
+            "engine.attention: batchllm runs on CUDA, ROCm and CPU; on this platform take stock"
         )
+    given = spec.engine.extra_args
+    settings = AttentionSettings.from_additional_config(given.get("additional_config"))
+    args: dict[str, Any] = {"attention_backend": "CUSTOM"}
+    has_sizes = {"cudagraph_capture_sizes", "compilation_config"} & set(given)
+    if settings.decode_graphs and not has_sizes:  # vLLM's own limit is 512 on most GPUs
+        args["max_cudagraph_capture_size"] = _MAX_GRAPH_SIZE
+    return args
+
+
+def adapter_args(spec: JobSpec) -> dict[str, Any]:
+    """The arguments for a job's adapters.
+
+    Raises:
+        SpecError: one has more ranks than vLLM takes, or `extra_args` has too few slots for a CPU.
+        ModelError: see `find_adapters`.
+    """
+    adapters = find_adapters(spec.model)
+    if not adapters:
+        return {}
+    largest = max(adapters, key=lambda adapter: adapter.rank)
+    ranks = sorted(get_args(lora.MaxLoRARanks))
+    if largest.rank > ranks[-1]:
+        raise SpecError(
+            f"{largest.where}: has rank {largest.rank}, and vLLM takes at most {ranks[-1]}"
+        )
+    num_slots = min(len(adapters), _MAX_LORAS)
+    if current_platform.is_cpu():
+        # There vLLM adds the last slot's adapter to rows without one, so that slot stays empty.
+        num_slots, given = len(adapters) + 1, spec.engine.extra_args.get("max_loras")
+        if spec.model.adapter_column is not None and isinstance(given, int) and given < num_slots:
+            raise SpecError(
+                f"engine.extra_args: max_loras must be at least {num_slots} on a CPU, one more than"
+                " there are adapters: there vLLM adds the adapter in its last slot to rows without"
+                " one"
+            )
+    return {
+        "enable_lora": True,
+        "max_loras": num_slots,
+        "max_lora_rank": next(rank for rank in ranks if rank >= largest.rank),
+    }

@@ -21,13 +21,7 @@ from batchllm_operator.engine.protocol import (
     EngineOutput,
     EngineRequest,
 )
-from batchllm_operator.engine.vllm.logs import (
-    configure_logs,
-    drop_broken_preloads,
-    one_line,
-    without_futile_binding,
-    without_llvmlite,
-)
+from batchllm_operator.engine.vllm.logs import configure_logs, one_line, without_llvmlite
 from batchllm_operator.errors import EngineError, ModelError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
@@ -50,20 +44,16 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E4
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
-from batchllm_operator.engine.vllm.adapters import load_adapters  # noqa: E402
-from batchllm_operator.engine.vllm.answers import (  # noqa: E402
-    VLLMAnswers,
-    check_pooling,
-    choose_scheduler,
-)
+from batchllm_operator.engine.vllm.answers import ReasoningSplitter, VLLMAnswers  # noqa: E402
 from batchllm_operator.engine.vllm.arguments import engine_args  # noqa: E402
-from batchllm_operator.engine.vllm.attention import (  # noqa: E402
-    check_model,
-    start_attention,
-)
 from batchllm_operator.engine.vllm.formats import check_planned  # noqa: E402
 from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings  # noqa: E402
-from batchllm_operator.engine.vllm.reasoning import ReasoningSplitter, choose_parser  # noqa: E402
+from batchllm_operator.engine.vllm.start import (  # noqa: E402
+    check_pooling,
+    configure,
+    load_adapters,
+    start_attention,
+)
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
 
@@ -155,7 +145,6 @@ class VLLMEngine:
     def _start(self, spec: JobSpec, args: Mapping[str, Any], job: EngineJob) -> None:
         try:
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
-            drop_broken_preloads(os.environ)
             SchedulerSettings.from_additional_config(config.additional_config)
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
             raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
@@ -164,13 +153,11 @@ class VLLMEngine:
             if not spec.engine.extra_args:
                 raise EngineError(f"vLLM can't start: {one_line(error)}") from error
             raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
-        check_model(spec, config)
-        choose_scheduler(spec, config)
-        choose_parser(spec.model.reasoning_parser, config)
+        configure(spec, config)
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
         try:
-            with without_llvmlite(), without_futile_binding():
+            with without_llvmlite():
                 self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except SpecError:  # from our attention
             raise

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Final
-
-import yaml
 
 from batchllm_operator.answers.subschemas import parts, resolved
 from batchllm_operator.engine.limited import first_failure
@@ -111,23 +108,16 @@ def _advice(form: ResponseFormat, tokenizer: Any, config: StructuredOutputsConfi
 
 
 class _Compiler:
-    """Compiles response formats as vLLM's engine does for the first request.
-
-    Args:
-        tokenizer: the model's.
-        config: how vLLM is to compile.
-    """
+    """Compiles response formats as vLLM's engine does for the first request."""
 
     def __init__(self, tokenizer: Any, config: StructuredOutputsConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
-        self._backends: dict[str, Any] = {}
 
     def compile(self, form: ResponseFormat) -> None:
         """Compile a format. Raises whatever vLLM and its backends raise."""
         params = SamplingParams(structured_outputs=structured_outputs(form))
         model_config: Any = SimpleNamespace(is_diffusion=False)
-        with _yaml_as_it_is():
-            params._validate_structured_outputs(model_config, self._config, self._tokenizer)
+        params._validate_structured_outputs(model_config, self._config, self._tokenizer)
         outputs: Any = params.structured_outputs
         backend = self._backend(str(outputs._backend))
         if outputs._backend == "xgrammar" and isinstance(form, JsonSchemaFormat):
@@ -138,20 +128,15 @@ class _Compiler:
         if matcher is not None and (fault := matcher.get_error()):
             raise ValueError(fault)
 
+    @cache  # noqa: B019  for the parts of a schema, in a process that ends with them
     def _backend(self, name: str) -> Any:
-        if name not in self._backends:
-            module, kind = _BACKENDS[name]
-            backend = getattr(import_module(f"vllm.v1.structured_output.{module}"), kind)
-            self._backends[name] = backend(
-                SimpleNamespace(
-                    structured_outputs_config=self._config,
-                    model_config=None,
-                    speculative_config=None,
-                ),
-                tokenizer=self._tokenizer,
-                vocab_size=self._tokenizer.max_token_id + 1,
-            )
-        return self._backends[name]
+        module, kind = _BACKENDS[name]
+        backend = getattr(import_module(f"vllm.v1.structured_output.{module}"), kind)
+        config = SimpleNamespace(
+            structured_outputs_config=self._config, model_config=None, speculative_config=None
+        )
+        vocab_size = self._tokenizer.max_token_id + 1
+        return backend(config, tokenizer=self._tokenizer, vocab_size=vocab_size)
 
 
 def _check_patterns(schema: Mapping[str, Any]) -> None:
@@ -171,7 +156,7 @@ def _faulty_part(schema: Mapping[str, Any], compiler: _Compiler) -> tuple[str, s
     while True:
         inside = [("", {"type": "boolean"}), *parts(part)]  # the first: does the backend work?
         attempts: list[Callable[[], object]] = [
-            partial(compiler.compile, _alone(each)) for _, each in inside
+            partial(compiler.compile, _alone(inner)) for _, inner in inside
         ]
         failure = first_failure(attempts, _PART_LIMIT_S, one_line)
         if failure is None or failure[0] == 0:
@@ -185,13 +170,3 @@ def _faulty_part(schema: Mapping[str, Any], compiler: _Compiler) -> tuple[str, s
 def _alone(part: Any) -> JsonSchemaFormat:
     schema = {"type": "object", "properties": {"value": part}, "required": ["value"]}
     return JsonSchemaFormat(type="json_schema", json_schema=json.dumps(schema))
-
-
-@contextmanager
-def _yaml_as_it_is() -> Iterator[None]:
-    """Undo what lm-format-enforcer, which vLLM imports, does to PyYAML: dates become texts."""
-    known = dict(yaml.SafeLoader.yaml_constructors)
-    try:
-        yield
-    finally:
-        yaml.SafeLoader.yaml_constructors.update(known)

@@ -5,15 +5,13 @@ Imported before vLLM, which reads the environment when it is imported.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 LEVEL: Final = "VLLM_LOGGING_LEVEL"
 _OURS: Final = "BATCHLLM_VLLM_LOGGING_LEVEL"
@@ -26,30 +24,27 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     "v1.core.sched.scheduler": ("Using custom scheduler class",),
     "config.scheduler": ("Using custom scheduler class",),
     "v1.engine.input_processor": ("Passing raw prompts to InputProcessor is deprecated",),
-    # Limits of CPUs, and hints to make them faster.
-    "triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
-    "platforms.cpu": (
-        "Triton is not installed. triton-cpu is expected",
-        "Reset SSM cache type to float32",  # of Mamba's layers; logged for all models
-    ),
-    # A model that is stored in one type and computed in another: engine.dtype, or vLLM's default.
-    "model_executor.models.utils": ("Attempted to load weight %s with dtype",),
-    "v1.worker.cpu_worker": (
-        "%s is not found in LD_PRELOAD",
-        "CPU backend doesn't allow to use `torch.set_num_threads`",
-    ),
-}
-"""Warnings of every run that users can't avoid: loggers below `vllm`, and the beginnings of their
-messages. A message that vLLM rewords just appears again."""
-_ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
-    "model_executor.layers.utils": ("Failed to create oneDNN linear",),
+    # Limits of CPUs, and hints to make them faster; on a GPU they follow from the user's settings.
     "config.vllm": (
         "Enforce eager set, disabling torch.compile",
         "Inductor compilation was disabled by user settings",
         "Model Runner V2 requires Triton",
     ),
+    "model_executor.layers.utils": ("Failed to create oneDNN linear",),
+    "platforms.cpu": (
+        "Triton is not installed. triton-cpu is expected",
+        "Reset SSM cache type to float32",  # of Mamba's layers; logged for all models
+    ),
+    "triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
+    "v1.worker.cpu_worker": (
+        "%s is not found in LD_PRELOAD",
+        "CPU backend doesn't allow to use `torch.set_num_threads`",
+    ),
+    # A model that is stored in one type and computed in another: engine.dtype, or vLLM's default.
+    "model_executor.models.utils": ("Attempted to load weight %s with dtype",),
 }
-"""The same on a CPU. On a GPU they follow from the user's settings."""
+"""Warnings of every run that users can't avoid: loggers below `vllm`, and the beginnings of their
+messages. A message that vLLM rewords just appears again."""
 
 
 def configure_logs() -> None:
@@ -63,8 +58,6 @@ def configure_logs() -> None:
     logging.getLogger("vllm.v1.structured_output").addFilter(_without_traceback)
     for name, starts in _EVERY_RUN.items():
         logging.getLogger(f"vllm.{name}").addFilter(_without(starts))
-    for name, starts in _ON_CPU.items():
-        logging.getLogger(f"vllm.{name}").addFilter(_without(starts, on_cpu_only=True))
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
@@ -75,32 +68,9 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _without(
-    starts: tuple[str, ...], *, on_cpu_only: bool = False
-) -> Callable[[logging.LogRecord], bool]:
+def _without(starts: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
     """A filter of warnings that begin like this."""
-
-    def passes(record: logging.LogRecord) -> bool:
-        text = record.msg if record.levelno <= logging.WARNING else None
-        if not (isinstance(text, str) and text.startswith(starts)):
-            return True
-        from vllm.platforms import current_platform  # known only once vLLM is imported
-
-        return on_cpu_only and not current_platform.is_cpu()
-
-    return passes
-
-
-def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:
-    """Remove libraries from LD_PRELOAD whose path has a space.
-
-    vLLM's CPU platform adds the environment's own for processes that it starts. ld.so splits the
-    list at spaces, so each of these processes would print errors.
-    """
-    paths = environment.get("LD_PRELOAD", "").split(":")
-    kept = [path for path in paths if " " not in path or not Path(path).exists()]
-    if kept != paths:
-        environment["LD_PRELOAD"] = ":".join(kept)
+    return lambda record: record.levelno > logging.WARNING or not str(record.msg).startswith(starts)
 
 
 @contextmanager
@@ -117,38 +87,6 @@ def without_llvmlite() -> Iterator[None]:
     finally:
         if module is not None:
             sys.modules[name] = module
-
-
-@contextmanager
-def without_futile_binding() -> Iterator[None]:
-    """Keep vLLM on CPU from binding memory inside the context, where the system forbids it.
-
-    Containers do by default. The binding would fail without harm, but libnuma prints that.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or _may_bind_memory():
-        yield
-        return
-    import torch
-    import vllm._custom_ops  # noqa: F401  loads the operator
-
-    operators: Any = torch.ops._C
-    before = operators.init_cpu_memory_env
-    operators.init_cpu_memory_env = lambda nodes: None
-    try:
-        yield
-    finally:
-        operators.init_cpu_memory_env = before
-
-
-def _may_bind_memory() -> bool:
-    try:
-        libnuma = ctypes.CDLL("libnuma.so.1")
-    except OSError:  # then vLLM doesn't use it
-        return True
-    nothing = ctypes.c_ulong(0)
-    return bool(libnuma.get_mempolicy(None, None, nothing, None, nothing) == 0)
 
 
 def one_line(error: BaseException) -> str:
