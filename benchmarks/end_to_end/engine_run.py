@@ -45,16 +45,9 @@ from benchmarks.workloads import WORKLOADS, scaled, shrunk
 _TINY_KV_BYTES: Final = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUp:
-    """At most so many requests, with at most so many output tokens each."""
-
-    requests: int
-    output_tokens: int
-
-
-ENGINE_WARM_UP: Final = WarmUp(512, 32)
-WORKLOAD_WARM_UP: Final = WarmUp(64, 8)
+ENGINE_WARM_UP: Final = (512, 32)
+"""At most so many requests, with at most so many output tokens each."""
+WORKLOAD_WARM_UP: Final = (64, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +85,7 @@ class Task:
 class Profiles:
     """Remembers the device's profile from one workload to the next."""
 
-    def __init__(self) -> None:
-        self.profile: DeviceProfile | None = None
+    profile: DeviceProfile | None = None
 
     def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
         """The one that was kept, if it is of this subject."""
@@ -213,9 +205,9 @@ class _Session(ABC):
         size = self._facts["block_size"]
         return make_requests(prompts.tokens, self._policy.order, prompts.output_tokens, size)
 
-    def _warm_up(self, planned: PlannedRequests, limits: WarmUp, output_tokens: int) -> None:
-        requests = warm_up_requests(planned.requests, limits.requests)
-        output_tokens = min(limits.output_tokens, output_tokens)
+    def _warm_up(self, planned: PlannedRequests, most: tuple[int, int], output_tokens: int) -> None:
+        requests = warm_up_requests(planned.requests, most[0])
+        output_tokens = min(most[1], output_tokens)
         few = replace(planned, requests=requests, num_output_tokens=output_tokens * len(requests))
         self._generate(few, output_tokens)
 
@@ -258,6 +250,8 @@ class _EngineSession(_Session):
     """Through the engine that jobs use."""
 
     def __init__(self, task: Task) -> None:
+        from vllm.platforms import current_platform
+
         from batchllm_operator.engine.vllm.engine import VLLMEngine  # says how vLLM is imported
 
         super().__init__(task)
@@ -269,13 +263,14 @@ class _EngineSession(_Session):
         core = self._engine.llm_engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._log = StepLog(core.scheduler)
-        config = self._engine.llm_engine.vllm_config
+        engine = self._engine.llm_engine
         self._facts = provenance() | {
             "num_kv_blocks": self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
-            "attention": _attention_backends(self._engine.llm_engine),
-            **_config_facts(config),
+            # Classes of the layers' backends, with FlashAttention's version.
+            "attention": sorted(set(engine.collective_rpc(_backends_of_worker)[0])),
+            **_config_facts(engine.vllm_config),
         }
-        self._facts["doubts"] = baseline_doubts(self._facts, current_platform_is_cuda())
+        self._facts["doubts"] = baseline_doubts(self._facts, current_platform.is_cuda())
 
     def close(self) -> None:
         self._engine.close()
@@ -335,9 +330,8 @@ class _LLMSession(_Session):
         params = SamplingParams(
             max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        prompts = [
-            TokensPrompt(prompt_token_ids=each.prompt_token_ids) for each in planned.requests
-        ]
+        ids = [request.prompt_token_ids for request in planned.requests]
+        prompts = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in ids]
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache can't be emptied")
         started_at = time.perf_counter()
@@ -349,15 +343,10 @@ class _LLMSession(_Session):
         num_cached = sum(each.num_cached_tokens or 0 for each in outputs)
         return {
             "generate_s": round(generate_s, 4),
-            "admission_s": None,
-            "tecd_s": None,
             "num_prefill_tokens": planned.num_prompt_tokens - num_cached,
-            "num_steps": None,
-            "valley_steps": None,
-            "preemptions": None,
             "chunk_size": self._facts["max_num_batched_tokens"],
-            "profile": None,
-            "steps": None,
+            **dict.fromkeys(("admission_s", "tecd_s", "num_steps", "valley_steps")),
+            **dict.fromkeys(("preemptions", "profile", "steps")),
         }
 
 
@@ -373,13 +362,6 @@ def _config_facts(config: Any) -> dict[str, Any]:
         "max_captured_tokens": config.compilation_config.max_cudagraph_capture_size,
         "v2_model_runner": bool(getattr(config, "use_v2_model_runner", False)),
     }
-
-
-def current_platform_is_cuda() -> bool:
-    """Whether vLLM runs on NVIDIA's GPUs here."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda())
 
 
 def baseline_doubts(facts: Mapping[str, Any], is_cuda: bool) -> list[str]:
@@ -430,11 +412,6 @@ def _check_cascade() -> None:
     has_it = hasattr(AttentionMetadataBuilder, "use_cascade_attention")
     if not has_it or not current_platform.is_cuda_alike():
         raise RuntimeError(NO_CASCADE)
-
-
-def _attention_backends(engine: Any) -> list[str]:
-    """Classes of the attention backends that layers have, with FlashAttention's version."""
-    return sorted(set(engine.collective_rpc(_backends_of_worker)[0]))
 
 
 def _backends_of_worker(worker: Any) -> list[str]:

@@ -14,11 +14,16 @@ from typing import Any, Final
 
 from benchmarks.workloads import WORKLOADS, longest_tokens, shrunk
 
-_COMMON: Final = {"hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1}
-
+_COMMON: Final = {
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "Mistral-7B": _COMMON
-    | {
+    "Mistral-7B": {
+        **_COMMON,
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "hidden_size": 4096,
@@ -31,12 +36,10 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "max_position_embeddings": 32768,
         "sliding_window": None,
         "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "eos_token_id": 2,
     },
-    "Qwen2-7B": _COMMON
-    | {
+    "Qwen2-7B": {
+        **_COMMON,
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "hidden_size": 3584,
@@ -49,11 +52,10 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "use_sliding_window": False,
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "eos_token_id": 151643,
     },
-    "Llama-3-8B": _COMMON
-    | {
+    "Llama-3-8B": {
+        **_COMMON,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 4096,
@@ -64,8 +66,6 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
         "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "eos_token_id": 128001,
     },
 }

@@ -15,8 +15,8 @@ class Policy:
     """How prompts are ordered, and which parts of the engine are ours."""
 
     name: str
-    about: str
     order: Order
+    """Rows in random order, sorted by their prompts, or planned."""
     scheduler: Literal["stock", "batchllm"] = "stock"
     attention: Literal["stock", "batchllm"] = "stock"
     extra_args: Mapping[str, Any] = field(default_factory=dict)
@@ -27,10 +27,6 @@ class Policy:
     """Who feeds vLLM: the engine that jobs use, or vLLM's class `LLM`."""
     simulated_as: str | None = None
     """The simulator's policy of the same behaviour, if it has one."""
-
-    @property
-    def is_ours(self) -> bool:
-        return self.scheduler == "batchllm"
 
 
 SETTINGS: Final[Mapping[str, Mapping[str, int]]] = {
@@ -46,66 +42,36 @@ TINY_SETTINGS: Final[Mapping[str, Mapping[str, int]]] = {
 MOST_CAPTURED: Final = 1024
 """Tokens of the largest CUDA graph, of every policy: as many as requests run at a time."""
 _BOTH: Final = tuple(SETTINGS)
+_OURS: Final[dict[str, Any]] = {"order": "plan", "scheduler": "batchllm"}
 POLICIES: Final[Mapping[str, Policy]] = {
     policy.name: policy
     for policy in (
-        Policy(
-            "stock_as_given",
-            "vLLM as it is, rows in random order",
-            "as_given",
-            settings=_BOTH,
-            simulated_as="stock_shuffled",
-        ),
-        Policy(
-            "stock_sorted",
-            "vLLM as it is, rows sorted by their prompts",
-            "sorted",
-            settings=_BOTH,
-            simulated_as="stock_sorted",
-        ),
-        Policy(
+        Policy("stock_as_given", "as_given", settings=_BOTH, simulated_as="stock_shuffled"),
+        Policy("stock_sorted", "sorted", settings=_BOTH, simulated_as="stock_sorted"),
+        Policy(  # vLLM's cascade attention (one prefix for all of a step), where it runs
             "stock_cascade",
-            "sorted, with vLLM's cascade attention (one prefix for all of a step), where it runs",
             "sorted",
             settings=_BOTH,
             extra_args={"disable_cascade_attn": False},
             environment={"VLLM_USE_V2_MODEL_RUNNER": "0"},
         ),
-        Policy(
+        Policy(  # through vLLM's own class LLM, with its engine in a process of its own
             "stock_llm",
-            "sorted, through vLLM's own class LLM, with its engine in a process of its own",
             "sorted",
             front_end="llm",
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         ),
-        Policy(
-            "batchllm_stock_attention",
-            "our plan and scheduler, with vLLM's attention",
-            "plan",
-            scheduler="batchllm",
-            simulated_as="batchllm_stock_attention",
-        ),
-        Policy(
-            "batchllm",
-            "our plan, scheduler and attention",
-            "plan",
-            scheduler="batchllm",
-            attention="batchllm",
-            simulated_as="batchllm",
-        ),
-        Policy(
+        Policy("batchllm_stock_attention", **_OURS, simulated_as="batchllm_stock_attention"),
+        Policy("batchllm", **_OURS, attention="batchllm", simulated_as="batchllm"),
+        Policy(  # full CUDA graphs of decode steps include our attention
             "batchllm_graphs",
-            "our plan, scheduler and attention, which full CUDA graphs of decode steps include",
-            "plan",
-            scheduler="batchllm",
+            **_OURS,
             attention="batchllm",
             extra_args={"additional_config": {"batchllm_attention": {"decode_graphs": True}}},
         ),
-        Policy(
+        Policy(  # without even pacing of prefill, with vLLM's attention
             "batchllm_unpaced",
-            "our plan and scheduler without even pacing of prefill, with vLLM's attention",
-            "plan",
-            scheduler="batchllm",
+            **_OURS,
             extra_args={"additional_config": {"batchllm": {"pace": False}}},
         ),
     )

@@ -1,7 +1,7 @@
 """Where the time of some engine steps goes, by kernel: the torch profiler over the midst of a run.
 
 python -m benchmarks.end_to_end.profile_steps batchllm case_1
-python -m benchmarks.end_to_end.profile_steps stock_sorted case_1 --first 150 --steps 20
+python -m benchmarks.end_to_end.profile_steps stock_sorted case_1 --steps 40
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from batchllm_operator.engine import EngineJob
 from batchllm_operator.spec import SamplingSpec
@@ -18,102 +18,25 @@ from benchmarks.end_to_end.engine_run import Profiles, Prompts, Task, make_spec,
 from benchmarks.end_to_end.models import MODELS, max_model_len
 from benchmarks.end_to_end.policies import POLICIES, SETTINGS
 from benchmarks.end_to_end.requests import make_requests
+from benchmarks.end_to_end.step_log import StepLog
 from benchmarks.provenance import print_last_line, provenance
 from benchmarks.workloads import WORKLOADS, least_prefill_tokens
+
+if TYPE_CHECKING:
+    from batchllm_operator.engine.vllm.engine import VLLMEngine
 
 _MOST_ROWS = 25
 
 
-class StepProfiler:
-    """Profiles some steps of a scheduler's run, from the first one after so many tokens.
-
-    Args:
-        scheduler: of vLLM's engine core in this process; its `schedule` is replaced.
-        after_tokens: that steps have to have had before.
-        num_steps: how many to profile; fewer, if the run ends before.
-    """
-
-    def __init__(self, scheduler: Any, after_tokens: int, num_steps: int) -> None:
-        from torch import cuda
-        from torch.profiler import ProfilerActivity, profile
-
-        self._on_gpu = cuda.is_available()
-        activities = [ProfilerActivity.CPU]
-        if self._on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
-        self._schedule = scheduler.schedule
-        self._left = after_tokens
-        self._most_steps = num_steps
-        self._state: Literal["before", "on", "after"] = "before"
-        self.num_tokens: list[int] = []
-        """Of each step that was profiled."""
-        scheduler.schedule = self._noted
-
-    def _noted(self, *args: Any, **kwargs: Any) -> Any:
-        if self._state == "before" and self._left <= 0:
-            self._synchronize()
-            self._profile.start()
-            self._state = "on"
-        elif self._state == "on" and len(self.num_tokens) == self._most_steps:
-            self.stop()
-        output = self._schedule(*args, **kwargs)
-        num_tokens = output.total_num_scheduled_tokens
-        self._left -= num_tokens
-        if self._state == "on" and num_tokens:
-            self.num_tokens.append(num_tokens)
-        return output
-
-    def stop(self) -> None:
-        """End it, if it is on."""
-        if self._state == "on":
-            self._synchronize()
-            self._profile.stop()
-            self._state = "after"
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            from torch import cuda
-
-            cuda.synchronize()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Kernels (operators on a CPU) by time, the longest first.
-
-        Raises:
-            RuntimeError: no step was profiled.
-        """
-        self.stop()
-        if not self.num_tokens:
-            raise RuntimeError("the run ended before a step was profiled")
-        from torch.autograd import DeviceType
-
-        kind = DeviceType.CUDA if self._on_gpu else DeviceType.CPU
-        name = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-        events = [
-            each
-            for each in self._profile.key_averages()
-            if each.device_type == kind and not each.is_user_annotation
-        ]
-        found = sorted(((getattr(each, name), each) for each in events), key=lambda pair: -pair[0])
-        total = sum(time for time, _ in found) or 1.0
-        return [
-            {
-                "name": each.key[:120],
-                "calls": each.count,
-                "ms_per_step": round(time / 1e3 / len(self.num_tokens), 4),
-                "share": round(time / total, 4),
-            }
-            for time, each in found[:_MOST_ROWS]
-        ]
-
-
 def profile_run(task: Task, workload: str, num_steps: int) -> dict[str, Any]:
-    """Run a workload, and profile steps after a third of its prefill."""
+    """Run a workload, and profile steps after a third of its prefill.
+
+    Raises:
+        RuntimeError: the run ended before a step was profiled.
+    """
     from batchllm_operator.engine.vllm.engine import VLLMEngine
 
-    prompts = Prompts.of(task, workload)
-    profiles = Profiles()
+    prompts, profiles = Prompts.of(task, workload), Profiles()
     engine = VLLMEngine(make_spec(task), EngineJob(max_model_len(task.model), profiles=profiles))
     try:
         block_size = int(engine.llm_engine.vllm_config.cache_config.block_size)
@@ -121,15 +44,53 @@ def profile_run(task: Task, workload: str, num_steps: int) -> dict[str, Any]:
         planned = make_requests(prompts.tokens, order, prompts.output_tokens, block_size)
         job = EngineJob(1, num_requests=len(planned.requests), profiles=profiles)
         engine.begin(job, SamplingSpec(max_tokens=prompts.output_tokens, ignore_eos=True))
-        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        log = StepLog(engine.llm_engine.engine_core.engine_core.scheduler)
+        log.start()
+        for request in planned.requests:
+            engine.add(request)
         third = least_prefill_tokens(workload_shape(task, workload)) // 3
-        profiler = StepProfiler(scheduler, third, num_steps)
-        for _ in engine.stream(iter(planned.requests)):
-            pass
-        rows = profiler.rows()
-        return {"num_tokens": profiler.num_tokens, "kernels": rows}
+        while log.stop().num_tokens.sum() < third:
+            engine.step()
+        log.start()
+        kernels = _profiled(engine, num_steps)
+        return {"num_tokens": log.stop().num_tokens.tolist(), "kernels": kernels}
     finally:
         engine.close()
+
+
+def _profiled(engine: VLLMEngine, num_steps: int) -> list[dict[str, Any]]:
+    """Kernels (operators on a CPU) of the next steps by time, the longest first."""
+    from torch import cuda
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu, num_profiled = cuda.is_available(), 0
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        while num_profiled < num_steps and engine.llm_engine.has_unfinished_requests():
+            engine.step()
+            num_profiled += 1
+        if on_gpu:
+            cuda.synchronize()
+    if not num_profiled:
+        raise RuntimeError("the run ended before a step was profiled")
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = [
+        (getattr(event, name), event)
+        for event in profiler.key_averages()
+        if event.device_type == kind and not event.is_user_annotation
+    ]
+    total = sum(time for time, _ in events) or 1.0
+    return [
+        {
+            "name": event.key[:120],
+            "calls": event.count,
+            "ms_per_step": round(time / 1e3 / num_profiled, 4),
+            "share": round(time / total, 4),
+        }
+        for time, event in sorted(events, key=lambda pair: -pair[0])[:_MOST_ROWS]
+    ]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
+
+_COLUMNS: Final = {
+    **dict.fromkeys(("begin_s", "done_s"), np.float64),
+    **dict.fromkeys(("num_tokens", "num_requests", "num_waiting", "num_preempted"), np.int64),
+    "kv_usage": np.float64,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,31 +65,14 @@ class Steps:
 
     def to_json(self) -> dict[str, Any]:
         """Columns by name, for a plot of tokens over time (the paper's Figs. 2 and 6)."""
-        return {
-            "begin_s": np.round(self.begin_s, 4).tolist(),
-            "done_s": np.round(self.done_s, 4).tolist(),
-            "num_tokens": self.num_tokens.tolist(),
-            "num_requests": self.num_requests.tolist(),
-            "num_waiting": self.num_waiting.tolist(),
-            "num_preempted": self.num_preempted.tolist(),
-            "kv_usage": np.round(self.kv_usage, 3).tolist(),
-            "end_s": round(self.end_s, 4),
-        }
+        columns = {name: np.round(getattr(self, name), 4).tolist() for name in _COLUMNS}
+        return columns | {"end_s": round(self.end_s, 4)}
 
     @classmethod
     def from_json(cls, columns: dict[str, Any]) -> Steps:
         """What `to_json` made."""
-        return cls(
-            **{
-                name: np.array(columns[name], dtype=np.float64)
-                for name in ("begin_s", "done_s", "kv_usage")
-            },
-            end_s=float(columns["end_s"]),
-            **{
-                name: np.array(columns[name], dtype=np.int64)
-                for name in ("num_tokens", "num_requests", "num_waiting", "num_preempted")
-            },
-        )
+        arrays: Any = {name: np.array(columns[name], kind) for name, kind in _COLUMNS.items()}
+        return cls(**arrays, end_s=float(columns["end_s"]))
 
 
 class StepLog:
@@ -113,19 +102,8 @@ class StepLog:
         end_s = time.perf_counter() - self._started_at
         for row in self._open.values():
             row[1] = end_s
-        begin_s, done_s, num_tokens, num_requests, num_waiting, num_preempted, kv_usage = (
-            list(zip(*self._rows, strict=True)) or [()] * 7
-        )
-        return Steps(
-            begin_s=np.array(begin_s, dtype=np.float64),
-            done_s=np.array(done_s, dtype=np.float64),
-            num_tokens=np.array(num_tokens, dtype=np.int64),
-            num_requests=np.array(num_requests, dtype=np.int64),
-            num_waiting=np.array(num_waiting, dtype=np.int64),
-            num_preempted=np.array(num_preempted, dtype=np.int64),
-            kv_usage=np.array(kv_usage, dtype=np.float64),
-            end_s=end_s,
-        )
+        columns = list(zip(*self._rows, strict=True)) or [()] * len(_COLUMNS)
+        return Steps.from_json({**dict(zip(_COLUMNS, columns, strict=True)), "end_s": end_s})
 
     def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
         begin_s = time.perf_counter() - self._started_at

@@ -30,17 +30,13 @@ _LEAST_SPEEDUPS: Final[Mapping[str, Mapping[str, float]]] = {
     "no_sharing": {"sorted": 0.98},
 }
 _SAME: Final = (
-    "model",
-    "num_requests",
-    "num_prompt_tokens",
-    "num_output_tokens",
-    "seed",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "attention",
-    "cuda_graphs",
-    "async_scheduling",
+    *("model", "num_requests", "num_prompt_tokens", "num_output_tokens", "seed"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("attention", "cuda_graphs", "async_scheduling"),
+)
+_MEDIANS: Final = (
+    *("requests_per_s", "total_s", "tecd_s", "plan_s", "saving_ratio"),
+    *("num_steps", "valley_steps", "preemptions"),
 )
 _MOST_PLANNING: Final = 0.01  # of the whole
 
@@ -73,37 +69,29 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> list[Summary]:
     Raises:
         ValueError: rows that would be put together differ in what was run.
     """
-    found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        found[row["workload"], row["policy"], row["settings"]].append(row)
+        groups[row["workload"], row["policy"], row["settings"]].append(row)
     summaries = []
-    for key, alike in found.items():
+    for key, alike in groups.items():
         for name in _SAME:
             if len({json.dumps(row[name]) for row in alike}) > 1:
                 raise ValueError(f"{' '.join(key)}: rows differ in {name}")
-        speeds = [row["requests_per_s"] for row in alike]
-
-        def median(name: str, alike: Sequence[Mapping[str, Any]] = alike) -> Any:
-            values = [row[name] for row in alike]
-            return None if None in values else statistics.median(values)
-
-        summaries.append(
-            Summary(
-                *key,
-                repetitions=len(alike),
-                num_requests=alike[0]["num_requests"],
-                requests_per_s=median("requests_per_s"),
-                least_requests_per_s=min(speeds),
-                most_requests_per_s=max(speeds),
-                total_s=median("total_s"),
-                tecd_s=median("tecd_s"),
-                plan_s=median("plan_s"),
-                saving_ratio=median("saving_ratio"),
-                num_steps=median("num_steps"),
-                valley_steps=median("valley_steps"),
-                preemptions=median("preemptions"),
-            )
+        values = {name: [row[name] for row in alike] for name in _MEDIANS}
+        medians: dict[str, Any] = {
+            name: None if None in numbers else statistics.median(numbers)
+            for name, numbers in values.items()
+        }
+        speeds = values["requests_per_s"]
+        summary = Summary(
+            *key,
+            repetitions=len(alike),
+            num_requests=alike[0]["num_requests"],
+            least_requests_per_s=min(speeds),
+            most_requests_per_s=max(speeds),
+            **medians,
         )
+        summaries.append(summary)
     return summaries
 
 
@@ -182,11 +170,8 @@ def targets(
                     }
                 )
     for policy in OURS:
-        shares = [
-            (each.plan_s / each.total_s, each.workload)
-            for each in summaries
-            if each.policy == policy
-        ]
+        ours_only = [summary for summary in summaries if summary.policy == policy]
+        shares = [(each.plan_s / each.total_s, each.workload) for each in ours_only]
         share, worst = max(shares, default=(None, None))
         listed.append(
             {
@@ -194,7 +179,7 @@ def targets(
                 "policy": policy,
                 "reach": _MOST_PLANNING,
                 "measured": None if share is None else round(share, 5),
-                "repetitions": sum(each.policy == policy for each in summaries),
+                "repetitions": len(ours_only),
                 "baseline": worst,
                 "baselines_missing": [],
                 "is_met": None if share is None else share < _MOST_PLANNING,
