@@ -10,5 +10,7 @@ from batchllm_operator.model.files import folder_digest as folder_digest
 from batchllm_operator.model.length import choose_length as choose_length
 from batchllm_operator.model.length import find_length as find_length
 from batchllm_operator.model.sampling import with_models_sampling as with_models_sampling
-from batchllm_operator.model.tokenizer import TransformersTokenizer as TransformersTokenizer
+from batchllm_operator.model.tokenizer import copy_backend as copy_backend
+from batchllm_operator.model.tokenizer import fingerprint_of as fingerprint_of
+from batchllm_operator.model.tokenizer import load_pretrained as load_pretrained
 from batchllm_operator.model.weights import check_weights as check_weights

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from batchllm_operator.amounts import first_of
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model.files import ModelFiles, cached_folder, folder_digest, one_line
-from batchllm_operator.model.tokenizer import fingerprint
+from batchllm_operator.model.tokenizer import without_limits
 from batchllm_operator.model.weights import check_adapter_weights, weight_shapes
 from batchllm_operator.spec import ModelSpec
 
@@ -190,9 +190,9 @@ def _check_tokenizer(own: ModelFiles, model: ModelFiles, *, chat: bool) -> None:
                 f" {first_of([*map(repr, new)], _MOST_NAMED)}; merge it into a model that has"
                 " them, and use that as model.path"
             )
-    prints = {fingerprint(known.to_str()) for known in tokenizers if known is not None}
+    known = {without_limits(tokenizer) for tokenizer in tokenizers if tokenizer is not None}
     is_other = {  # one alone has nothing to differ from
-        "tokenizer": len(prints) == 2,
+        "tokenizer": len(known) == 2,
         "chat template": chat and _template(own) not in (None, _template(model)),
     }
     if any(is_other.values()):

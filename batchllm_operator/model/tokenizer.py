@@ -1,107 +1,25 @@
-"""Any model's tokenizer, loaded and called by transformers, with its chat template."""
+"""A model's tokenizer, as transformers loads it; what identifies it, and what it is made of."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from typing import Any, Final
 
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model.chat_template import ChatTemplate
 from batchllm_operator.model.files import ModelFiles, one_line, pointer_fault
-from batchllm_operator.spec import ModelSpec, PromptSpec
+from batchllm_operator.spec import ModelSpec
 
 _CONFIG_FILE: Final = "config.json"
 _MISTRAL_FILE: Final = "tekken.json"
 _TOKENIZERS: Final = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
 
 
-class TransformersTokenizer:
-    """The tokenizer of a model.
-
-    Args:
-        prompt: the spec's, which says whether prompts go through the model's chat template.
-        files: the model's.
-        ds: the partition, for chat templates that ask for the date.
-
-    Attributes:
-        chat: the chat template; None if prompts don't go through it.
-        backend: a copy of what its call passes its texts to, set not to cut or pad; None if the
-            call does more than that.
-        fingerprint: changes when the tokenizer, or a chat template that is used, does.
-        config: the model's configuration.
-        commit: the hub's commit; None for a folder.
-
-    Raises:
-        ModelError: the tokenizer can't be loaded, or has no chat template.
-    """
-
-    def __init__(self, model: ModelSpec, prompt: PromptSpec, files: ModelFiles, ds: str) -> None:
-        self._tokenizer, self.config = _load(model, files)
-        self.chat: ChatTemplate | None = None
-        template = ""
-        if prompt.chat_template:
-            self.chat = ChatTemplate(self._tokenizer, model.path, ds, prompt)
-            template = json.dumps(self._tokenizer.chat_template)
-        self.backend = _copy_backend(self._tokenizer)
-        # Before encoding, which changes the tokenizer's own JSON.
-        self.fingerprint = self._fingerprint(template)
-        self.commit: str | None = getattr(self.config, "_commit_hash", None)
-
-    def vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return vocabulary
-
-    def added_tokens(self) -> dict[str, bool]:
-        """Tokens beside the model's own vocabulary, and whether they are special."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        tokens = {token.content: bool(token.special) for token in added}
-        return tokens | dict.fromkeys(map(str, self._tokenizer.all_special_tokens), True)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text; a chat template adds its special tokens itself."""
-        # verbose=False: the caller checks the lengths.
-        encoded = self._tokenizer(
-            list(texts),
-            add_special_tokens=self.chat is None,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids)))
-
-    def _fingerprint(self, chat_template: str) -> str:
-        """By the backend, or by class and vocabulary without one."""
-        special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
-        if self._tokenizer.is_fast:
-            return fingerprint(self._tokenizer.backend_tokenizer.to_str(), special, chat_template)
-        kind, vocabulary = type(self._tokenizer).__name__, self._tokenizer.get_vocab()
-        return _digest(kind, json.dumps(vocabulary, sort_keys=True), special, chat_template)
-
-
-def fingerprint(backend: str, *more: str) -> str:
-    """A digest of a backend's JSON, and of all else that a tokenizer's ids depend on."""
-    content = json.loads(backend)
-    # Each call that encodes sets these; prompts are never cut or padded here.
-    content.pop("truncation", None)
-    content.pop("padding", None)
-    return _digest(json.dumps(content, sort_keys=True), *more)
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _load(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
-    """The tokenizer and the configuration of a model.
+def load_pretrained(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
+    """The tokenizer and the configuration of a model, of transformers' classes.
 
     Raises:
         ModelError: they can't be loaded.
@@ -152,7 +70,11 @@ def _check_format(files: ModelFiles) -> None:
             raise ModelError(f"{files.where}: its {name} {fault}")
 
 
-def _copy_backend(tokenizer: Any) -> Backend | None:
+def copy_backend(tokenizer: Any) -> Tokenizer | None:
+    """What the call of transformers' tokenizer passes its texts to, set not to cut or pad.
+
+    None if the call does more than that.
+    """
     kind = type(tokenizer)
     if not tokenizer.is_fast or kind.__module__.partition(".")[0] != "transformers":
         return None
@@ -164,8 +86,32 @@ def _copy_backend(tokenizer: Any) -> Backend | None:
     )
     if not is_usual or hasattr(tokenizer, "_switch_to_input_mode"):
         return None
-    backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
     return backend
+
+
+def fingerprint_of(tokenizer: Any, chat_template: str) -> str:
+    """A digest of all that the token ids of transformers' tokenizer depend on.
+
+    It has to be taken before encoding, which changes the tokenizer's own JSON.
+    """
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    if tokenizer.is_fast:
+        return _digest(without_limits(tokenizer.backend_tokenizer), special, chat_template)
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return _digest(type(tokenizer).__name__, vocabulary, special, chat_template)
+
+
+def without_limits(tokenizer: Tokenizer) -> str:
+    """The JSON of a tokenizer without what each call that encodes sets: how it cuts and pads."""
+    content = json.loads(tokenizer.to_str())
+    content.pop("truncation", None)
+    content.pop("padding", None)
+    return json.dumps(content, sort_keys=True)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,10 +17,12 @@ from batchllm_operator.errors import ModelError
 from batchllm_operator.model import (
     ChatTemplate,
     ModelFiles,
-    TransformersTokenizer,
     choose_length,
+    copy_backend,
     find_length,
+    fingerprint_of,
     folder_digest,
+    load_pretrained,
 )
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prefixes.token_table import MAX_TOKEN_ID
@@ -106,44 +109,60 @@ class ModelTokenizer(Tokenizer):
     """
 
     def __init__(self, spec: JobSpec, ds: str) -> None:
-        model, where = spec.model, f"model {spec.model.path}"
+        model, prompt, where = spec.model, spec.prompt, f"model {spec.model.path}"
         if model.trust_remote_code:
             _log.warning("%s: runs code of its own (trust_remote_code)", where)
-        self.files = files = ModelFiles(model.path, model.revision)
-        own = TransformersTokenizer(model, spec.prompt, files, ds)
-        self._decode, self.fingerprint = own.decode, own.fingerprint
-        vocabulary = own.vocabulary()
+        self.files = ModelFiles(model.path, model.revision)
+        self._tokenizer, config = load_pretrained(model, self.files)
+        templates = ""
+        if prompt.chat_template:
+            self.chat = ChatTemplate(self._tokenizer, model.path, ds, prompt)
+            templates = json.dumps(self._tokenizer.chat_template)
+        self.fingerprint = fingerprint_of(self._tokenizer, templates)
+        commit = getattr(config, "_commit_hash", None)
+        self.model_version = f"commit:{commit}" if commit else folder_digest(Path(model.path))
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self.vocabulary_bound = _vocabulary_bound(vocabulary, where)
-        length = find_length(own.config, files, spec.engine, is_pooled=spec.is_pooled)
+        length = find_length(config, self.files, spec.engine, is_pooled=spec.is_pooled)
         self.max_model_len = choose_length(length, spec.engine.max_model_len, model.path)
         self.max_prompt_len = self.max_model_len - (not spec.is_pooled)  # room for one of output
         longest = max((len(token.encode(errors="replace")) for token in vocabulary), default=1)
         self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len * longest)
-        self.model_version = (
-            f"commit:{own.commit}" if own.commit else folder_digest(Path(model.path))
-        )
         # Here, so that its memory counts as resident before any row is read.
-        self._encoder = PromptEncoder(
-            own.encode, own.backend, where, add_special_tokens=own.chat is None
-        )
-        self.chat, self.control_tokens = own.chat, self._control_tokens(spec, own)
-        if spec.prompt.turns:  # their roles come from the spec, so either all rows fit or none
-            sample = self.renderer(spec.prompt).render(sample_chat(spec.prompt))
+        backend, adds_special = copy_backend(self._tokenizer), self.chat is None
+        self._encoder = PromptEncoder(self._call, backend, where, add_special_tokens=adds_special)
+        self.control_tokens = self._find_control_tokens(prompt)
+        if prompt.turns:  # their roles come from the spec, so either all rows fit or none
+            sample = self.renderer(prompt).render(sample_chat(prompt))
             for error in sample.errors.values():
                 raise ModelError(f"{where}: prompt.turns: {error}")
 
-    def _control_tokens(self, spec: JobSpec, own: TransformersTokenizer) -> ControlTokens:
-        prompt, added = spec.prompt, own.added_tokens()
-        written = "\0".join(["" if own.chat is None else own.chat.source, *prompt.literals])
-        special = {token for token, is_special in added.items() if is_special}
-        others = {token for token in added.keys() - special if _is_markup(token)}
+    def _call(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids by the tokenizer's own call; a chat template adds its special tokens itself."""
+        # verbose=False: the caller checks the lengths.
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=self.chat is None,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _find_control_tokens(self, prompt: PromptSpec) -> ControlTokens:
+        """Special tokens, and other markup that the prompt or the chat template writes."""
+        added = list(self._tokenizer.added_tokens_decoder.values())
+        special = {token.content for token in added if token.special}
+        special |= set(map(str, self._tokenizer.all_special_tokens))
+        written = "\0".join(["" if self.chat is None else self.chat.source, *prompt.literals])
+        others = {token.content for token in added} - special
         mode = prompt.control_mode
-        can_be_text = self._encoder.drop_marks() if mode != "keep" else None
         return ControlTokens(
             special,
-            {token for token in others if token in written},
+            {token for token in others if _is_markup(token) and token in written},
             mode=mode,
-            can_be_text=can_be_text,
+            can_be_text=self._encoder.drop_marks() if mode != "keep" else None,
         )
 
     @property
@@ -180,7 +199,7 @@ class ModelTokenizer(Tokenizer):
         return [self._encoder.spans(text or "") for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids)
+        return str(self._tokenizer.decode(list(token_ids)))
 
 
 class Utf8Tokenizer(Tokenizer):
