@@ -1,4 +1,4 @@
-"""Measurements of a device, and the scheduler's settings that follow from them.
+"""Measurements of a device, where they are kept, and the scheduler's settings that follow.
 
 Steps of growing size are timed with made-up prompts. The smallest step that computes tokens about
 as fast as the largest is the chunk size (the "one-time profiling" of Sarathi-Serve, Sec. 4.3). From
@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from batchllm_operator.errors import StorageError
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
+if TYPE_CHECKING:
+    from batchllm_operator.runahead.profile import ChainProfile
+
 _FAST_ENOUGH: Final = 0.97  # of the best rate
+_Profile = TypeVar("_Profile", "DeviceProfile", "ChainProfile")
+_log = logging.getLogger(__name__)
 
 _Tokens = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -65,14 +74,36 @@ class DeviceProfile(BaseModel):
         return StepCost(token_s=token_s, weights_s=least_s - overhead_s, overhead_s=overhead_s)
 
 
-class ProfileStore(Protocol):
-    """Keeps profiles between runs."""
+class StoredProfiles:
+    """Profiles of devices and of chains of replicas: a JSON file in the lake for each subject."""
 
-    def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> StoredProfiles:
+        """Those beside a job's plans."""
+        return cls(Folder.open(spec.output.staging_folder).child("_batchllm", "profiles"))
+
+    def find(self, kind: type[_Profile], subject: Mapping[str, str]) -> _Profile | None:
         """The profile of a subject; None if there is none or it can't be read."""
+        name = f"{profile_key(subject)}.json"
+        try:
+            profile = kind.model_validate_json(self._folder.read_bytes(name))
+        except FileNotFoundError:
+            return None
+        except (ValidationError, StorageError) as error:
+            _log.warning("%s/%s doesn't count: %s", self._folder.uri, name, type(error).__name__)
+            return None
+        return profile if profile.subject == dict(subject) else None
 
-    def keep(self, profile: DeviceProfile) -> None:
+    def keep(self, profile: DeviceProfile | ChainProfile) -> None:
         """Store a profile, in place of an earlier one of the same subject."""
+        try:
+            data = profile.model_dump_json(indent=1).encode()
+            self._folder.write_bytes(f"{profile_key(profile.subject)}.json", data)
+        except StorageError as error:  # it can be measured again
+            _log.warning("the device's profile can't be kept: %s", error)
 
 
 def profile_key(subject: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from batchllm_operator.answers import NOTHING_PLANNED, PlannedAnswers
-from batchllm_operator.engine.device_profile import ProfileStore
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import EngineError
 from batchllm_operator.row_error import RowError
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
@@ -29,7 +29,7 @@ class EngineJob:
     """Requests that it will get; None if unknown."""
     step_cost: StepCost | None = None
     """For the planned GPU, until the real one has a profile."""
-    profiles: ProfileStore | None = None
+    profiles: StoredProfiles | None = None
     """Stores profiles of devices; without it, every engine measures its own."""
     trace_folder: Path | None = None
     """Local folder for traces of the engine's steps, a Parquet file per engine; None for none."""

@@ -12,15 +12,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.plan.estimate import Target, rounded
 from batchllm_operator.prefixes import PrefixGroups
 from batchllm_operator.runahead.placement import GroupLoads, choose_placement
 from batchllm_operator.runahead.prediction import Chain, ReplicaCost
-from batchllm_operator.runahead.profile import chain_subject
+from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement, SpreadGroup
-from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 
 _log = logging.getLogger(__name__)
 _BLOCK_SIZE: Final = 64
@@ -144,7 +144,7 @@ def _loads(
 
 def _measured(spec: JobSpec, cost: ReplicaCost) -> tuple[ReplicaCost, float | None]:
     """Rates of replicas and link that a run has measured; `cost` and None if none has."""
-    profile = StoredProfiles(profiles_folder(spec)).find_chain(chain_subject(spec))
+    profile = StoredProfiles.of(spec).find(ChainProfile, chain_subject(spec))
     if profile is None:
         return cost, None
     try:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -32,38 +30,27 @@ class ControlTokenError(ValueError):
     """A text spells a control token, and must not; the text says so, after the column's name."""
 
 
-@dataclass(frozen=True)
 class Spellings:
-    """The spellings of some tokens, none shorter than two characters."""
+    """The spellings of some tokens, none shorter than two characters.
 
-    tokens: tuple[str, ...]
+    Attributes:
+        whole: finds a token, of several in one place the longest.
+        candidates: an expression of Arrow's for texts that `marked` may change.
+    """
 
-    @cached_property
-    def whole(self) -> re.Pattern[str]:
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self.tokens = tuple(sorted(tokens))
+        self.longest = max(map(len, self.tokens), default=0)
         longest_first = sorted(self.tokens, key=lambda token: (-len(token), token))
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    @cached_property
-    def candidates(self) -> str:
-        """An expression of Arrow's for texts that `marked` may change."""
+        self.whole = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         most = min(self.longest, _MOST_REPEATS)
         firsts, lasts = (
             "".join(sorted({re.escape(t[end]) for t in self.tokens})) for end in (0, -1)
         )
         edges = rf"(?s:[{firsts}].{{0,{most}}}\z|\A.{{0,{most}}}[{lasts}])"
-        return "|".join([*map(re.escape, (*self.tokens, MARK)), edges])
-
-    @cached_property
-    def longest(self) -> int:
-        return max(map(len, self.tokens), default=0)
-
-    @cached_property
-    def _beginnings(self) -> frozenset[str]:
-        return frozenset(token[:size] for token in self.tokens for size in range(1, len(token)))
-
-    @cached_property
-    def _ends(self) -> frozenset[str]:
-        return frozenset(token[-size:] for token in self.tokens for size in range(1, len(token)))
+        self.candidates = "|".join([*map(re.escape, (*self.tokens, MARK)), edges])
+        self._beginnings = {token[:size] for token in self.tokens for size in range(1, len(token))}
+        self._ends = {token[-size:] for token in self.tokens for size in range(1, len(token))}
 
     def begin_in(self, text: str) -> bool:
         """Whether a token may begin in `text` and go on after it."""
@@ -111,11 +98,10 @@ class ControlTokens:
         mode: Mode = "keep",
         can_be_text: Callable[[str], bool] | None = None,
     ) -> None:
-        special, written = ({t for t in each if len(t.strip()) > 1} for each in (special, written))
-        self._all = Spellings(tuple(sorted(special | written)))
-        self._special = Spellings(tuple(sorted(special)))
-        self.mode = mode
-        self._can_be_text = can_be_text
+        special = {token for token in special if len(token.strip()) > 1}
+        self._special = Spellings(special)
+        self._all = Spellings(special.union(t for t in written if len(t.strip()) > 1))
+        self._mode, self._can_be_text = mode, can_be_text
 
     @property
     def special(self) -> tuple[str, ...]:
@@ -128,20 +114,16 @@ class ControlTokens:
         Args:
             pieces: of a template: a text, and the column after it or None.
         """
-        found, may_go_on = set[str](), False
+        within, may_go_on = set[str](), False
         for literal, name in pieces:
             may_go_on = may_go_on and self._all.go_through(literal)
             may_go_on |= self._all.begin_in(literal)
             if may_go_on and name is not None:
-                found.add(name)
-        return frozenset(found)
+                within.add(name)
+        return frozenset(within)
 
     def in_column(self, column: TextColumn, *, within: bool = False) -> tuple[TextColumn, set[int]]:
-        """A column's texts as they may be placed, and the rows that spell a token.
-
-        Args:
-            within: see `Spellings.marked`.
-        """
+        """A column's texts as they may be placed, and the rows that spell a token."""
         spellings = self._all
         if not spellings.tokens:
             return column, set()
@@ -154,11 +136,11 @@ class ControlTokens:
             return column, set()
         texts, faults, rows = column.texts.to_pylist(), dict(column.faults), set[int]()
         for row in chosen.tolist():
-            if found := spellings.whole.findall(texts[row]):
-                rows.add(row)
             try:
-                texts[row] = self._placed(texts[row], found, spellings, within=within)
+                texts[row], spells_token = self._placed(texts[row], spellings, within=within)
+                rows |= {row} if spells_token else set()
             except ControlTokenError as error:
+                rows.add(row)
                 texts[row], faults[row] = None, Fault(CONTROL_TOKEN, str(error))
         return TextColumn(pa.array(texts, pa.large_string()), faults), rows
 
@@ -170,16 +152,16 @@ class ControlTokens:
         Raises:
             ControlTokenError: see `in_column`.
         """
-        is_found = False
+        spell_tokens = False
 
         def placed(value: Any, spellings: Spellings) -> Any:
-            nonlocal is_found
+            nonlocal spell_tokens
             if isinstance(value, str):
-                found = spellings.whole.findall(value)
-                is_found |= bool(found)
-                return self._placed(value, found, spellings)
+                text, spells_token = self._placed(value, spellings)
+                spell_tokens |= spells_token
+                return text
             if isinstance(value, list):
-                return [placed(each, spellings) for each in value]
+                return [placed(item, spellings) for item in value]
             if isinstance(value, dict):
                 return {placed(k, spellings): placed(v, spellings) for k, v in value.items()}
             return value
@@ -188,15 +170,15 @@ class ControlTokens:
         for message in messages:
             spellings = self._special if message["role"] == "assistant" else self._all
             result.append(placed(message, spellings) if spellings.tokens else message)
-        return result, is_found
+        return result, spell_tokens
 
-    def _placed(
-        self, text: str, found: Sequence[str], spellings: Spellings, *, within: bool = False
-    ) -> str:
-        if self.mode == "keep":
-            return text
-        for token in found:
-            if self.mode == "reject":
+    def _placed(self, text: str, spellings: Spellings, *, within: bool = False) -> tuple[str, bool]:
+        """A text as it may be placed, and whether it spells a token."""
+        tokens = spellings.whole.findall(text)
+        if self._mode == "keep":
+            return text, bool(tokens)
+        for token in tokens:
+            if self._mode == "reject":
                 raise ControlTokenError(
                     f"spells {token!r}, a control token of the model"
                     " (prompt.special_tokens: reject)"
@@ -206,4 +188,6 @@ class ControlTokens:
                     f"spells {token!r}, a control token of the model, of which its tokenizer can't"
                     " make ordinary text (prompt.special_tokens: text)"
                 )
-        return text if self._can_be_text is None else spellings.marked(text, within=within)
+        if self._can_be_text is not None:
+            text = spellings.marked(text, within=within)
+        return text, bool(tokens)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from batchllm_operator.cost import matrix_seconds
 from batchllm_operator.engine import EngineJob
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import StorageError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import PlanManifest, describe_file
-from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
@@ -45,7 +45,7 @@ def engine_job(
         max_model_len=plan.manifest.max_model_len,
         num_requests=num_requests,
         step_cost=_step_cost(plan.manifest),
-        profiles=StoredProfiles(profiles_folder(plan.manifest.spec)),
+        profiles=StoredProfiles.of(plan.manifest.spec),
         trace_folder=trace_folder,
         answers=plan.manifest.answers,
         is_chained=is_chained,

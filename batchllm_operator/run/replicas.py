@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchllm_operator.engine import Engine, EngineOutput, EngineRequest
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.runahead.groups import RunaheadGroup
 from batchllm_operator.runahead.meeting import Meeting, Rounds
 from batchllm_operator.runahead.profile import ChainProfile, chain_subject
-from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -74,4 +74,4 @@ class Replicas:
         profile = ChainProfile(
             subject=chain_subject(self._spec), link_bytes_per_s=bytes_per_s, steps=tuple(steps)
         )
-        StoredProfiles(profiles_folder(self._spec)).keep(profile)
+        StoredProfiles.of(self._spec).keep(profile)

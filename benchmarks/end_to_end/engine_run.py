@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu, matrix_seconds
 from batchllm_operator.engine import EngineJob, EngineOutput
-from batchllm_operator.engine.device_profile import DeviceProfile
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.simulate.workload import Shape
 from batchllm_operator.spec import JobSpec, SamplingSpec, parse_spec
@@ -82,17 +82,18 @@ class Task:
         return json.dumps(asdict(self))
 
 
-class Profiles:
+class Profiles(StoredProfiles):
     """Remembers the device's profile from one workload to the next."""
 
-    profile: DeviceProfile | None = None
+    def __init__(self) -> None:
+        self.profile: Any = None
 
-    def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
+    def find(self, kind: Any, subject: Mapping[str, str]) -> Any:
         """The one that was kept, if it is of this subject."""
         has_it = self.profile is not None and self.profile.subject == dict(subject)
         return self.profile if has_it else None
 
-    def keep(self, profile: DeviceProfile) -> None:
+    def keep(self, profile: Any) -> None:
         """In place of the last one."""
         self.profile = profile
 

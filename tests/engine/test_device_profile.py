@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from pydantic import ValidationError
 
-from batchllm_operator.engine.device_profile import DeviceProfile, profile_key, step_sizes
+from batchllm_operator.engine.device_profile import (
+    DeviceProfile,
+    StoredProfiles,
+    profile_key,
+    step_sizes,
+)
+from batchllm_operator.storage import Folder
 
 SUBJECT = {"device": "a GPU", "vllm": "1.0"}
 
@@ -65,3 +73,25 @@ def test_what_is_stored_is_checked_when_it_is_read() -> None:
 def test_steps_that_cannot_be_are_refused(steps: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(ValidationError):
         profile(*steps)
+
+
+PROFILE = profile((64, 0.01))
+
+
+def test_a_profile_is_found_by_its_subject(lake_uri: str) -> None:
+    folder = Folder.open(lake_uri).child("profiles")
+    assert StoredProfiles(folder).find(DeviceProfile, PROFILE.subject) is None
+    StoredProfiles(folder).keep(PROFILE)
+    assert StoredProfiles(folder).find(DeviceProfile, PROFILE.subject) == PROFILE
+    assert StoredProfiles(folder).find(DeviceProfile, {"device": "another"}) is None
+
+
+def test_a_damaged_profile_is_measured_again(
+    lake_uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Folder.open(lake_uri).child("profiles")
+    StoredProfiles(folder).keep(PROFILE)
+    folder.write_bytes(f"{PROFILE.key}.json", b'{"profile_version": 2}')
+    with caplog.at_level(logging.WARNING):
+        assert StoredProfiles(folder).find(DeviceProfile, PROFILE.subject) is None
+    assert "doesn't count" in caplog.text

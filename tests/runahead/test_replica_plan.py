@@ -12,6 +12,7 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import Target, engine_limits
 from batchllm_operator.plan.given import _replica_planner
@@ -22,7 +23,6 @@ from batchllm_operator.report import format_plan
 from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement
-from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 
 BLOCK = 64
 LINK = {"runahead": "on", "link_bytes_per_s": 2e11}
@@ -65,7 +65,7 @@ def keep_profile(job: JobSpec, **changes: Any) -> None:
         "link_bytes_per_s": 2e11,
         "steps": STEPS,
     }
-    StoredProfiles(profiles_folder(job)).keep(ChainProfile(**{**fields, **changes}))
+    StoredProfiles.of(job).keep(ChainProfile(**{**fields, **changes}))
 
 
 def test_a_giant_group_is_computed_by_all_replicas(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from runahead.test_meeting import Chain
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.replicas import Replicas
@@ -21,7 +22,6 @@ from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.shards.report import WorkerReport
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement
-from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 LIMITS = ChainLimits(block_size=1, num_blocks=1000, max_chunk=256, max_model_len=4096)
@@ -143,7 +143,7 @@ def test_what_replicas_measure_is_found_by_the_spec_that_was_planned_with(
     plan = make_plan(1, measure=True)
     run(plan, tmp_path / "meeting", [Starter(), Starter()])
     spec = plan.manifest.spec
-    profile = StoredProfiles(profiles_folder(spec)).find_chain(chain_subject(spec))
+    profile = StoredProfiles.of(spec).find(ChainProfile, chain_subject(spec))
     assert profile == ChainProfile(
         subject=chain_subject(spec), link_bytes_per_s=1e9, steps=tuple(STEPS)
     )

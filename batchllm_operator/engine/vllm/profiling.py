@@ -52,7 +52,7 @@ def find_profile(
     if wanted is False or (wanted is None and current_platform.is_cpu()):
         return None
     subject = profile_subject(args, spec.engine.attention)
-    profile = job.profiles.find(subject) if job.profiles is not None else None
+    profile = job.profiles.find(DeviceProfile, subject) if job.profiles is not None else None
     if profile is None:
         try:
             profile = measure_device(engine, scheduler, subject)

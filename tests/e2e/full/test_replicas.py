@@ -16,10 +16,10 @@ import pytest
 from support.demo_job import DS, Demo, live_processes, wait_until
 
 from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.spec import load_spec
-from batchllm_operator.stored_plan.profiles import StoredProfiles, profiles_folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 WORKER = ("--worker", "0", "--num-workers", "1")
@@ -114,8 +114,8 @@ def test_replicas_measure_and_compute_together_and_the_texts_are_those_of_one_en
         key: row["generated_text"] for key, row in expected.items()
     }
     spec = first.manifest.spec
-    profiles = StoredProfiles(profiles_folder(spec))
-    measured = profiles.find_chain(chain_subject(spec))
+    profiles = StoredProfiles.of(spec)
+    measured = profiles.find(ChainProfile, chain_subject(spec))
     assert measured is not None
     assert measured.link_bytes_per_s > 1e6
     assert [step[:2] for step in measured.steps][:2] == [(480, 0), (960, 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.test_device_profile import test_a_profile_is_found_by_its_subject
 from run.test_live_progress import (
     test_a_drained_attempt_keeps_what_its_parts_hold,
     test_a_finished_attempt_says_what_its_report_says,
@@ -14,9 +15,6 @@ from shards.test_job_status import (
     test_a_committed_plan_is_finished_whatever_was_removed,
     test_a_report_without_progress_is_of_a_finished_shard,
     test_the_latest_attempt_says_how_far_a_shard_is,
-)
-from stored_plan.test_stored_profiles import (
-    test_a_profile_is_found_by_its_subject,
 )
 from support.lake_tables import ON_S3
 
