@@ -58,18 +58,6 @@ def test_what_ends_soon_need_not_be_announced() -> None:
     assert line.startswith("sort keys: 3/3 keys (100 %)")
 
 
-def test_a_line_is_flushed_at_once() -> None:
-    class Stream(io.StringIO):
-        flushed = ""
-
-        def flush(self) -> None:
-            self.flushed = self.getvalue()
-
-    clock, stream = Clock(), Stream()
-    with Progress("plan", 2, stream=stream, clock=clock):
-        assert stream.flushed == "plan: 2 rows\n"
-
-
 def test_the_last_line_stands_once_when_it_was_due_anyway() -> None:
     clock, stream = Clock(), io.StringIO()
     with Progress("shard 0", 2, stream=stream, clock=clock, line_interval_s=10) as progress:
@@ -92,18 +80,6 @@ def test_the_last_line_tells_how_long_it_took() -> None:
     assert lines(stream)[-1].endswith(
         "6/6 parts (100 %), 0.0 parts/s, 12 tokens/s, took 1 h 02 min"
     )
-
-
-def test_a_note_stays_until_the_next() -> None:
-    clock, stream = Clock(), io.StringIO()
-    progress = Progress("s", 10, stream=stream, clock=clock)
-    clock.now_s += 1
-    progress.advance(1, "9 tokens/s")
-    progress.advance(1)
-    assert "9 tokens/s" in progress.line()
-    progress.advance(1, "8 tokens/s")
-    assert "8 tokens/s" in progress.line()
-    assert "9 tokens/s" not in progress.line()
 
 
 def test_an_interrupted_run_says_how_far_it_came() -> None:

@@ -121,11 +121,6 @@ def test_a_regex_is_in_the_syntax_of_python_or_rust(pattern: str) -> None:
     asking("/lake", response_format={"type": "regex", "regex": pattern})
 
 
-def test_a_prefix_separates_columns() -> None:
-    spec = asking("/lake", response_format=of_properties("error", "ds", prefix_columns="answer_"))
-    assert {"error", "answer_error", "answer_ds"} <= set(spec.output_columns)
-
-
 def test_identity_knows_the_order_of_a_schemas_properties() -> None:
     backwards = {**SCHEMA, "properties": dict(reversed(SCHEMA["properties"].items()))}  # type: ignore[attr-defined]
     formats = (form(), form(backwards))
