@@ -34,7 +34,7 @@ class PrefixGroups:
         num_prefix_tokens: [num_groups] int64; at least 1 in a group of two or more.
 
     Raises:
-        PlanError: the arrays contradict each other or the rules above.
+        PlanError: a group is empty, or has members and a prefix that don't fit.
     """
 
     member_idxs: NDArray[np.int64]
@@ -42,25 +42,31 @@ class PrefixGroups:
     num_prefix_tokens: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        for array in (self.member_idxs, self.offsets, self.num_prefix_tokens):
-            if array.ndim != 1 or array.dtype != np.int64:
-                raise PlanError("arrays of prefix groups must be 1-d int64")
-        if len(self.offsets) != len(self.num_prefix_tokens) + 1:
-            raise PlanError(
-                f"{len(self.num_prefix_tokens)} prefix groups need one more offset than that, "
-                f"not {len(self.offsets)}"
-            )
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.member_idxs):
-            raise PlanError("offsets of prefix groups don't cover the members")
-        if np.any(self.sizes < 1):
-            raise PlanError(f"prefix group {int(np.argmax(self.sizes < 1))} has no members")
-        wrong = (self.num_prefix_tokens > 0) != (self.sizes > 1)
-        if np.any(wrong) or np.any(self.num_prefix_tokens < 0):
-            group_idx = int(np.argmax(wrong | (self.num_prefix_tokens < 0)))
+        wrong = (self.sizes < 1) | (self.num_prefix_tokens < 0)
+        wrong |= (self.num_prefix_tokens > 0) != (self.sizes > 1)
+        if np.any(wrong):
+            group_idx = int(np.argmax(wrong))
             raise PlanError(
                 f"prefix group {group_idx} has {self.sizes[group_idx]} members and a prefix of "
                 f"{self.num_prefix_tokens[group_idx]} tokens"
             )
+
+    @classmethod
+    def below(cls, tree: PrefixTree, nodes: NDArray[np.int64]) -> PrefixGroups:
+        """Groups in lexicographic order of their first members.
+
+        Args:
+            nodes: [num_prompts] int64, by rank: the node whose path is the group's prefix, the
+                leaf itself for a group of one.
+        """
+        tops, firsts, group_of_rank = np.unique(nodes, return_index=True, return_inverse=True)
+        by_first = np.argsort(firsts)
+        number = np.empty_like(by_first)
+        number[by_first] = np.arange(len(by_first))
+        ranks = np.argsort(number[group_of_rank], kind="stable")
+        sizes = np.bincount(group_of_rank, minlength=len(tops))[by_first]
+        prefix = np.where(sizes > 1, tree.depth[tops[by_first]], 0)
+        return cls(tree.prompt_idxs[ranks], np.append(0, np.cumsum(sizes)), prefix)
 
     def __len__(self) -> int:
         """Number of groups."""
@@ -76,26 +82,13 @@ class PrefixGroups:
         return np.diff(self.offsets)
 
     def members(self, group_idx: int) -> NDArray[np.int64]:
-        """Prompt indexes of one group, as a view.
-
-        Raises:
-            IndexError: `group_idx` is not in [0, num_groups).
-        """
-        if not 0 <= group_idx < len(self):
-            raise IndexError(f"group {group_idx} of {len(self)} prefix groups")
+        """Prompt indexes of one group, as a view."""
         return self.member_idxs[self.offsets[group_idx] : self.offsets[group_idx + 1]]
 
     def take(self, group_idxs: NDArray[np.integer[Any]] | Sequence[int]) -> PrefixGroups:
-        """The groups at `group_idxs`, in that order: to reorder them, or to cut a shard.
-
-        Raises:
-            PlanError: an index is not in [0, num_groups).
-        """
+        """The groups at `group_idxs`, in that order: to reorder them, or to cut a shard."""
         wanted = np.asarray(group_idxs, dtype=np.int64)
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
-            raise PlanError(f"group indexes must lie in [0, {len(self)})")
-        offsets = np.zeros(len(wanted) + 1, dtype=np.int64)
-        np.cumsum(self.sizes[wanted], out=offsets[1:])
+        offsets = np.append(0, np.cumsum(self.sizes[wanted]))
         shift = np.repeat(self.offsets[wanted] - offsets[:-1], np.diff(offsets))
         members = self.member_idxs[np.arange(offsets[-1]) + shift]
         return PrefixGroups(members, offsets, self.num_prefix_tokens[wanted])
@@ -116,23 +109,9 @@ def maximize_reuse(tree: PrefixTree) -> PrefixGroups:
         Groups in lexicographic order of their first members, which doesn't depend on the
         order of the prompts; members of a group are in lexicographic order too.
     """
-    return contained_groups(tree, _fork_prefixes(tree.parent, tree.depth, tree.num_leaves))
-
-
-def contained_groups(tree: PrefixTree, container: NDArray[np.int64]) -> PrefixGroups:
-    """Groups in lexicographic order from the first-level prefixes.
-
-    Args:
-        container: [num_nodes] int64, the first-level prefix that contains each node, `ROOT`
-            for a first-level prefix, -1 for a node that is gone. Leaves aren't gone.
-    """
-    group_of_rank, prefix = _collect_groups(
-        container, tree.depth, tree.leaf_begin, tree.leaf_end, tree.num_prompts
+    return PrefixGroups.below(
+        tree, _fork_prefixes(tree.parent, tree.depth, tree.num_leaves)[tree.leaves]
     )
-    offsets = np.zeros(len(prefix) + 1, dtype=np.int64)
-    np.cumsum(np.bincount(group_of_rank, minlength=len(prefix)), out=offsets[1:])
-    ranks = np.argsort(group_of_rank, kind="stable")
-    return PrefixGroups(tree.prompt_idxs[ranks], offsets, prefix)
 
 
 def group_prefill_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -165,7 +144,7 @@ def saving_ratio(num_processed_tokens: int, num_logical_tokens: int) -> float:
 def _fork_prefixes(
     parent: NDArray[np.int64], depth: NDArray[np.int64], num_leaves: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The final container of each node; -1 if the node is gone.
+    """The first-level prefix that contains each leaf, or the leaf itself, by node.
 
     A node that is forked off or merged keeps its end and only changes its container, so
     its tokens are always `depth[node] - depth[container[node]]`. A container precedes
@@ -194,36 +173,8 @@ def _fork_prefixes(
             container[kept], following[kept], first[above] = above, first[above], kept
         elif num_kept > 1 or first[node] == _NONE:  # still an inner node, or a leaf
             container[node], following[node], first[above] = above, first[above], node
-    return container
-
-
-@compiled
-def _collect_groups(
-    container: NDArray[np.int64],
-    depth: NDArray[np.int64],
-    leaf_begin: NDArray[np.int64],
-    leaf_end: NDArray[np.int64],
-    num_prompts: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The group of each rank, and the prefix tokens of each group.
-
-    Groups are numbered by their first rank: leaves ascend by rank in preorder.
-    """
-    outermost = np.empty(len(container), dtype=np.int64)
-    group_of_node = np.full(len(container), _NONE, dtype=np.int64)
-    group_of_rank = np.empty(num_prompts, dtype=np.int64)
-    prefix = np.empty(num_prompts, dtype=np.int64)
-    num_groups = 0
-    for node in range(1, len(container)):
-        if container[node] == _NONE:
-            continue
-        outermost[node] = node if container[node] == ROOT else outermost[container[node]]
-        if leaf_end[node] - leaf_begin[node] > 1:
-            continue
-        top = outermost[node]
-        if group_of_node[top] == _NONE:
-            group_of_node[top] = num_groups
-            prefix[num_groups] = 0 if top == node else depth[top]
-            num_groups += 1
-        group_of_rank[leaf_begin[node]] = group_of_node[top]
-    return group_of_rank, prefix[:num_groups].copy()
+    outermost = np.arange(len(parent))
+    for node in range(1, len(parent)):
+        if container[node] > ROOT:
+            outermost[node] = outermost[container[node]]
+    return outermost

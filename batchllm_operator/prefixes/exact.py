@@ -32,11 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.prefixes.algorithm1 import (
-    PrefixGroups,
-    contained_groups,
-    maximize_reuse,
-)
+from batchllm_operator.prefixes.algorithm1 import PrefixGroups, maximize_reuse
 from batchllm_operator.prefixes.jit import compiled
 from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 
@@ -49,34 +45,16 @@ _AT, _BY, _LOW_LEFT, _HIGH_LEFT = 0, 1, 2, 4
 _POINT_COLUMNS = 6
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExactCuts:
-    """The cuts of a tree that save most; none of them is superfluous.
+def cut_exactly(tree: PrefixTree) -> tuple[NDArray[np.int64], int]:
+    """Finds the single-level prefixes that save most, without recursion.
 
-    Attributes:
-        tree: the tree.
-        cut: [num_nodes] int64, the deepest cut at or above each node, `ROOT` for none. A leaf
-            is never a cut, and each cut is the deepest one above at least two leaves.
-        num_saved_tokens: logical - processed prefill tokens.
+    Returns:
+        [num_nodes] int64, the deepest cut at or above each node, `ROOT` for none; and the logical -
+        processed prefill tokens. A leaf is never a cut, each cut is the deepest one above at least
+        two leaves, and none of them is superfluous.
     """
-
-    tree: PrefixTree
-    cut: NDArray[np.int64]
-    num_saved_tokens: int
-
-    def groups(self) -> PrefixGroups:
-        """The groups, in the lexicographic order of `maximize_reuse`."""
-        is_cut = self.cut == np.arange(len(self.cut))
-        container = np.where(is_cut, ROOT, _NONE)
-        container[self.tree.leaves] = self.cut[self.tree.leaves]
-        return contained_groups(self.tree, container)
-
-
-def cut_exactly(tree: PrefixTree) -> ExactCuts:
-    """Finds the single-level prefixes that save most, without recursion."""
     threshold, num_saved_tokens = _thresholds(tree.parent, tree.depth)
-    cut = _descend(tree.parent, tree.depth, threshold)
-    return ExactCuts(tree, cut, int(num_saved_tokens))
+    return _descend(tree.parent, tree.depth, threshold), int(num_saved_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +78,13 @@ def choose_prefixes(tree: PrefixTree) -> PrefixChoice:
     Takes the exact choice (`cut_exactly`) if it saves more, else the paper's (`maximize_reuse`).
     Both are always computed, so that both savings can be reported.
     """
-    groups, exact = maximize_reuse(tree), cut_exactly(tree)
+    groups = maximize_reuse(tree)
     saved = int(((groups.sizes - 1) * groups.num_prefix_tokens).sum())
-    chosen = groups if saved == exact.num_saved_tokens else exact.groups()
-    return PrefixChoice(chosen, saved, exact.num_saved_tokens)
+    cut, exact_saved = cut_exactly(tree)
+    if exact_saved > saved:
+        cut_of_rank = cut[tree.leaves]
+        groups = PrefixGroups.below(tree, np.where(cut_of_rank == ROOT, tree.leaves, cut_of_rank))
+    return PrefixChoice(groups, saved, exact_saved)
 
 
 @compiled

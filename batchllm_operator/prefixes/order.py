@@ -12,9 +12,9 @@ from batchllm_operator.prefixes.algorithm1 import (
     group_prefill_tokens,
     maximize_reuse,
 )
-from batchllm_operator.prefixes.prefix_tree import PrefixTree
+from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 from batchllm_operator.prefixes.prompt_sort import build_prefix_tree
-from batchllm_operator.prefixes.subtrees import find_subtrees
 from batchllm_operator.prefixes.token_table import TokenTable
 
 MIN_SHARED_TOKENS = 64
@@ -53,24 +53,32 @@ def order_groups_by_subtree(
     Returns:
         [num_groups] int64, group indexes in scheduling order, for `PrefixGroups.take`.
     """
-    lengths = np.empty(tree.num_prompts, dtype=np.int64)
-    lengths[tree.prompt_idxs] = tree.depth[tree.leaves]
     if len(groups) == 0:
         return np.zeros(0, dtype=np.int64)
-    prefill = group_prefill_tokens(groups, lengths)
-    decode = np.add.reduceat(output_tokens[groups.member_idxs], groups.offsets[:-1])
+    lengths = np.empty(tree.num_prompts, dtype=np.int64)
+    lengths[tree.prompt_idxs] = tree.depth[tree.leaves]
     ranks = np.empty(tree.num_prompts, dtype=np.int64)
     ranks[tree.prompt_idxs] = np.arange(tree.num_prompts)
-    first_rank = np.minimum.reduceat(ranks[groups.member_idxs], groups.offsets[:-1])
-    subtrees = find_subtrees(
-        tree, tree.leaves[first_rank], groups.num_prefix_tokens, min_shared_tokens
+    first_ranks = np.minimum.reduceat(ranks[groups.member_idxs], groups.offsets[:-1])
+    decode = np.add.reduceat(output_tokens[groups.member_idxs], groups.offsets[:-1])
+    inside = _nest(
+        tree.parent,
+        tree.depth,
+        tree.num_leaves,
+        tree.leaves[first_ranks],
+        groups.num_prefix_tokens,
+        min_shared_tokens,
     )
-    per_group = np.stack([decode, prefill, groups.sizes, np.ones_like(decode)])
-    sums, least_rank = subtrees.totals(per_group, first_rank)
-    decode, prefill, num_members, num_groups = np.concatenate([per_group, sums], axis=1)
-    ratio = _ratio(decode, prefill, num_members, num_groups)
-    first_rank = np.concatenate([first_rank, least_rank])
-    return subtrees.walk(np.lexsort((first_rank, -ratio)))
+    totals = np.zeros((4, len(inside)), dtype=np.int64)
+    totals[:, : len(groups)] = np.stack(
+        [decode, group_prefill_tokens(groups, lengths), groups.sizes, np.ones_like(decode)]
+    )
+    first_rank = np.full(len(inside), np.iinfo(np.int64).max)
+    first_rank[: len(groups)] = first_ranks
+    _add_up(inside, totals, first_rank)
+    ratio = _ratio(*totals)
+    listing = np.lexsort((first_rank, -ratio, -inside))[1:]  # without the root, which is last
+    return np.argsort(_place(inside, listing, totals[3])[: len(groups)])
 
 
 def prefix_sharing_groups(
@@ -101,6 +109,69 @@ def prefix_sharing_groups(
         members = [tokens.prompt(idx).tolist() for idx in groups.members(group_idx).tolist()]
         result.append((members[0][:cut], [member[cut:] for member in members]))
     return result
+
+
+@compiled
+def _nest(
+    parent: NDArray[np.int64],
+    depth: NDArray[np.int64],
+    num_leaves: NDArray[np.int64],
+    group_leaves: NDArray[np.int64],
+    num_prefix_tokens: NDArray[np.int64],
+    min_shared_tokens: int,
+) -> NDArray[np.int64]:
+    """The subtree that directly holds each group and each subtree: [num_groups + num_subtrees].
+
+    Subtrees are numbered behind the groups, those inside before those around them, so the root is
+    the last; its entry is its number plus 1. A group of one lies in the innermost subtree around
+    its leaf, others in the innermost subtree around their prefix.
+    """
+    subtree_of_node = np.zeros(len(parent), dtype=np.int64)
+    above = np.full(len(parent), -1, dtype=np.int64)
+    subtree_depth = np.zeros(len(parent), dtype=np.int64)
+    num_subtrees = 1
+    for node in range(ROOT + 1, len(parent)):
+        around = subtree_of_node[parent[node]]
+        subtree_of_node[node] = around
+        if num_leaves[node] > 1 and depth[node] - subtree_depth[around] >= min_shared_tokens:
+            subtree_of_node[node] = num_subtrees
+            above[num_subtrees], subtree_depth[num_subtrees] = around, depth[node]
+            num_subtrees += 1
+    inside = np.empty(len(group_leaves) + num_subtrees, dtype=np.int64)
+    root = len(inside) - 1
+    for group_idx in range(len(group_leaves)):
+        subtree, prefix = (
+            subtree_of_node[parent[group_leaves[group_idx]]],
+            num_prefix_tokens[group_idx],
+        )
+        while 0 < prefix < subtree_depth[subtree]:
+            subtree = above[subtree]
+        inside[group_idx] = root - subtree
+    for subtree in range(num_subtrees):
+        inside[root - subtree] = root - above[subtree]
+    return inside
+
+
+@compiled
+def _add_up(
+    inside: NDArray[np.int64], totals: NDArray[np.int64], first_rank: NDArray[np.int64]
+) -> None:
+    """Adds each group and subtree to the subtree around it, in place."""
+    for item in range(len(inside) - 1):
+        totals[:, inside[item]] += totals[:, item]
+        first_rank[inside[item]] = min(first_rank[inside[item]], first_rank[item])
+
+
+@compiled
+def _place(
+    inside: NDArray[np.int64], listing: NDArray[np.int64], num_groups: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The place of each group, with the contents of subtrees listed as in `listing`, root first."""
+    place = np.zeros(len(inside), dtype=np.int64)  # of a subtree: that of its next item
+    for item in listing:
+        place[item] = place[inside[item]]
+        place[inside[item]] += num_groups[item]
+    return place
 
 
 def _ratio(

@@ -102,17 +102,16 @@ def plan(prompts: list[list[int]]) -> tuple[PrefixGroups, TokenTable, int]:
 @settings(max_examples=examples(300))
 @given(PROMPTS | layered_prompts())
 @example([])
-@example([[], []])
+@example([[], [], []])
 @example([[1, 1]] * 3 + [[1]])
+@example([[7, 8, 9]] * 50)
+@example([[i, 1] for i in range(50)])
+@example([[1, 2], [1, 2, 3]])
+# [1] is left with [1, 2, 2] once the 3s are gone, so those two share 3 tokens, not 1.
+@example([[1, 2, 2, 5], [1, 2, 2, 6], *([1, 3, 3, 3, i] for i in range(3))])
 def test_groups_equal_the_recursive_algorithm(prompts: list[list[int]]) -> None:
-    groups, _, _ = plan(prompts)
-    assert as_set(groups) == reference_groups(prompts)
-
-
-@settings(deadline=None)
-@given(PROMPTS | layered_prompts())
-def test_groups_partition_the_prompts_and_share_their_prefix(prompts: list[list[int]]) -> None:
     groups, tokens, optimum = plan(prompts)
+    assert as_set(groups) == reference_groups(prompts)
     assert sorted(groups.member_idxs.tolist()) == list(range(len(prompts)))
     processed = 0
     for g in range(len(groups)):
@@ -127,27 +126,6 @@ def test_groups_partition_the_prompts_and_share_their_prefix(prompts: list[list[
     assert optimum <= processed <= tokens.num_tokens
     firsts = [prompts[groups.members(g)[0]] for g in range(len(groups))]
     assert firsts == sorted(firsts)
-
-
-@settings(deadline=None)
-@given(PROMPTS | layered_prompts())
-def test_never_worse_than_the_first_level_as_it_is(prompts: list[list[int]]) -> None:
-    groups, tokens, _ = plan(prompts)
-    tree = build_prefix_tree(tokens)
-    first_level = tree.parent == 0
-    saved = int(((tree.num_leaves - 1) * tree.depth)[first_level].sum())
-    assert group_prefill_tokens(groups, tokens.lengths).sum() <= tokens.num_tokens - saved
-
-
-@settings(deadline=None)
-@given(PROMPTS | layered_prompts(), st.randoms(use_true_random=False))
-def test_groups_do_not_depend_on_input_order(prompts: list[list[int]], random: object) -> None:
-    shuffled = list(prompts)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = plan(prompts)[0], plan(shuffled)[0]
-    assert one.offsets.tolist() == other.offsets.tolist()
-    assert one.num_prefix_tokens.tolist() == other.num_prefix_tokens.tolist()
-    assert [prompts[i] for i in one.member_idxs] == [shuffled[i] for i in other.member_idxs]
 
 
 def test_example_of_figure_4() -> None:
@@ -179,41 +157,6 @@ def test_example_of_figure_4() -> None:
     }
     assert [groups.members(g).tolist() for g in range(3)] == [[0], [1, 2, 5], [3, 4]]
     assert tokens.num_tokens - group_prefill_tokens(groups, tokens.lengths).sum() == 2 + 8
-
-
-def test_a_node_left_with_one_prefix_merges_with_it() -> None:
-    """[1] is left with [1, 2, 2] once the 3s are gone, so those two share 3 tokens, not 1."""
-    prompts = [[1, 2, 2, 5], [1, 2, 2, 6], *([1, 3, 3, 3, i] for i in range(3))]
-    assert as_set(plan(prompts)[0]) == {(3, frozenset({0, 1})), (4, frozenset({2, 3, 4}))}
-
-
-def test_all_prompts_equal() -> None:
-    groups, tokens, optimum = plan([[7, 8, 9]] * 50)
-    assert as_set(groups) == {(3, frozenset(range(50)))}
-    assert group_prefill_tokens(groups, tokens.lengths).sum() == optimum == 3
-
-
-def test_no_two_alike() -> None:
-    groups, tokens, optimum = plan([[i, 1] for i in range(50)])
-    assert groups.sizes.tolist() == [1] * 50
-    assert not groups.num_prefix_tokens.any()
-    assert group_prefill_tokens(groups, tokens.lengths).sum() == optimum == tokens.num_tokens
-
-
-def test_empty_prompts_stay_alone() -> None:
-    groups, tokens, _ = plan([[], [], []])
-    assert groups.sizes.tolist() == [1, 1, 1]
-    assert group_prefill_tokens(groups, tokens.lengths).tolist() == [0, 0, 0]
-
-
-def test_one_prompt_a_prefix_of_another() -> None:
-    assert as_set(plan([[1, 2], [1, 2, 3]])[0]) == {(2, frozenset({0, 1}))}
-
-
-def test_no_prompts() -> None:
-    groups, tokens, _ = plan([])
-    assert (len(groups), groups.num_prompts) == (0, 0)
-    assert group_prefill_tokens(groups, tokens.lengths).sum() == 0
 
 
 def test_deep_chain_needs_no_recursion() -> None:
@@ -250,10 +193,6 @@ def test_take_reorders_groups() -> None:
     ]
     assert taken.num_prefix_tokens.tolist() == [2, 1]
     assert len(groups.take([])) == 0
-    with pytest.raises(PlanError):
-        groups.take([3])
-    with pytest.raises(IndexError):
-        groups.members(3)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +201,6 @@ def test_take_reorders_groups() -> None:
         ([0, 1], [0, 2], [0]),  # two members, nothing shared
         ([0], [0, 1], [3]),  # alone with a prefix
         ([0], [0, 0, 1], [0, 0]),  # empty group
-        ([0, 1], [0, 1], [0]),  # member outside every group
-        ([0], [0, 1], [0, 0]),
         ([0], [0, 1], [-1]),
     ],
 )
@@ -272,8 +209,3 @@ def test_groups_refuse_contradictions(
 ) -> None:
     with pytest.raises(PlanError):
         PrefixGroups(np.array(members), np.array(offsets), np.array(prefix))
-
-
-def test_groups_refuse_other_dtypes() -> None:
-    with pytest.raises(PlanError):
-        PrefixGroups(np.zeros(1, np.int32), np.array([0, 1]), np.zeros(1, np.int64))
