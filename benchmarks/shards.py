@@ -118,7 +118,7 @@ Shards = list[PrefixGroups]
 def cut(job: Job, num_shards: int) -> Shards:
     """As `plan` does it."""
     spec = job.spec(num_shards)
-    return arrange(spec, job.requests, job.ranked, None, TARGET, MAX_MODEL_LEN).shard_groups()
+    return arrange(spec, job.requests, job.ranked, None, TARGET, MAX_MODEL_LEN).shards
 
 
 def found_in_cache(job: Job, shard: PrefixGroups) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

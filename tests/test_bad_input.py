@@ -399,35 +399,7 @@ def test_a_file_in_the_place_of_the_plans(job: Job) -> None:
     assert_refused(job.plan(), 2, f"output.uri: {job.out}/_batchllm isn't a folder")
 
 
-def test_text_that_is_not_utf8(job: Job) -> None:
-    job.write_table(pa.table({"id": ["a", "b"], "doc": BROKEN, "q": ["?", "?"]}))
-    job.finish()
-    assert [row["error"] is None for row in job.published()] == [True, False]
-
-
-# Keys
-
-
-def test_duplicates_over_several_files_and_columns(job: Job) -> None:
-    job.write_table(pa.table({"id": [1, 2], "doc": ["a", "b"], "q": ["x", "x"]}))
-    job.write_table(
-        pa.table({"id": [2, 1], "doc": ["b", "c"], "q": ["y", "x"]}), f"ds={DS}/b.parquet"
-    )
-    job.write_spec(input={"key": ["id", "doc"]})
-    assert_refused(job.plan(), 2, "(id, doc)", "2 / 'b'")
-    job.write_spec(input={"key": ["id", "doc", "q"]})
-    assert job.plan().code == 0
-
-
 # Plans that aren't what they were
-
-
-@pytest.fixture
-def finished(job: Job) -> Path:
-    """A plan of `job` that only needs its commit."""
-    plan = job.planned()
-    job.run_all(plan)
-    return plan
 
 
 def refuse_everywhere(job: Job, plan: Path, *words: str) -> None:
@@ -441,15 +413,6 @@ def refuse_everywhere(job: Job, plan: Path, *words: str) -> None:
 def test_a_plan_that_is_not_there(job: Job) -> None:
     refuse_everywhere(job, job.folder / "no-plan", "manifest.json")
     assert not job.out.exists()
-
-
-def test_the_manifest_of_another_plan(job: Job, finished: Path) -> None:
-    job.write_spec(prompt={"template": "other {doc}"})
-    other = job.planned()
-    shutil.copy(other / "manifest.json", finished / "manifest.json")
-    outcome = job.commit(finished)
-    assert_refused(outcome, 5, "unfinished")
-    assert not (job.out / f"ds={DS}").exists()
 
 
 # Rows that fail in the engine
@@ -492,37 +455,6 @@ def test_no_row_that_can_be_prompted(job: Job) -> None:
     assert job.batchllm("run", "--plan", plan).code == 0, "nothing to do"
     assert job.commit(plan).code == 0
     assert [row["generated_text"] for row in job.published()] == [None, None]
-
-
-# Commits out of turn
-
-
-# Reports and arguments
-
-
-def test_report_before_commit(job: Job, finished: Path) -> None:
-    assert_refused(job.batchllm("report", "--plan", finished), 2, "report.json", "committed")
-    spec = job.folder / "job.yaml"
-    assert_refused(job.batchllm("report", "--job", spec, "--ds", DS), 2, str(job.out), DS)
-
-
-@pytest.mark.parametrize("ds", ["..", ".", "a/b", "../../up", "a b", "50%", "naïve 表"])
-def test_any_partition_value_stays_inside_its_folders(job: Job, ds: str) -> None:
-    from urllib.parse import quote, unquote
-
-    shutil.move(job.folder / "in" / f"ds={DS}", job.folder / "in" / f"ds={quote(ds, safe='')}")
-    plan = job.planned(ds)
-    assert plan.resolve().parent.parent == job.out / "_batchllm" / "job"
-    job.run_all(plan)
-    assert job.commit(plan).code == 0
-    assert {unquote(path.name) for path in job.out.iterdir()} == {"_batchllm", f"ds={ds}"}
-    assert job.batchllm("report", "--job", job.folder / "job.yaml", "--ds", ds).code == 0
-
-
-def test_an_empty_partition_value(job: Job) -> None:
-    outcome = job.plan(ds="")
-    assert_refused(outcome, 2, "ds: is empty")
-    assert not job.out.exists()
 
 
 # All of it on S3

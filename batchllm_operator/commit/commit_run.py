@@ -31,6 +31,7 @@ from batchllm_operator.shards.committed import (
     Refusal,
     find_committed,
 )
+from batchllm_operator.shards.group_lengths import write_lengths
 from batchllm_operator.shards.parts import ShardParts, stored_shards
 from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.shards.reuse_index import ReusedOutputs, write_index
@@ -181,6 +182,7 @@ def _write_report(
     plan_id = plan.manifest.plan_id
     report = describe_run(plan, table, shards, errors)
     plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
+    write_lengths(plan, shards)
     committed = Committed(
         plan_id=plan_id,
         shards=tuple(

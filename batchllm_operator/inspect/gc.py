@@ -169,14 +169,13 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         return Garbage(folder, what, files, files)
     if not is_committed:
         return Kept(folder, f"it is published, without a {COMMITTED_FILE}: commit it once more")
-    # Later plans learn output lengths by group: shards name the rows, and rows the keys.
-    learns = GROUPS_FILE in files
     chosen = {
         name: file
         for name, file in files.items()
         if name.startswith("runs/")
-        or name in (FINGERPRINTS_FILE, REUSED_FILE, COMMITTING_FILE)
-        or ((_ROWS.fullmatch(name) or _SHARD.fullmatch(name)) and not learns)
+        or name in (FINGERPRINTS_FILE, GROUPS_FILE, REUSED_FILE, COMMITTING_FILE)
+        or _ROWS.fullmatch(name)
+        or _SHARD.fullmatch(name)
         or _is_temporary(folder, name)
     }
     return Garbage(folder, "is published: parts and shards", chosen, files) if chosen else None

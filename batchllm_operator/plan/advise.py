@@ -12,9 +12,9 @@ import pyarrow as pa
 from batchllm_operator.amounts import counted
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError
-from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.lake import open_table
+from batchllm_operator.plan.column_orders import column_orders
 from batchllm_operator.plan.rows.adapters import RowAdapters
-from batchllm_operator.plan.rows.column_orders import column_orders, take_apart
 from batchllm_operator.plan.rows.input_checks import check_columns, describe_empty
 from batchllm_operator.plan.rows.reading import tokenize
 from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
@@ -71,8 +71,12 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
     check_columns(spec, table, snapshot)
     tokenizer = load_tokenizer(spec, ds)
     adapters = RowAdapters.of(spec, tokenizer)
-    sample = _first_rows(spec, table, snapshot, sample_rows)
-    num_sampled = sum(batch.num_rows for batch in sample)
+    sample, num_sampled = list[pa.RecordBatch](), 0
+    for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
+        sample.append(batch.slice(0, sample_rows - num_sampled))
+        num_sampled += sample[-1].num_rows
+        if num_sampled == sample_rows:
+            break
     if num_sampled == 0:
         raise EmptyPartitionError(
             f"{describe_empty(spec, table, snapshot)}; there is nothing to advise on"
@@ -92,43 +96,20 @@ def _try_orders(
     tokenizer: Tokenizer,
     adapters: RowAdapters | None,
 ) -> list[Alternative]:
-    """The savings of each order, the given one first.
-
-    Raises:
-        TokenIdsDifferError: see `Tokenizer.encode`.
-    """
-    assert spec.prompt.template is not None  # checked by `advise`
-    pieces = take_apart(spec.prompt.template)
-    orders = {pieces.template(order): order for order in column_orders(len(pieces.columns))}
-
-    def saving_ratio(template: str) -> float:
-        prompt = spec.prompt.model_copy(update={"template": template})
-        made = tokenize(spec.model_copy(update={"prompt": prompt}), sample, tokenizer, adapters)
-        tables = [piece.tokens for piece in made]
-        prompts = (table.prompt(idx) for table in tables for idx in range(len(table)))
-        tokens = TokenTable.from_lists(prompts)
-        return optimal_saving_ratio(tokens, block_size_of(spec), merge=spec.sampling.is_greedy)
-
+    """The savings of each order, the given one first; may raise `TokenIdsDifferError`."""
+    orders = dict(column_orders(spec.prompt.template or ""))
     alternatives: list[Alternative] = []
     with Progress("try column orders", len(orders), unit="orders") as progress:
-        for template, order in orders.items():
-            columns = tuple(pieces.columns[idx] for idx in order)
-            is_given = not alternatives
-            alternatives.append(Alternative(template, columns, saving_ratio(template), is_given))
+        for template, columns in orders.items():
+            prompt = spec.prompt.model_copy(update={"template": template})
+            other = spec.model_copy(update={"prompt": prompt})
+            tables = [made.tokens for made in tokenize(other, sample, tokenizer, adapters)]
+            prompts = (table.prompt(idx) for table in tables for idx in range(len(table)))
+            tokens, merge = TokenTable.from_lists(prompts), spec.sampling.is_greedy
+            saving = optimal_saving_ratio(tokens, block_size_of(spec), merge=merge)
+            alternatives.append(Alternative(template, columns, saving, is_given=not alternatives))
             progress.advance(1)
     return alternatives
-
-
-def _first_rows(
-    spec: JobSpec, table: LakeTable, snapshot: Snapshot, num_left: int
-) -> list[pa.RecordBatch]:
-    batches: list[pa.RecordBatch] = []
-    for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
-        batches.append(batch.slice(0, num_left))
-        num_left -= batches[-1].num_rows
-        if num_left == 0:
-            break
-    return batches
 
 
 def format_advice(advice: Advice) -> str:

@@ -13,11 +13,9 @@ import numpy.typing as npt
 from batchllm_operator.cost import BLOCK_SIZE, WorkArrays, prompt_work
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.plan.estimate import Target, work_costs
-from batchllm_operator.plan.group_lengths import hash_prefixes
-from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
+from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens, hash_prefixes
 from batchllm_operator.prefixes import (
     PrefixGroups,
-    PrefixTree,
     PromptClasses,
     RankedPrompts,
     Requests,
@@ -41,8 +39,7 @@ _STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "shards c
 def usual_num_shards(cost: float, target: Target | None) -> int:
     """Shards of a plan whose spec doesn't say how many: each of two minutes, or a million tokens.
 
-    At least 1 and at most 1,000, so those of very large jobs take longer. The number of workers
-    doesn't count: it may differ from run to run of one plan.
+    From 1 to 1,000. The workers don't count: their number may differ from run to run of one plan.
 
     Args:
         cost: of all requests, by `work_costs`: nanoseconds of GPUs; without a target, tokens.
@@ -56,19 +53,19 @@ def usual_num_shards(cost: float, target: Target | None) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Requests in lexicographic order, cut into shards.
+    """Requests in lexicographic order, cut into shards of about equal work.
 
     Attributes:
-        request_idxs: int64 [num_requests], by rank.
         bounds: int64 [num_shards + 1], ranks, from 0 to num_requests; no shard is empty.
+        shard_of_request: int64 [num_requests], by request.
         costs: float64 [num_requests], by request, by which shards are balanced.
         shard_costs: float64 [num_shards], their sums.
         work: by rank, with what a shard's engine finds in its cache left out.
         num_optimal_tokens: prefill tokens if there were one shard only.
     """
 
-    request_idxs: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
+    shard_of_request: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
     shard_costs: npt.NDArray[np.float64]
     work: WorkArrays
@@ -83,13 +80,7 @@ class Cut:
         decode_tokens: npt.NDArray[np.int64],
         target: Target | None,
     ) -> Cut:
-        """Cut shards of about equal work, where neighbours share little.
-
-        Args:
-            ranked: the requests' prompts in order.
-            decode_tokens: int64 [num_requests], estimates.
-            target: shards are balanced by this GPU's time; None to balance by tokens.
-        """
+        """Cut where neighbours share little; the arguments are those of `arrange`."""
         idxs = ranked.prompt_idxs
         lengths, outputs = requests.lengths[idxs], decode_tokens[idxs]
         # Not the spec's blocks: tuning of the engine must not change shards.
@@ -105,18 +96,11 @@ class Cut:
         cached = ranked.cached_tokens(requests.lengths, block_size_of(spec))
         num_optimal = int((lengths - cached).sum())
         cached[firsts] = 0
-        by_request = np.empty_like(costs)
-        by_request[idxs] = costs
         work = prompt_work(lengths, outputs, cached)
-        shard_costs = np.add.reduceat(costs, firsts)
-        return cls(idxs, bounds, by_request, shard_costs, work, num_optimal)
-
-    @property
-    def shard_of_request(self) -> npt.NDArray[np.int64]:
-        """int64 [num_requests], by request."""
-        shards = np.empty(len(self.request_idxs), dtype=np.int64)
-        shards[self.request_idxs] = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
-        return shards
+        by_request, shards = np.empty_like(costs), np.empty_like(idxs)
+        by_request[idxs] = costs
+        shards[idxs] = np.repeat(np.arange(len(firsts)), np.diff(bounds))
+        return cls(bounds, shards, by_request, np.add.reduceat(costs, firsts), work, num_optimal)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +108,8 @@ class Arrangement:
     """The groups in the order of the plan, shard after shard."""
 
     groups: PrefixGroups
+    shards: list[PrefixGroups]
+    """The groups of each shard."""
     group_bounds: npt.NDArray[np.int64]
     """int64 [num_shards + 1]: shard s has the groups [group_bounds[s], group_bounds[s + 1])."""
     cut: Cut
@@ -133,15 +119,8 @@ class Arrangement:
     """int64 [num_requests]: those that take decode steps; 0 in a job without decode."""
     prefix_hashes: npt.NDArray[np.int64]
     """int64 [num_groups, 2], see `hash_prefixes`; [0, 2] if nothing is to be learned."""
-    num_algorithm_1_saved_tokens: int
-    num_exact_saved_tokens: int
-
-    def shard_groups(self) -> list[PrefixGroups]:
-        """The groups of each shard."""
-        return [
-            self.groups.take(np.arange(begin, end))
-            for begin, end in pairwise(self.group_bounds.tolist())
-        ]
+    counts: dict[str, int]
+    """Fields of `PlanCounts`, but those that reading rows tells."""
 
 
 def arrange(
@@ -156,53 +135,50 @@ def arrange(
     """Choose the groups, cut the requests into shards (ADR 32), and sort the groups of each.
 
     The members of a group in two shards are two groups. The order is that of Eq. 4, with subtrees
-    kept together (ADR 8).
+    kept together (ADR 8), and one class of prompts after the other.
 
     Args:
         ranked: the requests' prompts in order.
-        learned: output lengths from an earlier partition.
         target: shards are balanced by this GPU's time; None to balance by tokens.
-        max_model_len: upper bound of a prompt with its output.
-        classes: of the prompts, if there are several: each shard has one after the other.
     """
     with Progress("choose and order groups", len(_STEPS), unit="steps", announce=False) as progress:
         tree = ranked.tree(requests.lengths)
         progress.advance(1, _STEPS[0])
         choice = choose_prefixes(tree)
         progress.advance(1, _STEPS[1])
-        learns = spec.planner.learns_output_tokens
-        none = np.zeros((0, 2), dtype=np.int64)
-        prefix_hashes = hash_prefixes(requests, choice.groups) if learns else none
-        estimated = estimate_output_tokens(spec, requests, learned, choice.groups, prefix_hashes)
+        hashes = np.zeros((0, 2), dtype=np.int64)
+        if spec.planner.learns_output_tokens:
+            hashes = hash_prefixes(requests, choice.groups)
+        estimated = estimate_output_tokens(spec, requests, learned, choice.groups, hashes)
         room = np.maximum(max_model_len - requests.lengths, 1)  # a pooled prompt may leave none
         output_tokens = np.minimum(estimated, room)
         progress.advance(1, _STEPS[2])
         decode_tokens = output_tokens if spec.decodes else np.zeros_like(output_tokens)
         cut = Cut.of(spec, requests, ranked, decode_tokens, target)
-        groups, shards, origins = _split(choice.groups, tree, cut, output_tokens)
+        groups, shards = split_groups(choice.groups, cut.shard_of_request)
+        order = order_groups_by_subtree(groups, tree, output_tokens)
+        keys = [shards[order]]
         if classes is not None:
-            by_class = np.lexsort((classes.of_groups(groups, requests), shards))
-            groups, shards, origins = groups.take(by_class), shards[by_class], origins[by_class]
-        group_bounds = np.searchsorted(shards, np.arange(len(cut.bounds)))
+            keys.insert(0, classes.of_groups(groups.take(order), requests))
+        order = order[np.lexsort(keys)]
+        group_bounds = np.searchsorted(shards[order], np.arange(len(cut.bounds)))
+        origins = np.searchsorted(choice.groups.offsets, groups.offsets[order], side="right") - 1
+        groups = groups.take(order)
         progress.advance(1, _STEPS[3])
+    counts = {
+        "num_duplicate_rows": int(requests.num_rows.sum()) - len(requests),
+        "num_requests": len(requests),
+        "num_groups": len(groups),
+        "num_shared_groups": int(np.count_nonzero(groups.sizes > 1)),
+        "num_logical_tokens": int((requests.lengths * requests.num_rows).sum()),
+        "num_planned_tokens": int(cut.work.num_prefill_tokens.sum()),
+        "num_optimal_tokens": cut.num_optimal_tokens,
+        "num_algorithm_1_saved_tokens": choice.algorithm_1_saved_tokens,
+        "num_exact_saved_tokens": choice.exact_saved_tokens,
+    }
+    hashes = hashes[origins] if len(hashes) else hashes
+    bounds = pairwise(group_bounds.tolist())
+    by_shard = [groups.take(np.arange(begin, end)) for begin, end in bounds]
     return Arrangement(
-        groups,
-        group_bounds,
-        cut,
-        output_tokens,
-        decode_tokens,
-        prefix_hashes[origins] if learns else none,
-        choice.algorithm_1_saved_tokens,
-        choice.exact_saved_tokens,
+        groups, by_shard, group_bounds, cut, output_tokens, decode_tokens, hashes, counts
     )
-
-
-def _split(
-    chosen: PrefixGroups, tree: PrefixTree, cut: Cut, output_tokens: npt.NDArray[np.int64]
-) -> tuple[PrefixGroups, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The groups of the shards in order, each one's shard, and the chosen group that it is from."""
-    parts, shards = split_groups(chosen, cut.shard_of_request)
-    order = order_groups_by_subtree(parts, tree, output_tokens)
-    order = order[np.argsort(shards[order], kind="stable")]
-    origins = np.searchsorted(chosen.offsets, parts.offsets[order], side="right") - 1
-    return parts.take(order), shards[order], origins

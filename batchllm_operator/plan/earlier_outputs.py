@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -35,34 +36,29 @@ from batchllm_operator.shards.reuse_index import (
 )
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD, FINGERPRINTS_FILE, REUSED_FILE
+from batchllm_operator.stored_plan.parquet_files import RowGroupWriter
 from batchllm_operator.stored_plan.publications import check_publisher, earlier_publications
-from batchllm_operator.stored_plan.row_groups import RowGroupWriter
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES: Final = 1 << 20
 _GROUP_FINGERPRINTS: Final = 1 << 16
+_Int64s = npt.NDArray[np.int64]
 
 
 class Reuse:
-    """Writes the prompts' fingerprints and the reused rows while rows are read.
+    """Writes the prompts' fingerprints and the reused rows while rows are read, from row 0.
 
-    The files in the given folder are `FINGERPRINTS_FILE` and `REUSED_FILE`.
+    The files in the local folder are `FINGERPRINTS_FILE` and `REUSED_FILE`, with the `schema` of
+    parts. Of the indexes, the first that has a prompt decides.
     """
 
     def __init__(
         self, indexes: Sequence[ReuseIndex], folder: Path, schema: pa.Schema = PART_SCHEMA
     ) -> None:
-        """Begin with row 0.
-
-        Args:
-            indexes: where to look; the first that has a prompt decides.
-            folder: a local one.
-            schema: of the job's parts.
-        """
         self._indexes, self._folder, self._schema = indexes, folder, schema
-        self._row_idxs: list[list[npt.NDArray[np.int64]]] = [[] for _ in indexes]
-        self._places: list[list[npt.NDArray[np.int64]]] = [[] for _ in indexes]
+        self._found: list[list[_Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
+        """For each index, arrays of rows and of their places in it: [2, n]."""
         self._num_rows_read = 0
         self.num_rows = 0
         """Rows that reuse an output."""
@@ -82,20 +78,20 @@ class Reuse:
         """Memory of the indexes."""
         return sum(index.num_bytes for index in self._indexes)
 
-    def take(self, tokens: TokenTable, row_idxs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def take(self, tokens: TokenTable, row_idxs: _Int64s) -> npt.NDArray[np.bool_]:
         """Look prompts up; returns which have an output already: [num_prompts].
 
         Args:
             row_idxs: int64 [num_prompts], their rows, ascending and above those of earlier calls.
         """
         fingerprints = fingerprints_of(tokens)
-        self._keep(fingerprints, row_idxs)
+        num_rows = int(row_idxs[-1]) + 1 if len(row_idxs) else self._num_rows_read
+        self._keep(fingerprints, row_idxs, num_rows)
         is_reused = np.zeros(len(row_idxs), dtype=np.bool_)
-        for idx, index in enumerate(self._indexes):
+        for index, found in zip(self._indexes, self._found, strict=True):
             places = index.places(fingerprints)
             is_found = (places >= 0) & ~is_reused
-            self._row_idxs[idx].append(row_idxs[is_found])
-            self._places[idx].append(places[is_found])
+            found.append(np.stack([row_idxs[is_found], places[is_found]]))
             is_reused |= is_found
         self.num_rows += int(is_reused.sum())
         return is_reused
@@ -106,9 +102,8 @@ class Reuse:
         self._fingerprints.close()
         num_before = 0
         with RowGroupWriter(self._folder / REUSED_FILE, self._schema, compression="zstd") as writer:
-            for idx, index in enumerate(self._indexes):
-                rows = np.concatenate([np.zeros(0, np.int64), *self._row_idxs[idx]])
-                places = np.concatenate([np.zeros(0, np.int64), *self._places[idx]])
+            for index, found in zip(self._indexes, self._found, strict=True):
+                rows, places = np.concatenate(found, axis=1)
                 for table in _reused(index, rows, places, self._schema):
                     numbers = pa.array(np.arange(num_before, num_before + table.num_rows))
                     writer.write(table.add_column(0, self._schema.field(0), numbers))
@@ -116,15 +111,8 @@ class Reuse:
                 reusing = counted(len(rows), "row reuses an output", "rows reuse outputs")
                 _log.info("%s of partition %s", reusing, index.ds)
 
-    def _keep(
-        self,
-        fingerprints: npt.NDArray[np.bytes_],
-        row_idxs: npt.NDArray[np.int64],
-        num_rows: int | None = None,
-    ) -> None:
-        """Write fingerprints, with zeros for the rows skipped before them."""
-        if num_rows is None:
-            num_rows = int(row_idxs[-1]) + 1 if len(row_idxs) else self._num_rows_read
+    def _keep(self, fingerprints: npt.NDArray[np.bytes_], row_idxs: _Int64s, num_rows: int) -> None:
+        """Write fingerprints up to row `num_rows`, with zeros for rows that have none."""
         start, self._num_rows_read = self._num_rows_read, num_rows
         gathered = np.zeros(num_rows - start, dtype=FINGERPRINT_DTYPE)
         gathered[row_idxs - start] = fingerprints
@@ -142,20 +130,18 @@ def find_indexes(
     index that is missing, altered or of another identity is skipped, with a note in the log.
 
     Args:
-        ds: the partition to plan.
         identity: see `reuse_identity`.
-        budget: must hold the fingerprints.
         folder: a local one, for copies that can't change.
 
     Raises:
         TableError: partition `ds` holds what another job or program wrote.
-        SpecError: they don't fit.
+        SpecError: the fingerprints don't fit into the budget.
         StorageError: the storage fails; planning without reuse would be expensive.
     """
     table = open_table(spec.output.uri, spec.input.partition_column)
     own = check_publisher(table, spec, ds)
     indexes: list[ReuseIndex] = []
-    for published in (*filter(None, [own]), *earlier_publications(table, spec, ds)):
+    for published in chain(filter(None, [own]), earlier_publications(table, spec, ds)):
         held = budget.holding(sum(index.num_bytes for index in indexes))
         path = folder / f"{len(indexes)}.parquet"
         index = _open_index(spec, published, identity, held, path)
@@ -171,12 +157,11 @@ def _open_index(
     spec: JobSpec, published: Publication, identity: str, budget: MemoryBudget, path: Path
 ) -> ReuseIndex | None:
     """The index of a published plan; None, with a note in the log, if it can't be used."""
-    ds = published.partition
+    ds, schema = published.partition, index_schema(spec)
     try:
         plan = StoredPlan.open(plan_folder(spec, published).uri)
-        fault = _copy_index(plan, path) or index_fault(path, identity, index_schema(spec))
-        if fault is None:
-            num_entries = pq.read_metadata(path).num_rows
+        fault = _copy_index(plan, path) or index_fault(path, identity, schema)
+        num_entries = 0 if fault else pq.read_metadata(path).num_rows
     except (PlanError, TableError, FileNotFoundError, pa.ArrowException) as error:
         fault = str(error)
     if fault is not None:
@@ -185,7 +170,7 @@ def _open_index(
     budget.holding(num_entries * BYTES_PER_ENTRY).check(0)
     fingerprints = load_fingerprints(path)
     fingerprints.sort()
-    return ReuseIndex(ds, path, fingerprints, index_schema(spec))
+    return ReuseIndex(ds, path, fingerprints, schema)
 
 
 def _copy_index(plan: StoredPlan, path: Path) -> str | None:
@@ -206,15 +191,11 @@ def _copy_index(plan: StoredPlan, path: Path) -> str | None:
 
 
 def _reused(
-    index: ReuseIndex,
-    row_idxs: npt.NDArray[np.int64],
-    places: npt.NDArray[np.int64],
-    schema: pa.Schema,
+    index: ReuseIndex, row_idxs: _Int64s, places: _Int64s, schema: pa.Schema
 ) -> Iterator[pa.Table]:
     """Outputs of the index with the rows that reuse them, as `schema` without its first field.
 
     Args:
-        index: holds the outputs.
         row_idxs: int64 [n], the rows, ascending.
         places: int64 [n], each row's place in the index.
     """

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +49,8 @@ class Target:
 
         Shards are part of a plan, and tuning must not change them.
         """
-        num_gpus = 1
-        while self.gpu.memory_bytes * self.gpu.achievable_memory * num_gpus < _ROOM * (
-            self.model.weight_bytes
-        ):
+        bytes_per_gpu, num_gpus = self.gpu.memory_bytes * self.gpu.achievable_memory, 1
+        while bytes_per_gpu * num_gpus < _ROOM * self.model.weight_bytes:
             num_gpus *= 2
         return EngineLimits(num_gpus=num_gpus)
 
@@ -60,9 +58,8 @@ class Target:
 def find_target(spec: JobSpec) -> Target | None:
     """The GPU that the spec names, with the shape of its model.
 
-    Returns:
-        None if the spec names no GPU or has no model (the fake engine), or, with a note in
-        the log, if the model's `config.json` can't be read or describes an unknown shape.
+    None if the spec names no GPU or has no model (the fake engine), or, with a note in the log, if
+    the model's `config.json` can't be read or describes an unknown shape.
 
     Raises:
         SpecError: the table of GPUs is broken, or lacks the GPU.
@@ -91,10 +88,8 @@ def work_costs(
     In nanoseconds of the target; without a target in tokens, prefilled and decoded.
 
     Args:
-        lengths, output_tokens, cached_tokens: int64 [num_requests], by rank.
-
-    Returns:
-        Twice float64 [num_requests], whole numbers.
+        lengths, output_tokens, cached_tokens: int64 [num_requests], by rank, as both results:
+            float64, whole numbers.
     """
     work = prompt_work(lengths, output_tokens, cached_tokens)
     if target is None:
@@ -112,17 +107,15 @@ def work_costs(
 
 def estimate_work(
     target: Target, works: Sequence[Work], unshared: Work, num_replicas: int
-) -> tuple[CostEstimate, list[float]] | None:
-    """GPU time and price of the plan, and of the same rows without sharing.
+) -> tuple[CostEstimate | None, Sequence[float | None]]:
+    """GPU time and price of the plan, and each shard's part of the GPU seconds.
+
+    Nothing but None, with a note in the log, if the model doesn't fit.
 
     Args:
         works: the work of each shard, without what its requests find in the cache.
         unshared: the work of all rows, if each row's prompt were computed alone.
         num_replicas: engines that share a shard.
-
-    Returns:
-        The estimate, and each shard's part of its GPU seconds. None, with a note in the log, if the
-        model doesn't fit.
     """
     total = sum(works, Work())
     machine = (target.model, target.gpu, target.limits)
@@ -132,7 +125,7 @@ def estimate_work(
         alone = predict(unshared, *machine, num_engines=num_engines)
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
-        return None
+        return None, [None] * len(works)
     estimate = CostEstimate(
         gpu=target.gpu,
         model=target.model,
@@ -149,7 +142,7 @@ def estimate_work(
         assumptions=_assumptions(target, total),
     )
     # Rates add up to the whole except for the ramp, one per engine.
-    rate = rates(total, target.model, target.gpu, target.limits)
+    rate = rates(total, *machine)
     ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
     counts = np.array([astuple(work)[:-1] for work in works], dtype=np.int64).reshape(-1, 5)
     parts = WorkArrays(*counts.T).nanoseconds(rate) / 1e9 + ramp_s
@@ -181,34 +174,20 @@ def _assumptions(target: Target, total: Work) -> tuple[str, ...]:
 
 
 def shape_of(spec: JobSpec) -> ModelShape:
-    """The shape of the spec's model, with the engine's types.
-
-    Raises:
-        ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
-    """
+    """The shape of the spec's model, with the engine's types; raises as `read_shape`."""
     extra, is_32_bit = spec.engine.extra_args, spec.engine.dtype == "float32"
-    bytes_per_weight = 4.0 if is_32_bit else None
-    if extra.get("quantization") == "fp8":
-        bytes_per_weight = 1.0
-    bytes_per_kv_element = 4.0 if is_32_bit else 2.0
-    if str(extra.get("kv_cache_dtype")).startswith("fp8"):
-        bytes_per_kv_element = 1.0
+    per_weight = 1.0 if extra.get("quantization") == "fp8" else 4.0 if is_32_bit else None
+    has_fp8_kv = str(extra.get("kv_cache_dtype")).startswith("fp8")
     return read_shape(
         spec.model.path,
         spec.model.revision,
-        bytes_per_weight=bytes_per_weight,
-        bytes_per_kv_element=bytes_per_kv_element,
+        bytes_per_weight=per_weight,
+        bytes_per_kv_element=1.0 if has_fp8_kv else 4.0 if is_32_bit else 2.0,
     )
 
 
-def read_shape(
-    path: str,
-    revision: str | None = None,
-    *,
-    bytes_per_weight: float | None = None,
-    bytes_per_kv_element: float = 2.0,
-) -> ModelShape:
-    """The shape of the model in a folder or on the hub (or in its cache); see `model_shape`.
+def read_shape(path: str, revision: str | None = None, **element_bytes: Any) -> ModelShape:
+    """The shape of the model in a folder or on the hub; `element_bytes` are those of `model_shape`.
 
     Raises:
         ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
@@ -216,12 +195,7 @@ def read_shape(
     config = ModelFiles(path, revision).read_json("config.json")
     if not isinstance(config, dict):
         raise ModelError(f"model {path}: has no config.json")
-    return model_shape(
-        config,
-        path,
-        bytes_per_weight=bytes_per_weight,
-        bytes_per_kv_element=bytes_per_kv_element,
-    )
+    return model_shape(config, path, **element_bytes)
 
 
 def engine_limits(spec: JobSpec) -> EngineLimits:

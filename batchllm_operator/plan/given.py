@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers, PlannedAnswers, plan_answers
 from batchllm_operator.engine import check_arguments, check_format
-from batchllm_operator.errors import PlanError, SpecError, TableError
-from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, check_names, open_table
+from batchllm_operator.errors import EmptyPartitionError, PlanError, SpecError, TableError
+from batchllm_operator.lake import (
+    LakeTable,
+    Publication,
+    Snapshot,
+    StoredColumns,
+    check_names,
+    open_table,
+)
 from batchllm_operator.model import check_weights, with_models_sampling
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.output_lengths import Learned
 from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.adapters import RowAdapters
-from batchllm_operator.plan.rows.input_checks import check_input, check_lengths, describe_rows
+from batchllm_operator.plan.rows.input_checks import (
+    check_columns,
+    check_lengths,
+    describe_empty,
+    warn_of_control_tokens,
+)
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.shards.parts import STATUS_COLUMN, output_schema
+from batchllm_operator.shards.row_errors import (
+    RowErrors,
+    WrittenRows,
+    are_too_many,
+    too_many_failed,
+)
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder, check_conditional_writes
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
@@ -58,27 +80,66 @@ class Given:
     @property
     def where(self) -> str:
         """Names the rows in errors that count them."""
-        return describe_rows(self.spec, self.table, self.snapshot)
-
-    @property
-    def range_planner(self) -> RangePlanner:
-        shares = self.answers.reason_against_sharing is None
-        learns = self.spec.planner.learns_output_tokens
-        return RangePlanner(self.spec, self.target, self.replicas, shares, writes_groups=learns)
+        where = f"table {self.table.uri}, partition {self.snapshot.partition!r}"
+        filtered = self.spec.input.filter
+        return f"{where}, counting rows that input.filter keeps" if filtered else where
 
     @property
     def adapter_versions(self) -> tuple[str, ...]:
         return self.adapters.versions if self.adapters is not None else ()
 
+    def range_planner(self, learned: Learned | None, *, writes_groups: bool) -> RangePlanner:
+        shares = self.answers.reason_against_sharing is None
+        return RangePlanner(self.spec, self.target, self.replicas, shares, learned, writes_groups)
+
+    def check_rows(self, counts: Mapping[str, int], written: WrittenRows) -> None:
+        """Check the rows that were read; `counts` are what that tells of `PlanCounts`.
+
+        Raises:
+            EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
+            FailedRowsError: there are more such rows than the spec allows.
+        """
+        spec, num_rows, num_rejected = self.spec, counts["num_rows"], counts["num_rejected_rows"]
+        if num_rows == 0:
+            reason = describe_empty(spec, self.table, self.snapshot)
+            if spec.on_empty == "fail":
+                raise EmptyPartitionError(f"{reason} (on_empty: fail)")
+            _log.warning("%s: an empty partition will be committed", reason)
+        if num_rejected:
+            _log.warning(
+                "%d of %s can't be prompted; the reasons will be in the output's error column",
+                num_rejected,
+                counted(num_rows, "row"),
+            )
+        if are_too_many(spec, num_rejected, num_rows):
+            errors = RowErrors()
+            errors.add_rejected(written)
+            raise too_many_failed(
+                spec,
+                num_rows,
+                written,
+                errors,
+                verdict="no plan was made",
+                cure="To generate for the other rows all the same, raise max_failed_fraction in the"
+                " spec, and plan again",
+            )
+        warn_of_control_tokens(spec, counts["num_control_rows"])
+
 
 def find_given(spec: JobSpec, ds: str) -> Given:
     """Check the spec, the tables and the model; see `plan_job`, which reads rows then."""
-    _check_apart(spec)
+    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
+        raise SpecError(
+            f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
+            " one would be read or overwritten as a part of the other"
+        )
     check_partition(ds)
     check_arguments(spec)
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
-    check_input(spec, table, snapshot)
+    if not snapshot.files and spec.on_empty == "fail":
+        raise EmptyPartitionError(f"{describe_empty(spec, table, snapshot)} (on_empty: fail)")
+    check_columns(spec, table, snapshot)
     tokenizer = load_tokenizer(spec, ds)
     if tokenizer.files is not None and spec.engine.backend != "fake":
         check_weights(tokenizer.files, str(spec.engine.extra_args.get("load_format") or "auto"))
@@ -86,12 +147,16 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     # Faults that would stop the commit should show before the GPU runs.
     _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
-    check_publisher(output, spec, ds)
+    own = check_publisher(output, spec, ds)
     _check_response_format(spec, output)
     answers = plan_answers(spec, tokenizer)
-    stored = _check_columns_fit(spec, ds, snapshot, output, answers)
+    columns = output_schema(spec, snapshot.schema, answers)
+    stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
+    _check_nulls_fit(spec, stored)
     check_lengths(spec, tokenizer.max_model_len)
-    _warn_of_earlier_answers(spec, ds, output)
+    if Answers.of(spec).watches():
+        earlier = earlier_publications(output, spec, ds)
+        _warn_of_earlier_answers(spec, chain(filter(None, [own]), earlier))
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
@@ -99,22 +164,16 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     return Given(spec, ds, table, snapshot, stored, tokenizer, *known, budget)
 
 
-def _warn_of_earlier_answers(spec: JobSpec, ds: str, output: LakeTable) -> None:
-    """Repeat what the latest report says against the answers, if the settings are still the same.
-
-    A plan runs no model; the report of an earlier partition tells before the GPU begins.
-    """
-    if not Answers.of(spec).watches():
-        return
-    own = check_publisher(output, spec, ds)
-    for published in (*filter(None, [own]), *earlier_publications(output, spec, ds)):
+def _warn_of_earlier_answers(spec: JobSpec, publications: Iterable[Publication]) -> None:
+    """Repeat what the first report says against the answers, if the settings are still the same."""
+    for published in publications:
         folder = plan_folder(spec, published)
         try:
             identity = StoredPlan.open(folder.uri).manifest.spec.identity
             report = RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri)
         except (FileNotFoundError, PlanError):  # none is left
             continue
-        if report.answers is not None and identity == spec.identity:
+        if identity == spec.identity:
             for warning in report.answers.warnings:
                 _log.warning("partition %s, with these settings: %s", published.partition, warning)
         return
@@ -130,11 +189,7 @@ def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | N
 
 
 def _check_response_format(spec: JobSpec, output: LakeTable) -> None:
-    """Check that a schema's properties can be columns of the output, and that the engine takes it.
-
-    Raises:
-        SpecError: names the property, or gives vLLM's reason.
-    """
+    """Refuse properties that can't be columns of the output, and what the engine doesn't take."""
     if spec.response_format is None:
         return
     try:
@@ -144,21 +199,8 @@ def _check_response_format(spec: JobSpec, output: LakeTable) -> None:
     check_format(spec)
 
 
-def _check_columns_fit(
-    spec: JobSpec,
-    ds: str,
-    snapshot: Snapshot,
-    output: LakeTable,
-    planned: PlannedAnswers,
-) -> StoredColumns:
-    """Check that the output table takes the job's columns; returns them as it stores them.
-
-    Raises:
-        TableError: see `LakeTable.check_outputs`; or rows that fail would have nulls where the
-            table allows none.
-    """
-    columns = output_schema(spec, snapshot.schema, planned)
-    stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
+def _check_nulls_fit(spec: JobSpec, stored: StoredColumns) -> None:
+    """Raise TableError if rows would have nulls where the output table allows none."""
     for name in set(spec.output_columns) & set(stored.schema.names) - _NEVER_NULL:
         if stored.schema.field(name).nullable:
             continue
@@ -169,25 +211,10 @@ def _check_columns_fit(
                 " let it be null in the table"
                 + ("" if name == ERROR_COLUMN else ", or set max_failed_fraction to 0")
             )
-    return stored
-
-
-def _check_apart(spec: JobSpec) -> None:
-    """Raise SpecError if input and output overlap."""
-    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
-        raise SpecError(
-            f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
-            " one would be read or overwritten as a part of the other"
-        )
 
 
 def _check_folders(spec: JobSpec, ds: str) -> None:
-    """Check the folders of outputs and plans.
-
-    Raises:
-        SpecError: a local file is in the place of one.
-        StorageError: the S3 store of plans can't keep claims apart.
-    """
+    """Refuse a file in the place of a folder, and a store of plans that can't keep claims apart."""
     table = TableAddress.parse(spec.output.uri).folder
     folders = [("output.uri", Folder.open(table))] if table is not None else []
     staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"

@@ -15,7 +15,6 @@ BYTES_PER_PROMPT: Final = 340
 WORKING_BYTES: Final = 384 << 20
 """For work batch by batch, independent of the table's size: rows of three batches (one ahead, one
 behind), texts and token ids, two chunks of prompts, two parts of a shard, compiled code."""
-_BYTES_PER_LEARNED: Final = 112  # per row of an earlier partition, while learning its lengths
 _MIB: Final = 1 << 20
 
 
@@ -44,14 +43,6 @@ class MemoryBudget:
     def least_bytes(self, num_prompts: int) -> int:
         """The smallest budget for so many prompts."""
         return self.resident_bytes + WORKING_BYTES + num_prompts * BYTES_PER_PROMPT
-
-    def check_learned(self, num_rows: int) -> None:
-        """Refuse to learn from an earlier partition of `num_rows` rows if the budget is too small.
-
-        Raises:
-            SpecError: as `check`.
-        """
-        self.check(num_rows * _BYTES_PER_LEARNED // BYTES_PER_PROMPT)
 
     def check(self, num_prompts: int) -> None:
         """Refuse to plan `num_prompts` prompts if the budget is too small.

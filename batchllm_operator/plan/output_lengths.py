@@ -1,32 +1,77 @@
-"""Estimated output lengths: a constant, a column, or learned from an earlier partition."""
+"""Estimated output lengths: a constant, a column, or learned from an earlier partition.
+
+Learned is the mean of a group with the same prefix, else of prompts of about the same length. Where
+a prefix ends depends on how its group's prompts go on, so a group is recognised by hashes of its
+prefix up to the ends of segments of 64 tokens: of the last whole one, and of the one before.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.lake import LakeTable, Publication, open_table
-from batchllm_operator.plan.group_lengths import GroupLengths, PlanGroups
-from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.prefixes import PrefixGroups, Requests
+from batchllm_operator.prefixes import PrefixGroups, Requests, last_hashes
+from batchllm_operator.prefixes.prompt_store import chunks
+from batchllm_operator.shards.group_lengths import LENGTHS_FILE, LENGTHS_SCHEMA
+from batchllm_operator.shards.reuse_index import find_places
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
+from batchllm_operator.stored_plan.manifest import GROUPS_SCHEMA, LearnedOutputs, LengthBucket
+from batchllm_operator.stored_plan.parquet_files import PlanFile
 from batchllm_operator.stored_plan.publications import earlier_publications
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
 
-_NUM_BUCKETS = 64
+_NUM_BUCKETS: Final = 64
+_SEGMENT_TOKENS: Final = 64
+_NONE: Final = -1
+_log = logging.getLogger(__name__)
+_Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Learned:
-    """Output lengths of an earlier partition."""
+    """Output lengths of an earlier partition.
+
+    Attributes:
+        hashes: int64 [n], ascending, of the prefixes of its groups; empty if they are unknown.
+        means: int64 [n], output tokens of the groups with that prefix, rounded up.
+    """
 
     by_length: LearnedOutputs
-    by_group: GroupLengths | None
-    """None if the groups of its rows are unknown."""
+    hashes: _Int64s
+    means: _Int64s
+
+    def estimates(self, lengths: _Int64s, groups: PrefixGroups, prefix_hashes: _Int64s) -> _Int64s:
+        """Estimated output tokens of requests: int64 [num_requests].
+
+        Args:
+            lengths: int64 [num_requests], prompt tokens.
+            prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; the first that is known
+                decides.
+        """
+        buckets = self.by_length.buckets
+        total = sum(bucket.num_output_tokens for bucket in buckets)
+        means = np.full(_NUM_BUCKETS, -(-total // self.by_length.num_rows), dtype=np.int64)
+        for bucket in buckets:
+            mean = -(-bucket.num_output_tokens // bucket.num_rows)
+            means[bucket.min_prompt_tokens.bit_length() - 1] = mean
+        estimates: _Int64s = means[_bucket(lengths)]
+        places = find_places(self.hashes, prefix_hashes[:, 0])
+        places = np.where(places < 0, find_places(self.hashes, prefix_hashes[:, 1]), places)
+        places = np.repeat(places, groups.sizes)
+        is_known = places >= 0
+        estimates[groups.member_idxs[is_known]] = self.means[places[is_known]]
+        return estimates
 
 
 def estimate_output_tokens(
@@ -34,106 +79,112 @@ def estimate_output_tokens(
     requests: Requests,
     learned: Learned | None,
     groups: PrefixGroups,
-    prefix_hashes: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
+    prefix_hashes: _Int64s,
+) -> _Int64s:
     """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests].
-
-    Learned estimates are the mean of earlier outputs of a group with the same prefix, else of
-    prompts of about the same length.
 
     Args:
         learned: None if the spec doesn't ask for it, or there is no earlier partition.
-        prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; unused if nothing was learned.
+        prefix_hashes: see `Learned.estimates`; unused without `learned`.
     """
     if requests.output_tokens is not None:
         return requests.output_tokens
     most = spec.sampling.max_tokens
-    if learned is None:
-        constant = spec.planner.estimated_output_tokens
-        estimate = min(constant, most) if isinstance(constant, int) else most
-        return np.full(len(requests), estimate, dtype=np.int64)
-    estimates = _mean_tokens(learned.by_length)[_bucket(requests.lengths)]
-    if learned.by_group is not None:
-        of_group = learned.by_group.mean_tokens(prefix_hashes)
-        is_known = np.repeat(of_group >= 0, groups.sizes)
-        estimates[groups.member_idxs[is_known]] = np.repeat(of_group, groups.sizes)[is_known]
-    return np.clip(estimates, 1, most)
+    if learned is not None:
+        return np.clip(learned.estimates(requests.lengths, groups, prefix_hashes), 1, most)
+    constant = spec.planner.estimated_output_tokens
+    estimate = min(constant, most) if isinstance(constant, int) else most
+    return np.full(len(requests), estimate, dtype=np.int64)
 
 
-def learn_output_lengths(
-    spec: JobSpec, ds: str, budget: MemoryBudget | None = None
-) -> Learned | None:
+def learn_output_lengths(spec: JobSpec, ds: str, *, by_group: bool = True) -> Learned | None:
     """Learn from the latest partition before `ds` that this job has published, if asked to.
 
     `lake.before` compares partitions. Those without any text, or of another job or program, don't
-    count, nor do rows that aren't in the plan that published them.
+    count.
+
+    Args:
+        by_group: whether to look for what the commit has noted of groups, too.
 
     Raises:
         TableError: that partition can't be read.
-        SpecError: it is too large to learn from within the budget.
     """
     if not spec.planner.learns_output_tokens:
         return None
     table = open_table(spec.output.uri, spec.input.partition_column)
     for published in earlier_publications(table, spec, ds):
-        if (learned := _learn(spec, table, published, budget)) is not None:
-            return learned
+        if buckets := _buckets(table, published.partition):
+            hashes, means = np.zeros((2, 0), dtype=np.int64)
+            if by_group:
+                hashes, means = _known_groups(spec, published)
+            by_length = LearnedOutputs(
+                ds=published.partition,
+                plan_id=published.plan_id,
+                buckets=buckets,
+                num_known_prefixes=len(hashes),
+            )
+            return Learned(by_length, hashes, means)
     return None
 
 
-def _learn(
-    spec: JobSpec, table: LakeTable, published: Publication, budget: MemoryBudget | None
-) -> Learned | None:
-    """Count the partition's rows with a text, by prompt length and by group; None without any.
-
-    If the groups are known, rows that their plan lacks are skipped, and copies of a row.
-    """
-    snapshot = table.snapshot(published.partition)
-    groups = PlanGroups.find(spec, published, snapshot.schema, budget)
-    lengths, places = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    columns = ["num_prompt_tokens", "num_output_tokens", "error"]
-    for batch in table.scan(snapshot, [*columns, *(groups.key if groups else ())]):
-        has_counts = (batch.column(name).is_valid() for name in columns[:2])
+def _buckets(table: LakeTable, ds: str) -> tuple[LengthBucket, ...]:
+    """Counts of the partition's rows with a text, by the length of their prompts."""
+    counts = np.zeros((_NUM_BUCKETS, 2), dtype=np.int64)
+    names = ["num_prompt_tokens", "num_output_tokens"]
+    for batch in table.scan(table.snapshot(ds), [*names, "error"]):
+        has_counts = (batch.column(name).is_valid() for name in names)
         answered = batch.filter(reduce(pc.and_, has_counts, batch.column("error").is_null()))
-        lengths.append(np.column_stack([answered.column(name).to_numpy() for name in columns[:2]]))
-        if groups is not None:
-            places.append(groups.places(answered))
-    prompts, outputs = np.concatenate(lengths).T
-    by_group = None
-    if groups is not None:
-        distinct, firsts = np.unique(np.concatenate(places), return_index=True)
-        firsts = firsts[distinct >= 0]
-        prompts, outputs = prompts[firsts], outputs[firsts]
-        by_group = groups.lengths(distinct[distinct >= 0], outputs)
-    if len(prompts) == 0:
-        return None
-    buckets = _bucket(prompts)
-    by_length = LearnedOutputs(
-        ds=published.partition,
-        plan_id=published.plan_id,
-        buckets=tuple(
-            LengthBucket(
-                min_prompt_tokens=1 << int(bucket),
-                num_rows=int(np.count_nonzero(buckets == bucket)),
-                num_output_tokens=int(outputs[buckets == bucket].sum()),
-            )
-            for bucket in np.unique(buckets)
-        ),
-        num_known_prefixes=0 if by_group is None else len(by_group.hashes),
+        prompts, outputs = (answered.column(name).to_numpy() for name in names)
+        np.add.at(counts, _bucket(prompts), np.column_stack([np.ones_like(outputs), outputs]))
+    return tuple(
+        LengthBucket(min_prompt_tokens=1 << idx, num_rows=num_rows, num_output_tokens=num_tokens)
+        for idx, (num_rows, num_tokens) in enumerate(counts.tolist())
+        if num_rows
     )
-    return Learned(by_length, by_group)
 
 
-def _bucket(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _known_groups(spec: JobSpec, published: Publication) -> tuple[_Int64s, _Int64s]:
+    """Hashes of a published plan's groups, ascending, and their mean output tokens, rounded up.
+
+    Empty, with a note in the log, if the plan was removed or has none.
+    """
+    try:
+        plan = StoredPlan.open(plan_folder(spec, published).uri)
+        with plan.folder.open_file(LENGTHS_FILE) as file:
+            where = f"plan {plan.folder.uri}: {LENGTHS_FILE}"
+            table = PlanFile(file, where, LENGTHS_SCHEMA).read()
+    # Only an estimate depends on it, so a fault is no reason to stop.
+    except (BatchLLMError, OSError, pa.ArrowException) as error:
+        unknown = "partition %s: output lengths are learned without groups: %s"
+        _log.info(unknown, published.partition, error)
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    hashes, num_rows, num_tokens = (column.to_numpy() for column in table.columns)
+    return hashes, -(-num_tokens // np.maximum(num_rows, 1))
+
+
+def _bucket(lengths: _Int64s) -> _Int64s:
     """Floor of log2 of each length; exact for lengths below 2**53."""
     return np.frexp(np.maximum(lengths, 1).astype(np.float64))[1].astype(np.int64) - 1
 
 
-def _mean_tokens(learned: LearnedOutputs) -> npt.NDArray[np.int64]:
-    """Mean output tokens of each bucket, rounded up; that of all rows for an empty bucket."""
-    total = sum(bucket.num_output_tokens for bucket in learned.buckets)
-    means = np.full(_NUM_BUCKETS, -(-total // learned.num_rows), dtype=np.int64)
-    for bucket in learned.buckets:
-        mean = -(-bucket.num_output_tokens // bucket.num_rows)
-        means[bucket.min_prompt_tokens.bit_length() - 1] = mean
-    return means
+def hash_prefixes(requests: Requests, groups: PrefixGroups) -> _Int64s:
+    """Hashes of each group's prefix: to the end of its last full segment, and of the one before.
+
+    Returns:
+        int64 [num_groups, 2], -1 where there is no such segment, as in groups of one.
+    """
+    hashes = np.full((len(groups), 2), _NONE, dtype=np.int64)
+    num_segments = groups.num_prefix_tokens // _SEGMENT_TOKENS
+    chosen = np.flatnonzero(num_segments)
+    prompt_idxs = requests.prompt_idxs[groups.member_idxs[groups.offsets[chosen]]]
+    num_tokens = num_segments[chosen] * _SEGMENT_TOKENS
+    for part in chunks(num_tokens):
+        prefixes = requests.prompts.slices(prompt_idxs[part], 0, num_tokens[part])
+        hashes[chosen[part]] = last_hashes(prefixes, _SEGMENT_TOKENS)
+    return hashes
+
+
+def write_groups(path: Path, prefix_hashes: _Int64s) -> None:
+    """Create a file of hashes, int64 [num_groups, 2], by which later plans recognise the groups."""
+    columns = [pa.array(hashes, mask=hashes == _NONE) for hashes in prefix_hashes.T]
+    pq.write_table(pa.table(columns, schema=GROUPS_SCHEMA), path, compression="zstd")

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import date
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +20,8 @@ from batchllm_operator.lake import Publication
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
-from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
 from batchllm_operator.plan.planned_range import PlannedRange
-from batchllm_operator.plan.rows.input_checks import check_rows
 from batchllm_operator.plan.rows.keys import check_keys
 from batchllm_operator.plan.rows.reading import Rows, read_rows
 from batchllm_operator.prefixes import PromptStore, imbalance, sort_prompts
@@ -42,6 +39,7 @@ from batchllm_operator.stored_plan.manifest import (
     MANIFEST_FILE,
     REUSED_FILE,
     ROWS_FILE,
+    CostEstimate,
     DataFile,
     PlanCounts,
     PlanManifest,
@@ -93,11 +91,7 @@ def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | in
 
 @contextmanager
 def _open_scratch() -> Iterator[Path]:
-    """A new folder under `TMPDIR`, removed with its contents at the end of the context.
-
-    Raises:
-        StorageError: in place of the `OSError` of a full disk; says how to use another.
-    """
+    """A new folder under `TMPDIR`, removed with its contents; a full disk is a `StorageError`."""
     with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as scratch:
         try:
             yield Path(scratch)
@@ -112,24 +106,19 @@ def _open_scratch() -> Iterator[Path]:
 
 
 def _build(given: Given, scratch: Path) -> StoredPlan:
-    """Build the plan, with temporary files in `scratch`.
-
-    Raises:
-        TokenIdsDifferError: see `Tokenizer.encode`.
-    """
-    spec, planner = given.spec, given.range_planner
+    """Build the plan, with temporary files in `scratch`; may raise `TokenIdsDifferError`."""
+    spec = given.spec
     with ExitStack() as stack:
-        rows, budget = _read(given, scratch, stack)
+        rows = _read(given, scratch, stack)
+        check_keys(scratch / ROWS_FILE, spec.input.key, given.where)
+        learned = learn_output_lengths(spec, given.ds)
         with Progress("sort prompts", len(rows.prompts), unit="prompts", announce=False) as shown:
             ranked = sort_prompts(rows.prompts, shown.advance)
-        requests, ranked = planner.merge(
-            rows.prompts, ranked, rows.row_idxs(), rows.output_tokens()
-        )
-        check_keys(scratch / ROWS_FILE, spec.input.key, given.where)
-        learned = learn_output_lengths(spec, given.ds, budget)
-        planned = planner.plan(requests, ranked, learned, given.tokenizer, given.adapters, scratch)
+        planner = given.range_planner(learned, writes_groups=spec.planner.learns_output_tokens)
+        prompts = (rows.prompts, ranked, rows.row_idxs(), rows.output_tokens())
+        planned = planner.plan(*prompts, given.tokenizer, given.adapters, scratch)
     names = [ROWS_FILE, *(shard.file for shard in planned.shards)]
-    if spec.planner.learns_output_tokens:
+    if planner.writes_groups:
         names.append(GROUPS_FILE)
     if spec.reuse_outputs:
         names += [FINGERPRINTS_FILE, REUSED_FILE]
@@ -154,36 +143,33 @@ def describe_plan(
         row_parts: see `PlanManifest`.
         num_twice: tokens that shards of two ranges compute, and one engine would compute once.
     """
-    spec, tokenizer, versions = given.spec, given.tokenizer, given.adapter_versions
+    spec, ds, tokenizer, versions = given.spec, given.ds, given.tokenizer, given.adapter_versions
     names = PlanCounts.model_fields.keys() - row_counts.keys()
     sums = {name: sum(planned.counts[name] for planned in ranges) for name in names}
     sums["num_optimal_tokens"] -= num_twice
-    counts = PlanCounts(**{**sums, **row_counts})
     shards = [shard for planned in ranges for shard in planned.shards]
-    works = [work for planned in ranges for work in planned.works]
-    unshared = sum((planned.unshared for planned in ranges), Work())
-    predicted = None
+    estimate: CostEstimate | None = None
+    gpu_s: Sequence[float | None] = [None] * len(shards)
     if given.target is not None:
-        predicted = estimate_work(given.target, works, unshared, spec.engine.replicas)
-    estimate = None if predicted is None else predicted[0]
-    gpu_s = repeat(None) if predicted is None else predicted[1]
+        works = [work for planned in ranges for work in planned.works]
+        unshared = sum((planned.unshared for planned in ranges), Work())
+        estimate, gpu_s = estimate_work(given.target, works, unshared, spec.engine.replicas)
     worst = imbalance(np.array([cost for planned in ranges for cost in planned.costs]))
     if worst > _WORTH_A_WARNING:
         _log.warning("the largest shard has %.2f times the average work", worst)
     by_length = None if learned is None else learned.by_length
+    model = tokenizer.model_version
     return PlanManifest(
-        plan_id=compute_plan_id(
-            spec, given.ds, tokenizer.model_version, files, by_length, versions
-        ),
+        plan_id=compute_plan_id(spec, ds, model, files, by_length, versions),
         spec=spec,
-        ds=given.ds,
+        ds=ds,
         input_version=given.snapshot.version,
         tokenizer_fingerprint=tokenizer.fingerprint,
-        model_version=tokenizer.model_version,
+        model_version=model,
         adapter_versions=versions,
         max_model_len=tokenizer.max_model_len,
         answers=given.answers,
-        counts=counts,
+        counts=PlanCounts(**{**sums, **row_counts}),
         learned=by_length,
         estimate=estimate,
         sharing=merged([planned.sharing for planned in ranges]),
@@ -192,41 +178,35 @@ def describe_plan(
         row_parts=row_parts,
         shards=tuple(
             shard.model_copy(update={"file": shard_file(idx), "predicted_gpu_s": seconds})
-            for idx, (shard, seconds) in enumerate(zip(shards, gpu_s, strict=False))
+            for idx, (shard, seconds) in enumerate(zip(shards, gpu_s, strict=True))
         ),
     )
 
 
-def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
-    """All rows, which `stack` closes, and the remaining budget."""
-    spec, snapshot, budget = given.spec, given.snapshot, given.budget
+def _read(given: Given, scratch: Path, stack: ExitStack) -> Rows:
+    """All rows, which `stack` closes."""
+    spec, num_rows, budget = given.spec, given.snapshot.num_rows, given.budget
     prompts = stack.enter_context(PromptStore(scratch / _PROMPTS_FILE))
     reuse = None
     if spec.reuse_outputs:
-        reuse = stack.enter_context(_open_reuse(given, scratch))
+        indexes = find_indexes(spec, given.ds, _identity(given), budget, scratch)
+        reuse = stack.enter_context(Reuse(indexes, scratch, part_schema(spec)))
         budget = budget.holding(reuse.num_bytes)
     if not spec.input.filter:  # a filter may skip any number of rows
-        budget.check(snapshot.num_rows)
+        budget.check(num_rows)
     rows = Rows(prompts, reuse)
     read_rows(given, rows, scratch / ROWS_FILE)
     written = WrittenRows(Folder.open(str(scratch)), [ROWS_FILE], spec.input.key)
-    check_rows(given, rows.counts, written)
+    given.check_rows(rows.counts, written)
     budget.check(rows.num_rows)
-    return rows, budget
+    return rows
 
 
-def _open_reuse(given: Given, scratch: Path) -> Reuse:
-    """The outputs that may be reused."""
-    spec, tokenizer = given.spec, given.tokenizer
-    identity = reuse_identity(
-        spec,
-        tokenizer.model_version,
-        tokenizer.fingerprint,
-        tokenizer.max_model_len,
-        given.adapter_versions,
-    )
-    indexes = find_indexes(spec, given.ds, identity, given.budget, scratch)
-    return Reuse(indexes, scratch, part_schema(spec))
+def _identity(given: Given) -> str:
+    tokenizer = given.tokenizer
+    version, fingerprint = tokenizer.model_version, tokenizer.fingerprint
+    length, adapters = tokenizer.max_model_len, given.adapter_versions
+    return reuse_identity(given.spec, version, fingerprint, length, adapters)
 
 
 def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path) -> None:

@@ -14,14 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.cost import Work, WorkArrays, prompt_work
-from batchllm_operator.plan.arrange import Arrangement, arrange
+from batchllm_operator.plan.arrange import Arrangement, Cut, arrange
 from batchllm_operator.plan.estimate import Target
-from batchllm_operator.plan.group_lengths import write_groups
-from batchllm_operator.plan.output_lengths import Learned
+from batchllm_operator.plan.output_lengths import Learned, write_groups
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.prefixes import (
     PlanSharing,
-    PrefixGroups,
     PromptStore,
     RankedPrompts,
     Requests,
@@ -69,6 +67,7 @@ class RangePlanner:
         target: the GPU whose time is balanced and predicted.
         replicas: places the groups of each shard; None with one replica.
         shares_prefixes: False for a model whose prompts can't share a prefix.
+        learned: output lengths from an earlier partition.
         writes_groups: whether later plans may learn from this one by group.
     """
 
@@ -76,25 +75,15 @@ class RangePlanner:
     target: Target | None
     replicas: ReplicaPlanner | None
     shares_prefixes: bool
-    writes_groups: bool
+    learned: Learned | None = None
+    writes_groups: bool = False
 
-    def merge(
+    def plan(
         self,
         prompts: PromptStore,
         ranked: RankedPrompts,
         row_idxs: npt.NDArray[np.int64],
         output_tokens: npt.NDArray[np.int64] | None,
-    ) -> tuple[Requests, RankedPrompts]:
-        """Merge equal prompts into one request, if their answers are equal; see `make_requests`."""
-        greedy = self.spec.sampling.is_greedy
-        requests, ranked = make_requests(prompts, ranked, row_idxs, output_tokens, merge=greedy)
-        return requests, ranked if self.shares_prefixes else ranked.apart()
-
-    def plan(
-        self,
-        requests: Requests,
-        ranked: RankedPrompts,
-        learned: Learned | None,
         tokenizer: Tokenizer,
         adapters: RowAdapters | None,
         scratch: Path,
@@ -102,55 +91,56 @@ class RangePlanner:
     ) -> PlannedRange:
         """Choose the groups, and write the shards' files.
 
+        Prompts are merged if they are equal and their answers are, too.
+
         Args:
-            requests: of the range; `ranked` has their prompts in order.
-            learned: output lengths from an earlier partition.
+            prompts: of the range; `ranked` has their order.
+            row_idxs: int64 [num_prompts], the row of each prompt, ascending.
+            output_tokens: int64 [num_prompts], estimates, if a column holds them.
             scratch: folder for the files.
             first_id: of the requests, and of the groups.
         """
-        spec, classes = self.spec, None if adapters is None else adapters.classes
+        merge = self.spec.sampling.is_greedy
+        requests, ranked = make_requests(prompts, ranked, row_idxs, output_tokens, merge=merge)
+        ranked = ranked if self.shares_prefixes else ranked.apart()
+        classes = None if adapters is None else adapters.classes
         length = tokenizer.max_model_len
-        chosen = arrange(spec, requests, ranked, learned, self.target, length, classes)
+        chosen = arrange(self.spec, requests, ranked, self.learned, self.target, length, classes)
         if self.writes_groups:
             write_groups(scratch / GROUPS_FILE, chosen.prefix_hashes)
-        shards = chosen.shard_groups()
-        num_parts = _write_files(spec, requests, chosen, shards, adapters, scratch, first_id)
-        cut = chosen.cut
-        works = _shard_works(cut.work, cut.bounds)
-        placed = self._placements(requests, chosen, shards, first_id)
-        infos = [
+        num_parts = _write_files(self.spec, requests, chosen, adapters, scratch, first_id)
+        works = _shard_works(chosen.cut)
+        placements = self._placements(requests, chosen, first_id)
+        per_shard = zip(chosen.shards, works, num_parts, placements, strict=True)
+        infos = tuple(
             ShardInfo(
                 file=shard_file(idx),
                 num_groups=len(groups),
                 num_requests=groups.num_prompts,
                 num_rows=int(requests.num_rows[groups.member_idxs].sum()),
-                num_parts=num_parts[idx],
-                num_prefill_tokens=works[idx].num_prefill_tokens,
+                num_parts=num,
+                num_prefill_tokens=work.num_prefill_tokens,
                 replicas=placement,
             )
-            for idx, (groups, placement) in enumerate(zip(shards, placed, strict=True))
-        ]
+            for idx, (groups, work, num, placement) in enumerate(per_shard)
+        )
         decode = tokenizer.decode if adapters is None else adapters.decode
         return PlannedRange(
             num_prompts=int(requests.num_rows.sum()),
-            counts=_counts(requests, chosen),
+            counts=chosen.counts,
             sharing=describe_sharing(requests, chosen.groups, decode),
-            shards=tuple(infos),
+            shards=infos,
             works=works,
-            costs=tuple(cut.shard_costs.tolist()),
+            costs=tuple(chosen.cut.shard_costs.tolist()),
             unshared=prompt_work(requests.lengths, chosen.decode_tokens).total(requests.num_rows),
         )
 
     def _placements(
-        self,
-        requests: Requests,
-        chosen: Arrangement,
-        shards: list[PrefixGroups],
-        first_id: int,
+        self, requests: Requests, chosen: Arrangement, first_id: int
     ) -> Iterator[ReplicaPlacement | None]:
         """How replicas share each shard, if there are several."""
         planner, decode_tokens = self.replicas, chosen.decode_tokens
-        for groups, (begin, end) in zip(shards, pairwise(chosen.group_bounds), strict=True):
+        for groups, (begin, end) in zip(chosen.shards, pairwise(chosen.group_bounds), strict=True):
             if planner is None:
                 yield None
                 continue
@@ -161,23 +151,8 @@ class RangePlanner:
             yield placement
 
 
-def _counts(requests: Requests, chosen: Arrangement) -> dict[str, int]:
-    return {
-        "num_duplicate_rows": int(requests.num_rows.sum()) - len(requests),
-        "num_requests": len(requests),
-        "num_groups": len(chosen.groups),
-        "num_shared_groups": int(np.count_nonzero(chosen.groups.sizes > 1)),
-        "num_logical_tokens": int((requests.lengths * requests.num_rows).sum()),
-        "num_planned_tokens": int(chosen.cut.work.num_prefill_tokens.sum()),
-        "num_optimal_tokens": chosen.cut.num_optimal_tokens,
-        "num_algorithm_1_saved_tokens": chosen.num_algorithm_1_saved_tokens,
-        "num_exact_saved_tokens": chosen.num_exact_saved_tokens,
-    }
-
-
-def _shard_works(work: WorkArrays, bounds: npt.NDArray[np.int64]) -> tuple[Work, ...]:
-    """The work of each shard: requests [bounds[s], bounds[s + 1])."""
-    firsts = bounds[:-1]
+def _shard_works(cut: Cut) -> tuple[Work, ...]:
+    work, firsts = cut.work, cut.bounds[:-1]
     sums = [np.add.reduceat(getattr(work, field.name), firsts) for field in fields(WorkArrays)]
     longest = np.maximum.reduceat(work.num_decode_tokens, firsts)
     return tuple(Work(*counts) for counts in np.array([*sums, longest]).T.tolist())
@@ -187,7 +162,6 @@ def _write_files(
     spec: JobSpec,
     requests: Requests,
     chosen: Arrangement,
-    shards: list[PrefixGroups],
     adapters: RowAdapters | None,
     scratch: Path,
     first_id: int,
@@ -202,7 +176,7 @@ def _write_files(
             progress.advance(num_requests)
 
     def write(shard_idx: int) -> int:
-        groups = shards[shard_idx]
+        groups = chosen.shards[shard_idx]
         group_ids = np.arange(len(groups)) + first_id + chosen.group_bounds[shard_idx]
         return write_shard(
             scratch / shard_file(shard_idx),
@@ -221,7 +195,7 @@ def _write_files(
         Progress("write shards", len(requests), unit="requests", announce=False) as progress,
         ThreadPoolExecutor(_AT_ONCE, "batchllm-shards") as threads,
     ):
-        files = [threads.submit(write, shard_idx) for shard_idx in range(len(shards))]
+        files = [threads.submit(write, shard_idx) for shard_idx in range(len(chosen.shards))]
         try:
             ended, _ = wait(files, return_when=FIRST_EXCEPTION)
             for file in ended:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,11 @@ from batchllm_operator.shards.buckets import Outputs
 from batchllm_operator.shards.parts import part_schema
 from batchllm_operator.spec import Decides, JobSpec
 from batchllm_operator.stored_plan.manifest import FINGERPRINTS_FILE, REUSED_FILE, describe_file
-from batchllm_operator.stored_plan.plan_file import PlanFile
-from batchllm_operator.stored_plan.row_groups import ROW_GROUP_ROWS, RowGroupWriter
+from batchllm_operator.stored_plan.parquet_files import (
+    ROW_GROUP_ROWS,
+    PlanFile,
+    RowGroupWriter,
+)
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 INDEX_FILE: Final = "reuse.parquet"
@@ -104,7 +107,7 @@ def from_array(array: pa.Array) -> Fingerprints:
     return np.frombuffer(data, dtype=FINGERPRINT_DTYPE)[start : start + len(array)]
 
 
-def find_places(known: Fingerprints, wanted: Fingerprints) -> npt.NDArray[np.int64]:
+def find_places(known: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Positions of `wanted` in the ascending `known`, -1 if absent: int64."""
     if len(known) == 0:
         return np.full(len(wanted), -1, dtype=np.int64)

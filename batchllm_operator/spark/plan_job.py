@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -24,9 +23,8 @@ from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import ParquetTable, open_table
 from batchllm_operator.plan.given import Given, find_given
-from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
+from batchllm_operator.plan.output_lengths import learn_output_lengths
 from batchllm_operator.plan.plan_job import complete, describe_plan
-from batchllm_operator.plan.rows.input_checks import check_rows
 from batchllm_operator.plan.rows.prompting import sample_tokens, warn_of_doubled_start
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
@@ -117,9 +115,9 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
         progress.expect(len(parts) + len(ranges) + 1)
         del sample  # may be a quarter of a gigabyte
-        learned = _learn(spec, ds)
-        planner = replace(given.range_planner, writes_groups=False)
-        task = Task(reading, numbers, staging, ranges, given.where, is_exact, planner, learned)
+        learned = learn_output_lengths(spec, ds, by_group=False)
+        planner = given.range_planner(learned, writes_groups=False)
+        task = Task(reading, numbers, staging, ranges, given.where, is_exact, planner)
         with counted(spark, progress, len(parts) + len(ranges), PHASES[2]):
             rows, planned = plan_ranges(make_prompts(spark, task, parts), task)
         given.table.check_unchanged(given.snapshot)
@@ -131,7 +129,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         written = WrittenRows(
             Folder.open(staging.uri), [part.file.name for part in rows], spec.input.key
         )
-        check_rows(given, row_counts, written)
+        given.check_rows(row_counts, written)
         shard_files = [file for result in planned for file in result.files]
         files = {rows_file(idx): part.file for idx, part in enumerate(rows)}
         files |= {shard_file(idx): file for idx, file in enumerate(shard_files)}
@@ -147,15 +145,6 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         names = [(file.name, name) for name, file in files.items()]
         with counted(spark, progress, 1, PHASES[3]):
             return complete(manifest, lambda folder: staging.name_files(spark, names, folder))
-
-
-def _learn(spec: JobSpec, ds: str) -> Learned | None:
-    """Output lengths by the length of prompts; those by group aren't known on Spark."""
-    learned = learn_output_lengths(spec, ds)
-    if learned is None:
-        return None
-    by_length = learned.by_length.model_copy(update={"num_known_prefixes": 0})
-    return Learned(by_length, None)
 
 
 def _num_twice(ranges: Sequence[RangeResult], block_size: int) -> int:

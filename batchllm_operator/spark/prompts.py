@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from batchllm_operator.plan.output_lengths import Learned
 from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.reading import Tokenized, checked, open_rows_file, tokenize
 from batchllm_operator.prompts import TokenIdsDifferError
@@ -61,7 +60,6 @@ class Task:
     is_exact: bool
     """Whether prompts are encoded without the fast library, whose ids have differed before."""
     planner: RangePlanner
-    learned: Learned | None
 
 
 class PartResult(Frozen):

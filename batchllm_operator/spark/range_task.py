@@ -78,11 +78,8 @@ def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> Rang
         prompts = _Sorted.read(batches, store)
         ranked = RankedPrompts(np.arange(len(store)), prompts.num_shared)
         row_idxs = task.numbers.of(prompts.places)
-        requests, ranked = planner.merge(store, ranked, row_idxs, prompts.output_tokens)
-        first_id = number << _ID_BITS
-        planned = planner.plan(
-            requests, ranked, task.learned, tokenizer, adapters, scratch, first_id
-        )
+        given, first_id = (store, ranked, row_idxs, prompts.output_tokens), number << _ID_BITS
+        planned = planner.plan(*given, tokenizer, adapters, scratch, first_id)
         files = tuple(
             task.staging.publish(scratch / shard.file, "shard", shard.num_requests)
             for shard in planned.shards

@@ -6,9 +6,11 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import ValidationInfo
+from pydantic import AfterValidator, ValidationInfo
+
+from batchllm_operator.spec.fields import NonEmpty
 
 FOLDER: Final = "folder"
 """Name in the context of validation: where relative paths start, because a plan is read in other
@@ -115,13 +117,8 @@ def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
         raise ValueError(f"names no bucket; write {forms}")
 
 
-def is_model_folder(path: str) -> bool:
-    """Whether a model's path is a folder, not a name on the hub."""
-    return path.startswith(("/", "./", "../", "~/"))
-
-
-def absolute(uri: str, info: ValidationInfo) -> str:
-    """A field's validator: a local path starts at the context's `FOLDER`, if there is one."""
+def _absolute(uri: str, info: ValidationInfo) -> str:
+    """A local path starts at the context's `FOLDER`, if there is one."""
     folder = (info.context or {}).get(FOLDER)
     if folder is None:
         return uri
@@ -138,17 +135,45 @@ def absolute(uri: str, info: ValidationInfo) -> str:
     return written if os.path.realpath(written) == real else real
 
 
-def absolute_table(uri: str, info: ValidationInfo) -> str:
-    """As `absolute`, of a table's address."""
+def _check_visible(uri: str) -> None:
+    if uri != uri.strip() or not uri.isprintable():
+        raise ValueError("begins or ends with a space, or holds a character that can't be seen")
+
+
+def _table(uri: str, info: ValidationInfo) -> str:
+    _check_visible(uri)
     table = TableAddress.parse(uri)
-    is_folder = table.format != "iceberg"
-    location = absolute(table.location, info) if is_folder else table.location
+    location = table.location if table.folder is None else _absolute(table.location, info)
     return TableAddress(table.format, location).uri
 
 
-def absolute_model(path: str, info: ValidationInfo) -> str:
-    """As `absolute`, of a model's folder or name on the hub."""
-    return absolute(path, info) if is_model_folder(path) else path
+def _staging_folder(uri: str, info: ValidationInfo) -> str:
+    if uri.startswith(("iceberg:", "delta+")):
+        raise ValueError("is a folder: a path or s3://BUCKET/FOLDER, not a table")
+    check_folder(uri)
+    _check_visible(uri)
+    return _absolute(uri, info)
+
+
+def _model(path: str, info: ValidationInfo) -> str:
+    if (scheme := scheme_of(path)) is not None:
+        raise ValueError(
+            f"{scheme}:// isn't a place of models that works here; write a local folder (beginning"
+            " with /, ./, ../ or ~/) or the model's name on the Hugging Face hub"
+        )
+    return _absolute(path, info) if path.startswith(("/", "./", "../", "~/")) else path
+
+
+def _local_file(path: str, info: ValidationInfo) -> str:
+    if scheme_of(path) not in (None, "file"):
+        raise ValueError("must be the path of a local file")
+    return _absolute(path, info)
+
+
+TableUri = Annotated[NonEmpty, AfterValidator(_table)]
+StagingUri = Annotated[NonEmpty, AfterValidator(_staging_folder)]
+ModelPath = Annotated[NonEmpty, AfterValidator(_model)]
+LocalFile = Annotated[NonEmpty, AfterValidator(_local_file)]
 
 
 def scheme_of(uri: str) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ByteSize,
     Discriminator,
@@ -17,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from batchllm_operator.spec.addresses import absolute, scheme_of
+from batchllm_operator.spec.addresses import LocalFile
 from batchllm_operator.spec.fields import (
     MAX_BYTES,
     MAX_COUNT,
@@ -30,22 +29,19 @@ from batchllm_operator.spec.fields import (
 
 _MAX_SHARDS: Final = 100_000  # file names have five digits
 _MAX_REPLICAS: Final = 64
+_FIELDS_OF_MODEL: Final = {
+    **dict.fromkeys(("model", "tokenizer"), "model.path"),
+    **{name: f"model.{name}" for name in ("revision", "trust_remote_code", "reasoning_parser")},
+}
 
 
-def _as_switch(value: object) -> object:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _check_file(path: str) -> str:
-    if scheme_of(path) not in (None, "file"):
-        raise ValueError("must be the path of a local file")
-    return path
-
-
-GpuTable = Annotated[NonEmpty, AfterValidator(_check_file), AfterValidator(absolute)]
-_SWITCH: Final = BeforeValidator(  # in YAML, a bare on is true
-    _as_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool
-)
+_Switch = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(  # in YAML, a bare on is true
+        lambda value: ("off", "on")[value] if isinstance(value, bool) else value,
+        json_schema_input_type=Literal["auto", "on", "off"] | bool,
+    ),
+]
 
 
 class EngineSpec(Section):
@@ -107,25 +103,22 @@ class EngineSpec(Section):
     @property
     def reason_against_chains(self) -> str | None:
         """The setting that keeps replicas from computing a prefix together (ADR 24), or None."""
-        reasons = {
-            "engine.backend is fake": self.backend == "fake",
-            "engine.replicas is 1: a chain takes two at least": self.replicas == 1,
-            "a replica must be one GPU: engine.tensor_parallel_size is above 1": (
-                self.tensor_parallel_size > 1
-            ),
-        }
+        if self.backend == "fake":
+            return "engine.backend is fake"
+        if self.replicas == 1:
+            return "engine.replicas is 1: a chain takes two at least"
+        if self.tensor_parallel_size > 1:
+            return "a replica must be one GPU: engine.tensor_parallel_size is above 1"
         for name in ("kv_transfer_config", "speculative_config", "pipeline_parallel_size"):
-            reasons[f"engine.extra_args has {name}"] = name in self.extra_args
-        return next((reason for reason, is_met in reasons.items() if is_met), None)
+            if name in self.extra_args:
+                return f"engine.extra_args has {name}"
+        return None
 
     @field_validator("extra_args")
     @classmethod
     def _check_extra_args(cls, value: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-        fields = {name: f"engine.{name}" for name in cls.model_fields}
-        fields |= {name: f"model.{name}" for name in ("revision", "trust_remote_code")}
-        fields["reasoning_parser"] = "model.reasoning_parser"
-        fields |= dict.fromkeys(("model", "tokenizer"), "model.path")
-        for name in sorted(set(value) & set(fields)):
+        fields = {name: f"engine.{name}" for name in cls.model_fields} | _FIELDS_OF_MODEL
+        for name in sorted(value.keys() & fields.keys()):
             raise ValueError(f"{name!r} has a field of its own: {fields[name]}")
         stages = value.get("pipeline_parallel_size", 1)  # needed where vLLM may be missing
         if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
@@ -189,7 +182,7 @@ class PlannerSpec(Section):
     target_gpu: Neutral[NonEmpty | None] = "H100"
     """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
     for no prediction. Built in: A100, H100, H200, MI300X."""
-    gpu_table: Neutral[GpuTable | None] = None
+    gpu_table: Neutral[LocalFile | None] = None
     """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
     built-in `cost/gpus.toml`: rates, achievable shares, prices."""
     part_rows: OfPlan[int] = Field(default=500, ge=1, le=MAX_COUNT)
@@ -199,7 +192,7 @@ class PlannerSpec(Section):
     """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
     temporary files. It takes some hundred bytes for each row, and says how much if the budget
     is too small."""
-    runahead: Neutral[Annotated[Literal["auto", "on", "off"], _SWITCH]] = "auto"
+    runahead: Neutral[_Switch] = "auto"
     """Whether a very long prefix may be computed by all `engine.replicas` together (KV-Runahead),
     where that is predicted to pay. `auto`: once a run has measured how fast they hand KV on. `on`:
     also by `link_bytes_per_s`, and refused if neither is known. It needs replicas of one GPU

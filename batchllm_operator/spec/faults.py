@@ -19,21 +19,15 @@ if TYPE_CHECKING:
 _MAX_FAULTS: Final = 20
 _MAX_REASON_LEN: Final = 1000
 _WHOLE: Final = "must be a whole number"
-_LIST: Final = "must be a list"
-_BYTES: Final = "must be a number of bytes, or text like 4GiB"
 _REASONS: Final[Mapping[str, str]] = {
     "missing": "is missing, and required",
-    "int_type": _WHOLE,
-    "int_parsing": _WHOLE,
-    "int_parsing_size": _WHOLE,
-    "int_from_float": _WHOLE,
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), _WHOLE),
     "float_type": "must be a number",
-    "float_parsing": "must be a number",
+    "float_parsing": "must be a number, such as 0.05",
     "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     "string_type": "must be text",
-    "string_too_short": "must not be empty",
+    **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
     "string_pattern_mismatch": (
         "must be letters, digits, _ and -, at most 100 of them, a letter or digit first"
     ),
@@ -41,14 +35,13 @@ _REASONS: Final[Mapping[str, str]] = {
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
-    "tuple_type": _LIST,
-    "too_short": "must not be empty",
-    "dict_type": "must be a mapping of names to values",
-    "mapping_type": "must be a mapping of names to values",
+    "tuple_type": "must be a list",
+    **dict.fromkeys(("dict_type", "mapping_type"), "must be a mapping of names to values"),
     "union_tag_invalid": "type must be {expected_tags}",
     "union_tag_not_found": "must be a section of fields with a type",
-    "byte_size": _BYTES,
-    "byte_size_unit": _BYTES,
+    **dict.fromkeys(
+        ("byte_size", "byte_size_unit"), "must be a number of bytes, or text like 4GiB"
+    ),
     "invalid_key": "names of fields must be text; put it in quotes",
     "invalid-json-value": "must be text, a number, true, false, a list or a mapping (quote a date)",
 }
@@ -92,13 +85,11 @@ def _of_name(fault: ErrorDetails) -> ErrorDetails:
 
 def _reason(fault: ErrorDetails, section: type[BaseModel] | None, spec: type[BaseModel]) -> str:
     kind = fault["type"]
-    if kind == "invalid_key":
-        return _REASONS[kind]
-    if section is None:
+    if section is None and kind != "invalid_key":
         return _OF_ANY_KIND
-    if kind == "extra_forbidden":
+    if section is not None and kind == "extra_forbidden":
         return _unknown(str(fault["loc"][-1]), fault["input"], section, spec)
-    if kind == "model_type":
+    if section is not None and kind == "model_type":
         return f"must be a section of fields: {', '.join(section.model_fields)}"
     if kind == "value_error":
         return fault["msg"].removeprefix("Value error, ")
@@ -108,15 +99,7 @@ def _reason(fault: ErrorDetails, section: type[BaseModel] | None, spec: type[Bas
         return f"{reason}, {{column: NAME}} or {{learned: true}}"
     if kind == "string_type" and isinstance(fault["input"], int | float | date):
         return f"{reason}; put it in quotes"
-    if kind == "float_parsing" and _is_fraction(section, fault["loc"][-1]):
-        return f"{reason}, such as 0.05"
     return reason
-
-
-def _is_fraction(section: type[BaseModel], name: int | str) -> bool:
-    """Whether the field's upper bound is 1, so that a percentage may have been meant."""
-    field = section.model_fields.get(str(name))
-    return field is not None and any(getattr(each, "le", None) == 1 for each in field.metadata)
 
 
 def _plain(limit: object) -> str:
@@ -132,22 +115,21 @@ def _unknown(name: str, value: object, section: type[BaseModel], spec: type[Base
         return f"unknown field; did you mean {near[0]}?"
     if names_secret(name) and isinstance(value, str):
         return "unknown field; credentials come from the environment or an Airflow connection"
-    paths = [path for path in _paths(spec) if "." in path]
-    names = [path.rpartition(".")[2] for path in paths]
+    paths: dict[str, list[str]] = {}
+    for path in _paths(spec):
+        paths.setdefault(path.rpartition(".")[2], []).append(path)
     cutoff = _CLOSENESS_ELSEWHERE if section is spec else 1.0
-    near = difflib.get_close_matches(wanted, names, n=1, cutoff=cutoff)
-    if near:
-        places = [path for path, each in zip(paths, names, strict=True) if each == near[0]]
-        return f"unknown field; did you mean {' or '.join(places)}?"
+    if near := difflib.get_close_matches(wanted, paths, n=1, cutoff=cutoff):
+        return f"unknown field; did you mean {' or '.join(paths[near[0]])}?"
     return f"unknown field; known are {', '.join(section.model_fields)}"
 
 
-def _paths(section: type[BaseModel], path: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        inner = _section_in(field.annotation)
-        yield f"{path}{name}"
-        if inner is not None:
-            yield from _paths(inner, f"{path}{name}.")
+def _paths(spec: type[BaseModel]) -> Iterator[str]:
+    """The fields of sections, by their dotted names."""
+    for name, field in spec.model_fields.items():
+        for section in list(_sections_in(field.annotation))[:1]:
+            yield from (f"{name}.{inner}" for inner in section.model_fields)
+            yield from (f"{name}.{path}" for path in _paths(section))
 
 
 def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
@@ -155,39 +137,30 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
 
     No section if the value there may be of several kinds.
     """
-    where, owner = "", spec
-    inner: type[BaseModel] | None = spec
-    forms: dict[str, type[BaseModel]] = {}
+    where, owner, inner = "", spec, [spec]
     for part in loc:
-        if part in forms:  # pydantic names the chosen form of a section
-            inner, forms = forms[str(part)], {}
+        if len(inner) > 1:  # pydantic names the chosen form of a section
+            inner = [form for form in inner if part in _forms(form)] or inner[:1]
         elif isinstance(part, int) and where:
             where += f"[{part}]"
-        elif inner is not None and part in inner.model_fields:
-            owner, where = inner, f"{where}.{part}".lstrip(".")
-            field = inner.model_fields[str(part)]
-            inner = _section_in(field.annotation)
-            forms = _forms(field.annotation)
-        elif inner is not None or where.startswith(_MAPPINGS):
+        elif inner and part in inner[0].model_fields:
+            owner, where = inner[0], f"{where}.{part}".lstrip(".")
+            inner = list(_sections_in(owner.model_fields[str(part)].annotation))
+        elif inner or where.startswith(_MAPPINGS):
             where = where if part in _KINDS else f"{where}.{part}".lstrip(".")
         else:
             return where, None
-    return where, inner or owner
+    return where, inner[0] if inner else owner
 
 
-def _forms(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The sections of a union, by what they have for `type`."""
-    sections = [each for each in _sections_in(annotation) if "type" in each.model_fields]
-    return {get_args(each.model_fields["type"].annotation)[0]: each for each in sections}
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    return next(_sections_in(annotation), None)
+def _forms(section: type[BaseModel]) -> tuple[object, ...]:
+    """What a form of a section has for `type`."""
+    return get_args(section.model_fields["type"].annotation)
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """The sections in a field's type, also as options or as elements."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for each in get_args(annotation):
-        yield from _sections_in(each)
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)

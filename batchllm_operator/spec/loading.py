@@ -31,10 +31,10 @@ class _SpecLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        seen = set[str]()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen and key.value != "<<":
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"field {key.value!r} is given twice", key.start_mark
                     )
@@ -57,15 +57,15 @@ def load_spec(source: str | Path | Mapping[str, Any] | JobSpec) -> JobSpec:
     """
     if isinstance(source, JobSpec):
         return source
+    data: object
     if isinstance(source, Mapping):
-        fields, folder = _with_schema(source, Path.cwd(), "job spec"), Path.cwd()
-        return parse_spec(fields, source="job spec", folder=folder)
-    path = Path(source)
-    name = f"job spec {path}"
-    data = _parse_yaml(_read_text(path, name), name)
-    if not isinstance(data, dict):
+        name, folder, data = "job spec", Path.cwd(), source
+    else:
+        path = Path(source)
+        name, folder = f"job spec {path}", path.absolute().parent
+        data = _parse_yaml(_read_text(path, name), name)
+    if not isinstance(data, Mapping):
         raise SpecError(f"{name}: must be a mapping of fields, such as 'name: my_job'")
-    folder = path.absolute().parent
     return parse_spec(_with_schema(data, folder, name), source=name, folder=folder)
 
 
@@ -103,10 +103,9 @@ def parse_spec_json(text: str, *, source: str) -> JobSpec:
 def _parse_object(text: str, source: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_unique_fields)
-    except ValueError as error:
-        raise SpecError(f"{source}: not JSON: {error}") from error
-    except RecursionError as error:
-        raise SpecError(f"{source}: not JSON: nested too deeply") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise SpecError(f"{source}: not JSON: {reason}") from error
     if not isinstance(data, dict):
         raise SpecError(f"{source}: must be an object of fields")
     return data
@@ -125,9 +124,8 @@ def _with_schema(data: Mapping[str, Any], folder: Path, source: str) -> Mapping[
         text = _read_text(folder / Path(name).expanduser(), source)
     except RuntimeError:  # ~user
         raise SpecError(f"{source}: there is no such home folder") from None
-    is_json = name.endswith(".json")
-    schema = _parse_object(text, source) if is_json else _parse_yaml(text, source)
-    return {**data, "response_format": {**form, "json_schema": schema}}
+    parse = _parse_object if name.endswith(".json") else _parse_yaml
+    return {**data, "response_format": {**form, "json_schema": parse(text, source)}}
 
 
 def _read_text(path: Path, source: str) -> str:
@@ -167,9 +165,7 @@ def _parse_yaml(text: str, source: str) -> object:
         fault = "not YAML: nested too deeply"
     except (ValueError, KeyError, AttributeError):  # an invalid date; `!!bool perhaps`
         fault = "not YAML: a value isn't what its form or its tag says"
-    raise SpecError(
-        f"{source}: {fault}"
-    )  # not chained: the library's errors show lines of the file
+    raise SpecError(f"{source}: {fault}")  # not chained: the library's errors show lines
 
 
 def _child_nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:

@@ -24,9 +24,8 @@ _RESERVED: Final = frozenset(
 
 
 def _check_template(template: str) -> str:
-    for column in template_columns(template):
-        if not column:
-            raise ValueError("has an empty {}: name a column, or write {{}} for braces")
+    if "" in template_columns(template):
+        raise ValueError("has an empty {}: name a column, or write {{}} for braces")
     return template
 
 
@@ -40,20 +39,16 @@ def template_columns(template: str) -> tuple[str, ...]:
     Raises:
         ValueError: the template isn't well formed.
     """
-    columns: dict[str, None] = {}
     try:
-        places = list(Formatter().parse(template))
+        places = [place for place in Formatter().parse(template) if place[1] is not None]
     except ValueError:  # Python's message is obscure
         raise ValueError(
             "has a { or } without its other half; write {{ or }} for a brace that is text"
         ) from None
     for _, name, format_spec, conversion in places:
-        if name is None:
-            continue
         if format_spec or conversion:
             raise ValueError(f"{{{name}}} may not carry a conversion or a format")
-        columns[name] = None
-    return tuple(columns)
+    return tuple(dict.fromkeys(str(name) for _, name, *_ in places))
 
 
 def _parsed(value: object) -> Any:
@@ -70,17 +65,13 @@ def _parsed(value: object) -> Any:
         raise ValueError("must be JSON: text, numbers, true, false, lists and mappings") from None
 
 
-def _as_text(value: object) -> str | None:
-    return json.dumps(value, ensure_ascii=False) if value else None
-
-
 def _as_arguments(value: object) -> str | None:
     arguments = {} if value is None else _parsed(value)
     if not isinstance(arguments, dict):
         raise ValueError("must be a mapping of names to values")
     if reserved := sorted(_RESERVED & set(arguments)):
         raise ValueError(f"{reserved[0]} isn't for the template, or has a field of its own")
-    return _as_text(arguments)
+    return json.dumps(arguments, ensure_ascii=False) if arguments else None
 
 
 def _as_tools(value: object) -> str | None:
@@ -94,7 +85,7 @@ def _as_tools(value: object) -> str | None:
             raise ValueError(
                 f"[{idx}] must be like {{type: function, function: {{name: ..., ...}}}}"
             )
-    return _as_text(tools)
+    return json.dumps(tools, ensure_ascii=False) if tools else None
 
 
 Cut = Literal["end", "middle", "start"]
@@ -231,10 +222,13 @@ class PromptSpec(Section):
         return self.special_tokens or ("text" if self.chat_template else "keep")
 
     @property
+    def _templates(self) -> list[str]:
+        return [self.template or "", *(turn.template for turn in self.turns)]
+
+    @property
     def literals(self) -> list[str]:
         """All constant texts."""
-        templates = [self.template or "", *(turn.template for turn in self.turns)]
-        parsed = [literal for each in templates for literal, *_ in Formatter().parse(each)]
+        parsed = [text for form in self._templates for text, *_ in Formatter().parse(form)]
         return [*filter(None, [self.system, self.answer_prefix]), *parsed]
 
     @property
@@ -242,8 +236,8 @@ class PromptSpec(Section):
         """Distinct input columns, in order of first use."""
         if self.messages is not None:
             return (self.messages,)
-        templates = [self.template or "", *(turn.template for turn in self.turns)]
-        return tuple(dict.fromkeys(name for each in templates for name in template_columns(each)))
+        names = (name for form in self._templates for name in template_columns(form))
+        return tuple(dict.fromkeys(names))
 
     @property
     def chat_arguments(self) -> dict[str, Any]:

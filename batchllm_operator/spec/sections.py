@@ -15,14 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from batchllm_operator.spec.addresses import (
-    TableAddress,
-    absolute,
-    absolute_model,
-    absolute_table,
-    check_folder,
-    scheme_of,
-)
+from batchllm_operator.spec.addresses import ModelPath, StagingUri, TableAddress, TableUri
 from batchllm_operator.spec.fields import (
     MAX_BYTES,
     MAX_COUNT,
@@ -46,29 +39,6 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _check_address(uri: str) -> str:
-    if uri != uri.strip() or not uri.isprintable():
-        raise ValueError("begins or ends with a space, or holds a character that can't be seen")
-    TableAddress.parse(uri)
-    return uri
-
-
-def _check_staging_address(uri: str) -> str:
-    if uri.startswith(("iceberg:", "delta+")):
-        raise ValueError("is a folder: a path or s3://BUCKET/FOLDER, not a table")
-    check_folder(uri)
-    return _check_address(uri)
-
-
-def _check_model(path: str) -> str:
-    if (scheme := scheme_of(path)) is not None:
-        raise ValueError(
-            f"{scheme}:// isn't a place of models that works here; write a local folder (beginning"
-            " with /, ./, ../ or ~/) or the model's name on the Hugging Face hub"
-        )
-    return path
-
-
 def _as_sampling(value: object) -> object:
     if isinstance(value, str) and value != "model":
         raise ValueError("must be model, which takes what the model suggests, or a section")
@@ -80,11 +50,6 @@ MAX_LOGPROBS: Final = 20
 """As many as vLLM gives by default."""
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
 Columns = Annotated[tuple[str, ...], _LIST]
-TableUri = Annotated[
-    str, Field(min_length=1), AfterValidator(_check_address), AfterValidator(absolute_table)
-]
-StagingUri = Annotated[NonEmpty, AfterValidator(_check_staging_address), AfterValidator(absolute)]
-ModelPath = Annotated[NonEmpty, AfterValidator(_check_model), AfterValidator(absolute_model)]
 Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(by_name)]
 
 

@@ -39,12 +39,10 @@ def check_key_types(schema: pa.Schema, key: tuple[str, ...], where: str) -> None
 def encode_keys(batch: pa.RecordBatch, where: str) -> TokenTable:
     """A byte string per row, equal for equal keys only.
 
-    Args:
-        batch: the key columns, without nulls, which would equal empty texts.
-        where: names the table in errors.
+    `batch` has the key columns, without nulls, which would equal empty texts.
 
     Raises:
-        KeyColumnError: a column's type can't be compared.
+        KeyColumnError: a column's type can't be compared; `where` names the table.
     """
     check_key_types(batch.schema, tuple(batch.schema.names), where)
     parts = []

@@ -99,9 +99,8 @@ def write_shard(
     Args:
         requests: all requests of the plan.
         request_idx_start: number of requests in the shards before.
-        request_idxs, group_ids, num_prefix_tokens: int64 [num_requests], in plan order.
-        num_output_tokens: int64 [num_requests], estimates.
-        part_rows: see `part_bounds`.
+        request_idxs, group_ids, num_prefix_tokens, num_output_tokens: int64 [num_requests], in plan
+            order.
         take_out: if there are adapters.
         written: called with the number of requests of each written part.
     """

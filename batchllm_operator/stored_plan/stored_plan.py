@@ -24,7 +24,7 @@ from batchllm_operator.stored_plan.manifest import (
     PlanManifest,
     ShardInfo,
 )
-from batchllm_operator.stored_plan.plan_file import PlanFile
+from batchllm_operator.stored_plan.parquet_files import PlanFile
 from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
 
 SUPERSEDED_FILE: Final = "superseded.json"
@@ -95,18 +95,13 @@ class StoredPlan:
         Raises:
             PlanError: the file is absent or altered.
         """
-        expected = self.manifest.files[name]
+        where, cure = f"plan {self.folder.uri}: {name}", "make the plan again"
         try:
-            found = self.folder.sha256(name)
+            digest = self.folder.sha256(name)
         except FileNotFoundError as error:
-            raise PlanError(
-                f"plan {self.folder.uri}: {name} is missing; make the plan again"
-            ) from error
-        if found != expected.sha256:
-            raise PlanError(
-                f"plan {self.folder.uri}: {name} is corrupted: its checksum doesn't hold; make the"
-                " plan again"
-            )
+            raise PlanError(f"{where} is missing; {cure}") from error
+        if digest != self.manifest.files[name].sha256:
+            raise PlanError(f"{where} is corrupted: its checksum doesn't hold; {cure}")
         with self.folder.open_file(name) as file:
             yield file
 
@@ -115,10 +110,9 @@ class StoredPlan:
         self, name: str, columns: pa.Schema, num_rows: int | None = None
     ) -> Iterator[PlanFile]:
         """Open a Parquet file of the plan with these columns; see `open_file` and `PlanFile`."""
-        with self.open_file(name) as file:
-            where = f"plan {self.folder.uri}: {name}"
-            with PlanFile(file, where, columns, num_rows) as parquet:
-                yield parquet
+        where = f"plan {self.folder.uri}: {name}"
+        with self.open_file(name) as file, PlanFile(file, where, columns, num_rows) as parquet:
+            yield parquet
 
     def row_batches(
         self, columns: Sequence[str], first_row: int = 0, end_row: int | None = None, **options: Any
@@ -131,17 +125,18 @@ class StoredPlan:
         Raises:
             PlanError: see `open_parquet`.
         """
-        start = 0
+        end_row = self.manifest.counts.num_rows if end_row is None else end_row
+        start = 0  # of the file, then of the batch
         for rows in self.manifest.row_files:
             end = start + rows.num_rows
-            if end > first_row and (end_row is None or start < end_row):
+            if first_row < end and start < end_row:
                 with self.open_parquet(rows.file, ERRORS_SCHEMA, rows.num_rows) as file:
                     for batch in file.iter_batches(columns=list(columns), **options):
-                        skipped = max(0, first_row - start)
-                        most = None if end_row is None else max(0, end_row - start - skipped)
+                        low = max(first_row - start, 0)
+                        high = min(end_row - start, batch.num_rows)
+                        if low < high:
+                            yield batch.slice(low, high - low)
                         start += batch.num_rows
-                        if skipped < batch.num_rows and most != 0:
-                            yield batch.slice(skipped, most)
             start = end
 
     def rows_schema(self) -> pa.Schema:
@@ -178,23 +173,6 @@ class StoredPlan:
         turn = 1 + max(map(turn_of, self._others().values()), default=0)
         self.folder.write_bytes(TURN_FILE, json.dumps({"turn": turn}).encode())
 
-    def mark_older_plans(self, published: Publication | None) -> None:
-        """Note in the folders of older plans that this plan supersedes them.
-
-        Uncommitted ones are included: a late commit would bring old outputs back.
-
-        Args:
-            published: the publication that is about to be replaced; its plan counts as older, too.
-        """
-        others = self._others()
-        marked = {each for each in self.older_plans() if self._shares_table(others[each])}
-        if published is not None:
-            marked.add(published.plan_id)
-        for each in sorted(marked & others.keys()):
-            is_marked = _superseded_by(others[each]) is not None  # rewriting would update its time
-            if not is_marked and others[each].exists(MANIFEST_FILE):
-                self.mark_superseded_at(others[each], by=self.manifest.plan_id)
-
     def older_plans(self) -> set[str]:
         """Ids of the plans of this job and partition that were last planned before this one.
 
@@ -202,6 +180,21 @@ class StoredPlan:
         """
         own = turn_of(self.folder)
         return {plan_id for plan_id, folder in self._others().items() if turn_of(folder) < own}
+
+    def mark_older_plans(self, published: Publication | None) -> None:
+        """Note in the folders of older plans of the same table that this plan supersedes them.
+
+        Uncommitted ones are included: a late commit would bring old outputs back.
+
+        Args:
+            published: the publication that is about to be replaced; its plan counts as older, too.
+        """
+        older, replaced = self.older_plans(), published.plan_id if published else None
+        for plan_id, folder in sorted(self._others().items()):
+            is_superseded = plan_id == replaced or (plan_id in older and self._shares_table(folder))
+            # A mark that is there stays: rewriting would update its time.
+            if is_superseded and _superseded_by(folder) is None and folder.exists(MANIFEST_FILE):
+                self.mark_superseded_at(folder, by=self.manifest.plan_id)
 
     def _shares_table(self, folder: Folder) -> bool:
         """Whether another plan writes the same output table; True if its manifest is unreadable.
@@ -217,8 +210,8 @@ class StoredPlan:
     def _others(self) -> dict[str, Folder]:
         """Folders of the other plans of this job and partition, by plan_id."""
         parent = Folder(self.folder.fs, self.folder.path.rpartition("/")[0])
-        found = filter(None, map(PLAN_FOLDER.fullmatch, parent.subfolder_names()))
-        return {m[1]: parent.child(m[0]) for m in found if m[1] != self.manifest.plan_id}
+        matches = filter(None, map(PLAN_FOLDER.fullmatch, parent.subfolder_names()))
+        return {m[1]: parent.child(m[0]) for m in matches if m[1] != self.manifest.plan_id}
 
     @staticmethod
     def mark_superseded_at(folder: Folder, *, by: str) -> None:
@@ -257,33 +250,25 @@ class StoredPlan:
             )
 
 
-def _noted(folder: Folder, file: str, key: str) -> Any:
-    """The value of a note in a plan's folder; None if there is no note.
-
-    Raises:
-        ValueError: it can't be read.
-    """
-    try:
-        return json.loads(folder.read_bytes(file))[key]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder.uri}/{file} can't be read") from error
+_UNREADABLE: Final = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 def _superseded_by(folder: Folder) -> str | None:
     try:
-        found = _noted(folder, SUPERSEDED_FILE, "superseded_by")
-    except ValueError:
+        return str(json.loads(folder.read_bytes(SUPERSEDED_FILE))["superseded_by"])
+    except FileNotFoundError:
+        return None
+    except _UNREADABLE:
         return "a plan whose note can't be read"
-    return None if found is None else str(found)
 
 
 def turn_of(folder: Folder) -> int:
     """The plan's position in the order of planning, from 1; 0 if it has no readable note."""
     try:
-        return int(_noted(folder, TURN_FILE, "turn") or 0)
-    except (ValueError, TypeError, OverflowError):
+        return int(json.loads(folder.read_bytes(TURN_FILE))["turn"])
+    except FileNotFoundError:
+        return 0
+    except _UNREADABLE:
         _log.warning("%s/%s can't be read", folder.uri, TURN_FILE)
         return 0
 

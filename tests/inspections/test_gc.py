@@ -151,12 +151,7 @@ def test_a_later_plan_still_learns_from_a_collected_one(tmp_path: Path) -> None:
     put_table(str(tmp_path), rows)
     first = run_and_commit(plan_job(spec, DS))
     collect(spec)
-    assert [n for n in first.folder.find() if n.endswith(".parquet")] == [
-        "groups.parquet",
-        "rows.parquet",
-        "shard-00000.parquet",
-        "shard-00001.parquet",
-    ]
+    assert [n for n in first.folder.find() if n.endswith(".parquet")] == ["lengths.parquet"]
     put_table(str(tmp_path), rows, "2026-02-01")
     learned = plan_job(spec, "2026-02-01").manifest.learned
     assert learned is not None

@@ -21,7 +21,7 @@ from batchllm_operator.inspect.simulations import _read_workload
 from batchllm_operator.plan.advise import advise
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.spec import JobSpec, load_spec
+from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.shard_files import ADAPTER_FIELD, SHARD_SCHEMA
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -177,23 +177,6 @@ def test_advice_and_simulation_keep_adapters_apart(folder: Path) -> None:
     [table] = shard_tables(plan)
     firsts = workload.tokens.token_ids[workload.tokens.offsets[:-1]]
     assert len(set(firsts.tolist())) == len(set(table["adapter"].to_pylist())) == 3
-
-
-def test_paths_are_relative_to_the_spec(folder: Path) -> None:
-    spec_file = folder / "job.yaml"
-    spec_file.write_text(
-        """
-spec_version: 1
-name: job
-input: {uri: documents, key: row_key}
-prompt: {template: "{document}"}
-model: {path: ./model, adapters: {b: ./german, a: owner/name}, adapter: b}
-output: {uri: out}
-"""
-    )
-    model = load_spec(spec_file).model
-    assert dict(model.adapters) == {"a": "owner/name", "b": str(folder / "german")}
-    assert list(model.adapters) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

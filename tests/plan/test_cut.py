@@ -8,7 +8,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, finish, planned, write_table
@@ -16,11 +15,9 @@ from support.staged_job import run_only
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
-from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.arrange import usual_num_shards
 from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 TARGET = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
@@ -192,15 +189,3 @@ def test_a_job_is_cut_by_its_tokens_without_a_target(
     num_tokens = plan.manifest.counts.num_optimal_tokens + 60 * 8  # outputs
     assert len(plan.manifest.shards) == -(-num_tokens // 500) > 2
     assert finish(plan).num_rows_out == 60
-
-
-def test_a_worker_of_an_empty_plan_has_nothing_to_do(tmp_path: Path) -> None:
-    (tmp_path / "documents" / f"ds={DS}").mkdir(parents=True)
-    pq.write_table(
-        pa.Table.from_pylist(site_rows()).slice(0, 0),
-        tmp_path / "documents" / f"ds={DS}" / "a.parquet",
-    )
-    spec = fake_spec(tmp_path, planner={"num_shards": None}, on_empty="commit")
-    plan = plan_job(spec, DS)
-    assert plan.manifest.shards == ()
-    assert run_worker(plan).shards == verify_worker(plan.folder.uri).shards == {}

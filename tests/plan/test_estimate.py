@@ -210,12 +210,11 @@ def test_the_parts_of_any_estimate_add_up_to_it(
         works.append(prompt_work(lengths, outputs, generator.integers(0, 31, num)).total())
         unshared += prompt_work(lengths, outputs).total(generator.integers(1, 4, num))
     target = dataclasses.replace(TARGET, limits=limits)
-    estimated = estimate_work(target, works, unshared, num_replicas)
-    assert estimated is not None
-    estimate, parts = estimated
+    estimate, parts = estimate_work(target, works, unshared, num_replicas)
+    assert estimate is not None
     assert len(parts) == num_shards
-    assert all(part > 0 for part in parts)
-    assert math.fsum(parts) == pytest.approx(estimate.gpu_s, rel=1e-12)
+    assert all(part is not None and part > 0 for part in parts)
+    assert math.fsum(part or 0.0 for part in parts) == pytest.approx(estimate.gpu_s, rel=1e-12)
 
 
 def test_shards_are_even_in_time_where_tokens_are_not(tmp_path: Path, targeted: object) -> None:

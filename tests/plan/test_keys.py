@@ -106,14 +106,6 @@ def test_any_column_name(tmp_path: Path, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["a b", "*", "[ab]?", "it's", 'say "hi"', "表", "x;y", "%20"])
-def test_any_path(tmp_path: Path, name: str) -> None:
-    """A glob's other matches aren't read: they would repeat each key."""
-    for folder in (tmp_path / name, tmp_path / "a"):
-        folder.mkdir(exist_ok=True)
-        assert check(folder, pa.table({"id": [1, 2]})) is None
-
-
 DAY = dt.date(2026, 1, 31)
 # Kind -> three values that differ by as little as they can.
 KINDS: dict[str, pa.Array] = {

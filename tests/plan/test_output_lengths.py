@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from deltalake import DeltaTable
 from support.fake_job import DS, document_rows, fake_spec, finish, write_table
-from support.lake_tables import LAKES, IcebergLake
 
+from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
-from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.lake import open_table
-from batchllm_operator.plan.group_lengths import GroupLengths, PlanGroups
+from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.output_lengths import (
     Learned,
     estimate_output_tokens,
@@ -31,13 +25,13 @@ from batchllm_operator.plan.output_lengths import (
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import PrefixGroups, Requests, TokenTable
 from batchllm_operator.report import format_plan
+from batchllm_operator.shards.group_lengths import LENGTHS_SCHEMA
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import LearnedOutputs, LengthBucket
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-DAY = datetime.date(2026, 1, 1)
-TIME = datetime.datetime(2026, 1, 1, 12)
 LEARN = {"estimated_output_tokens": {"learned": True}}
+NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def column_spec(folder: Path, **changes: Any) -> JobSpec:
@@ -64,13 +58,18 @@ def requests_of(lengths: list[int]) -> Requests:
 
 
 def estimate_alone(
-    spec: JobSpec, requests: Requests, learned: Learned | None
+    spec: JobSpec,
+    requests: Requests,
+    learned: Learned | None,
+    hashes: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
     """For requests that are all groups of one."""
     everyone = np.arange(len(requests) + 1)
     groups = PrefixGroups(everyone[:-1], everyone, np.zeros(len(requests), dtype=np.int64))
-    hashes = np.full((len(requests), 2), -1)
-    return estimate_output_tokens(spec, requests, learned, groups, hashes)
+    unknown = np.full((len(requests), 2), -1)
+    return estimate_output_tokens(
+        spec, requests, learned, groups, unknown if hashes is None else hashes
+    )
 
 
 # Constant
@@ -272,7 +271,6 @@ def test_partitions_without_texts_or_of_others_teach_nothing(tmp_path: Path) -> 
     assert (learned.by_length.ds, learned.by_length.num_rows) == ("2026-01-28", 3)
     assert learn_output_lengths(spec, "2026-01-28") is None
     assert learn_output_lengths(fake_spec(tmp_path), DS) is None
-    assert open_table(str(tmp_path / "none"), "ds").partitions() == []
 
 
 def test_learned_lengths_by_hand(tmp_path: Path) -> None:
@@ -283,8 +281,13 @@ def test_learned_lengths_by_hand(tmp_path: Path) -> None:
     )
     learned = LearnedOutputs(ds="x", plan_id="y", buckets=buckets)
     spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 60})
-    found = estimate_alone(spec, requests_of([4, 7, 8, 16, 31, 40]), Learned(learned, None))
+    requests = requests_of([4, 7, 8, 16, 31, 40])
+    found = estimate_alone(spec, requests, Learned(learned, NOTHING, NOTHING))
     assert found.tolist() == [3, 3, 27, 60, 60, 1]
+    hashes = np.array([[5, 9], [7, 9], [9, 5], [7, 8], [-1, -1], [9, -1]])
+    by_group = Learned(learned, np.array([5, 9]), np.array([12, 13]))
+    found = estimate_alone(spec, requests, by_group, hashes)
+    assert found.tolist() == [12, 13, 13, 60, 60, 13], "the longer prefix that is known decides"
 
 
 # Learned by group
@@ -319,198 +322,71 @@ def test_a_document_seen_before_is_answered_as_before(tmp_path: Path, curt_and_l
     assert plan_job(spec, DS) == plan
 
 
+def learn(spec: JobSpec) -> Learned:
+    learned = learn_output_lengths(spec, DS)
+    assert learned is not None
+    return learned
+
+
+def learning(folder: Path) -> tuple[JobSpec, StoredPlan]:
+    """A job of two documents with three questions each, one twice, published a day before."""
+    spec = fake_spec(folder, planner={**LEARN, "num_shards": 2}, sampling={"max_tokens": 500})
+    rows = news(["curt", "long"], 3)
+    rows.append({**rows[0], "row_key": "again"})
+    write_table(folder / "documents", rows, "2026-01-30")
+    return spec, run_and_commit(spec, "2026-01-30")
+
+
+def test_a_commit_counts_rows_and_tokens_by_prefix(tmp_path: Path, curt_and_long: None) -> None:
+    spec, plan = learning(tmp_path)
+    stored = pq.read_table(plan.folder.full_path("lengths.parquet"))
+    assert stored.schema.equals(LENGTHS_SCHEMA)
+    hashes, num_rows, num_tokens = (column.to_pylist() for column in stored.columns)
+    assert hashes == sorted(set(hashes))
+    assert set(zip(num_rows, num_tokens, strict=True)) == {(4, 12), (3, 600)}
+    assert learn(spec).by_length.num_known_prefixes == len(hashes)
+    assert len(learn_output_lengths(spec, DS, by_group=False).hashes) == 0  # type: ignore[union-attr]
+
+
 def test_without_the_earlier_plan_lengths_are_all_there_is(
     tmp_path: Path, curt_and_long: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 500})
-    for ds in ("2026-01-30", DS):
-        write_table(tmp_path / "documents", news(["curt", "long"], 3), ds)
-    earlier = run_and_commit(spec, "2026-01-30")
-    learned = learn_output_lengths(spec, DS)
-    assert learned is not None and learned.by_group is not None
-    assert learned.by_group.num_rows.tolist() == [3] * len(learned.by_group.hashes)
-    earlier.folder.remove("groups.parquet")
+    spec, earlier = learning(tmp_path)
+    write_table(tmp_path / "documents", news(["curt", "long"], 3))
+    assert sorted(set(learn(spec).means.tolist())) == [3, 200]
+    earlier.folder.remove("lengths.parquet")
     with caplog.at_level("INFO"):
-        learned = learn_output_lengths(spec, DS)
-    assert learned is not None and learned.by_group is None
+        learned = learn(spec)
+    assert len(learned.hashes) == 0
     assert "without groups" in caplog.text
     assert plan_job(spec, DS).manifest.learned == learned.by_length
     run_and_commit(fake_spec(tmp_path), "2026-01-30")  # its plan keeps nothing to learn from
-    with caplog.at_level("INFO"):
-        learned = learn_output_lengths(spec, DS)
-    assert learned is not None and learned.by_group is None
-    assert "was made without planner.estimated_output_tokens: learned" in caplog.text
+    assert len(learn(spec).hashes) == 0
 
 
-# What other programs have done to the published rows since
-
-
-def rewrite(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    table = pq.ParquetFile(path).read()
-    changed = change(table)
-    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
-
-
-def by_group_of(spec: JobSpec) -> dict[int, tuple[int, int]]:
-    """Learned rows and tokens by prefix."""
-    learned = learn_output_lengths(spec, DS)
-    assert learned is not None and learned.by_group is not None
-    found = learned.by_group
-    counts = zip(found.num_rows.tolist(), found.num_output_tokens.tolist(), strict=True)
-    return dict(zip(found.hashes.tolist(), counts, strict=True))
-
-
-def with_row(table: pa.Table, idx: int, **values: Any) -> pa.Table:
-    """The rows, and one of them again at the beginning, changed."""
-    row = {**table.slice(idx, 1).to_pylist()[0], **values}
-    return pa.concat_tables([pa.Table.from_pylist([row], schema=table.schema), table])
-
-
-@pytest.mark.parametrize(
-    ("change", "num_rows"),
-    [
-        (lambda table: table.sort_by([("row_key", "descending")]), [3, 3]),
-        (lambda table: table.slice(1), [2, 3]),
-        (lambda table: table.take([5, 2, 3]), [1, 2]),
-        (lambda table: with_row(table, 0, row_key="new", num_output_tokens=499), [3, 3]),
-        (lambda table: with_row(table, 0, row_key=None, num_output_tokens=499), [3, 3]),
-        (lambda table: pa.concat_tables([table, table, table.slice(2, 2)]), [3, 3]),
-        (lambda table: with_row(table.slice(1), 1, error={"kind": "engine_error"}), [2, 3]),
-        (lambda table: with_row(table.slice(1), 0, num_output_tokens=None), [2, 3]),
-    ],
-    ids=[
-        *("sorted", "first deleted", "some deleted and turned", "one more", "one without a key"),
-        *("doubled", "failed", "without a count"),
-    ],
-)
-def test_rows_are_known_by_their_keys(
-    tmp_path: Path,
-    curt_and_long: None,
-    change: Callable[[pa.Table], pa.Table],
-    num_rows: list[int],
-) -> None:
-    spec = fake_spec(tmp_path, planner={**LEARN, "num_shards": 1}, sampling={"max_tokens": 500})
-    rows = news(["curt", "long"], 3)
-    write_table(tmp_path / "documents", [rows[idx] for idx in (0, 3, 1, 4, 2, 5)], "2026-01-30")
-    run_and_commit(spec, "2026-01-30")
-    before = by_group_of(spec)
-    rewrite(tmp_path / "out" / "ds=2026-01-30" / "data.parquet", change)
-    of_group = {(3, 9): (num_rows[0], 3 * num_rows[0]), (3, 600): (num_rows[1], 200 * num_rows[1])}
-    assert by_group_of(spec) == {prefix: of_group[counts] for prefix, counts in before.items()}
-    learned = learn_output_lengths(spec, DS)
-    assert learned is not None and learned.by_length.num_rows == sum(num_rows)
-
-
-@pytest.mark.parametrize("kind", ["iceberg", "delta"])
-def test_rows_that_a_table_format_has_deleted_teach_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curt_and_long: None, kind: str
-) -> None:
-    lake = LAKES[kind](str(tmp_path), tmp_path, monkeypatch, "out")
-    spec = fake_spec(
-        tmp_path,
-        input={"key": ["row_key", "at"]},
-        output={"uri": lake.address, "staging_uri": lake.staging},
-        planner={**LEARN, "num_shards": 1},
-        sampling={"max_tokens": 500},
-    )
-    rows = news(["curt", "long"], 2)
-    at = pa.array(range(4), pa.timestamp("ns"))  # which the formats hold as microseconds
-    at = pc.multiply(at.cast(pa.int64()), 1000).cast(at.type)
-    folder = tmp_path / "documents" / "ds=2026-01-30"
-    folder.mkdir(parents=True)
-    table = pa.Table.from_pylist([rows[idx] for idx in (0, 2, 1, 3)]).append_column("at", at)
-    pq.write_table(table, folder / "a.parquet")
-    run_and_commit(spec, "2026-01-30")
-    before = by_group_of(spec)
-    assert set(before.values()) == {(2, 6), (2, 400)}
-    if isinstance(lake, IcebergLake):
-        lake.load().delete("row_key = 'curt-0'")
-    else:
-        DeltaTable(lake.folder.uri).delete("row_key = 'curt-0'")
-    expected = {(2, 6): (1, 3), (2, 400): (2, 400)}
-    assert by_group_of(spec) == {prefix: expected[counts] for prefix, counts in before.items()}
-
-
-def test_keys_that_a_table_has_no_more_leave_lengths(
+def test_a_commit_that_cannot_count_is_a_commit(
     tmp_path: Path, curt_and_long: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 500})
-    write_table(tmp_path / "documents", news(["curt", "long"], 3), "2026-01-30")
-    run_and_commit(spec, "2026-01-30")
-    path = tmp_path / "out" / "ds=2026-01-30" / "data.parquet"
-    rewrite(path, lambda table: table.rename_columns({"row_key": "id"}))
-    with caplog.at_level("INFO"):
-        learned = learn_output_lengths(spec, DS)
-    assert learned is not None and learned.by_group is None
-    assert learned.by_length.num_rows == 6
-    assert "the table has no column 'row_key' any more" in caplog.text
-
-
-def test_the_more_specific_prefix_decides() -> None:
-    lengths = GroupLengths(np.array([5, 9]), np.array([2, 3]), np.array([5, 30]))
-    hashes = np.array([[5, 9], [7, 9], [9, 5], [7, 8], [-1, -1], [9, -1]])
-    assert lengths.mean_tokens(hashes).tolist() == [3, 10, 10, -1, -1, 10]
-    nothing = GroupLengths(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
-    assert nothing.mean_tokens(hashes).tolist() == [-1] * 6
-
-
-# Rows of a plan, known again by their keys
-
-
-def plan_with(folder: Path, **keys: pa.Array) -> StoredPlan:
-    """A plan whose key is these columns."""
-    num_rows = len(next(iter(keys.values())))
-    table = pa.Table.from_pylist(document_rows(num_rows, 1)).drop_columns("row_key")
-    for name, column in keys.items():
-        table = table.append_column(name, column)
-    partition = folder / "documents" / f"ds={DS}"
-    partition.mkdir(parents=True)
-    pq.write_table(table, partition / "a.parquet")
-    return plan_job(fake_spec(folder, input={"key": list(keys)}, planner=LEARN), DS)
+    spec, plan = learning(tmp_path)
+    for name in ("committed.json", "report.json", "lengths.parquet"):
+        plan.folder.remove(name)
+    plan.folder.write_bytes("shard-00001.parquet", b"damaged")
+    assert commit_run(plan).num_rows_out == 7
+    assert "can't learn output lengths by group" in caplog.text
+    assert len(learn(spec).hashes) == 0
 
 
 @pytest.mark.parametrize(
-    ("key", "published"),
-    [
-        (pa.array([7, 8, 9], pa.uint32()), pa.int64()),
-        (pa.array([7, 8, 9], pa.int8()), pa.int64()),
-        (pa.array([1.5, -0.25, 1e300]), pa.float64()),
-        (pa.array(["a", "b", ""]), pa.large_string()),
-        (pa.array(["a", "b", "c"]).dictionary_encode(), pa.string()),
-        (pa.array([b"aa", b"\0\0", b"a\0"], pa.binary(2)), pa.binary()),
-        (pa.array([DAY, DAY.replace(day=2), DAY.replace(day=3)], pa.date64()), pa.date32()),
-        (pa.array([TIME, TIME.replace(hour=1), TIME.replace(hour=2)], pa.timestamp("ns")), None),
-        (pa.array([Decimal("1.50"), Decimal("-2"), Decimal(0)]), pa.decimal128(20, 2)),
-    ],
-    ids=str,
+    "changes", [{"error": {"kind": "engine_error"}}, {"num_output_tokens": None}]
 )
-def test_keys_are_compared_as_the_table_holds_them(
-    tmp_path: Path, key: pa.Array, published: pa.DataType | None
+def test_rows_that_another_program_has_added_without_an_answer_teach_nothing(
+    tmp_path: Path, curt_and_long: None, changes: dict[str, Any]
 ) -> None:
-    held = key.cast(published or pa.timestamp("us", "UTC"))
-    groups = PlanGroups.of(plan_with(tmp_path, id=key), pa.schema([("id", held.type)]))
-    places = groups.places(pa.record_batch({"id": held}))
-    assert sorted(places.tolist()) == [0, 1, 2]
-    turned = held.take(pa.array([2, 0, 1]))
-    assert groups.places(pa.record_batch({"id": turned})).tolist() == places[[2, 0, 1]].tolist()
-
-
-def test_keys_of_several_columns_are_told_apart_and_nulls_are_never_known(tmp_path: Path) -> None:
-    first, second = pa.array(["a", "ab", "", "x"]), pa.array(["bc", "c", "1:", "1:"])
-    plan = plan_with(tmp_path, first=first, second=second)
-    groups = PlanGroups.of(plan, pa.schema([("second", pa.string()), ("first", pa.string())]))
-    rows = {"second": ["c", "1:", "1:", "bc", None], "first": ["ab", "ab", None, "a", "x"]}
-    places = groups.places(pa.record_batch(rows))
-    assert (places >= 0).tolist() == [True, False, False, True, False]
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    plan = plan_with(tmp_path, id=pa.array(["a", "b"]))
-    with pytest.raises(PlanError, match="no column 'id'"):
-        PlanGroups.of(plan, pa.schema([("key", pa.string())]))
-    with pytest.raises(pa.ArrowException):
-        PlanGroups.of(plan, pa.schema([("id", pa.int64())]))
-    path = Path(plan.folder.full_path("rows.parquet"))
-    pq.write_table(pq.read_table(path).slice(1), path)
-    with pytest.raises(PlanError, match=r"its rows are 1, not 2"):
-        PlanGroups.of(plan, pa.schema([("id", pa.string())]))
+    spec, _ = learning(tmp_path)
+    before = learn(spec).by_length
+    path = tmp_path / "out" / "ds=2026-01-30" / "data.parquet"
+    table = pq.ParquetFile(path).read()
+    row = {**table.slice(0, 1).to_pylist()[0], **changes}
+    more = pa.concat_tables([pa.Table.from_pylist([row], schema=table.schema), table])
+    pq.write_table(more.replace_schema_metadata(table.schema.metadata), path)
+    assert learn(spec).by_length == before

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, planned, write_table
 
-from batchllm_operator.errors import FailedRowsError, KeyColumnError, SpecError, StorageError
+from batchllm_operator.errors import FailedRowsError, StorageError
 from batchllm_operator.lake import ParquetTable
 from batchllm_operator.plan import given as plan_module
 from batchllm_operator.plan.memory import MemoryBudget
@@ -140,24 +140,6 @@ def test_rejected_rows_beyond_the_limit_make_no_plan(tmp_path: Path) -> None:
         assert part in str(refused.value)
     assert not (tmp_path / "out").exists()
     assert plan_job(fake_spec(tmp_path, max_failed_fraction=0.2), DS).manifest.counts.num_rows == 10
-
-
-def test_refusals_write_nothing(tmp_path: Path) -> None:
-    rows = document_rows(2, 2)
-    write_table(tmp_path / "documents", [*rows, rows[0]])
-    with pytest.raises(KeyColumnError, match="d0-q0"):
-        plan_job(fake_spec(tmp_path), DS)
-    with pytest.raises(SpecError, match=r"output\.carry.*'nothing'"):
-        plan_job(fake_spec(tmp_path, output={"carry": ["nothing"]}), DS)
-    with pytest.raises(SpecError, match="overwritten"):
-        plan_job(fake_spec(tmp_path, output={"uri": str(tmp_path / "documents")}), DS)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_key_that_is_carried_too_is_there_once(tmp_path: Path) -> None:
-    plan = planned(tmp_path, document_rows(2, 2), output={"carry": ["row_key", "query"]})
-    kept = pq.read_schema(plan.folder.full_path("rows.parquet")).names
-    assert kept == ["row_key", "query", "error"]
 
 
 def test_a_plan_without_all_its_files_has_no_manifest(

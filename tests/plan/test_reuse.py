@@ -40,7 +40,7 @@ from batchllm_operator.shards.reuse_index import (
 )
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import REUSED_FILE
-from batchllm_operator.stored_plan.row_groups import RowGroupWriter
+from batchllm_operator.stored_plan.parquet_files import RowGroupWriter
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

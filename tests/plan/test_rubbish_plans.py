@@ -37,7 +37,7 @@ CHANGES: dict[str, Any] = {
     "planner": {"num_shards": 1, "estimated_output_tokens": {"learned": True}, "target_gpu": None},
 }
 FILES = ["rows.parquet", "shard-00000.parquet", "fingerprints.parquet", "reused.parquet"]
-EARLIER_FILES = [INDEX_FILE, "groups.parquet", "shard-00000.parquet"]
+EARLIER_FILES = [INDEX_FILE, "lengths.parquet"]
 
 
 class Job:

@@ -383,8 +383,8 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
     one_range = ranges.Ranges((), (None,))
     staging = Staging.beside(spec, DS)
     Folder.open(staging.uri).write_bytes(OPEN_FILE, b"")
-    planner = given.range_planner
-    task = prompts.Task(of_task, numbers, staging, one_range, "table", False, planner, None)
+    planner = given.range_planner(None, writes_groups=False)
+    task = prompts.Task(of_task, numbers, staging, one_range, "table", False, planner)
     (batch,) = prompts._made(task, part)
     assert json.loads(batch["key"][0].as_py())["differs"]
     staging.close()

@@ -58,14 +58,7 @@ class RowAdapters:
     def encode(
         self, rendered: RenderedPrompts, rows: pa.RecordBatch
     ) -> tuple[RenderedPrompts, TokenTable]:
-        """Token ids of all texts, marked with the rows' adapters.
-
-        Args:
-            rendered: of `rows`.
-
-        Returns:
-            `rendered`, with row errors for unknown adapters, and the prompts of the other texts.
-        """
+        """Row errors for unknown adapters; token ids of the other texts, marked with theirs."""
         numbers = self._numbers(rows)
         rendered = rendered.with_errors(self._unknown(rows, numbers))
         tokens = self.tokenizer.encode(rendered.present())

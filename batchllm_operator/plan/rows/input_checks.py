@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pyarrow as pa
 
 from batchllm_operator.amounts import counted, first_of
-from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
+from batchllm_operator.errors import SpecError, TableError
 from batchllm_operator.lake import (
     LakeTable,
     Snapshot,
@@ -21,17 +21,8 @@ from batchllm_operator.lake import (
     row_condition,
 )
 from batchllm_operator.prompts import has_messages, has_text
-from batchllm_operator.shards.row_errors import (
-    RowErrors,
-    WrittenRows,
-    are_too_many,
-    too_many_failed,
-)
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.row_keys import check_key_types
-
-if TYPE_CHECKING:
-    from batchllm_operator.plan.given import Given
 
 _MAX_NAMED: Final = 3  # partitions
 _IS_A_TIME: Final = re.compile(r"(19|20|21)[0-9]{2}[-_/]?([0-9]{2}|[WwQq][0-9])")
@@ -52,19 +43,15 @@ _FORMS: Final = (
     *("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%S+00:00", "%Y%m%d"),
     *("%Y%m%d%H", "%Y%m%d-%H", "%Y%m%dT%H%M%S", "%Y/%m/%d", "%Y-%m", "%Y%m", "%G-W%V-%u"),
 )
+_PLACED: Final = (
+    "; only text, numbers, booleans, dates, times and lists of these can be placed: cast it to one"
+    " of them in the table"
+)
+_MESSAGES: Final = (
+    "; it must be a list of structs with role and content, without dates or bytes, or such a list"
+    " as JSON text"
+)
 _log = logging.getLogger(__name__)
-
-
-def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
-    """Check the partition and the columns that the spec names.
-
-    Raises:
-        EmptyPartitionError: the table has no such partition, and the spec says `on_empty: fail`.
-        SpecError, KeyColumnError, TableError: see `check_columns`.
-    """
-    if not snapshot.files and spec.on_empty == "fail":
-        raise EmptyPartitionError(f"{describe_empty(spec, table, snapshot)} (on_empty: fail)")
-    check_columns(spec, table, snapshot)
 
 
 def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
@@ -78,37 +65,35 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """
     if _IS_A_TIME.match(snapshot.partition):  # whatever it lies below
         return
-    filtered = {term.column for term in spec.input.filter}
     units = _units(spec.input.partition_column) if snapshot.partition.isdecimal() else []
     unit = min(units, default=0)
     apart = {name: values for name, values in snapshot.outer.items() if _are_times(name, values)}
     for name, values in snapshot.inner.items():
         if any(inner < unit for inner in _units(name)):
             apart[name] = values
+    filtered = {term.column for term in spec.input.filter}
     several = {c: v for c, v in apart.items() if len(v) > 1 and c not in filtered}
     if not several:
         return
-    own = f"{spec.input.partition_column}={snapshot.partition}"
-    shown = " and ".join(
-        f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}"
-        for column, values in several.items()
-    )
-    is_number = {c: pa.types.is_integer(snapshot.schema.field(c).type) for c in several}
-    last = {c: v[-1] if is_number[c] else f'"{v[-1]}"' for c, v in several.items()}
-    terms = ", ".join(f"{{column: {column}, value: {value}}}" for column, value in last.items())
+    shown, terms = [], []
+    for column, values in several.items():
+        shown.append(f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}")
+        is_number = pa.types.is_integer(snapshot.schema.field(column).type)
+        value = values[-1] if is_number else f'"{values[-1]}"'
+        terms.append(f"{{column: {column}, value: {value}}}")
     is_outer = not several.keys() - snapshot.outer.keys()
     folders = " let input.uri name one of the outer folders," if is_outer else ""
     raise SpecError(
-        f"input.partition_column: table {table.uri} has partition {own} in {shown}, which would be"
-        f" read as one; set input.filter to [{terms}],{folders} or give the table a column that"
-        " tells them apart, such as ds=2026-01-31"
+        f"input.partition_column: table {table.uri} has partition"
+        f" {spec.input.partition_column}={snapshot.partition} in {' and '.join(shown)}, which would"
+        f" be read as one; set input.filter to [{', '.join(terms)}],{folders} or give the table a"
+        " column that tells them apart, such as ds=2026-01-31"
     )
 
 
 def _are_times(column: str, values: Sequence[str]) -> bool:
-    return bool(_units(column)) or all(
-        _IS_A_TIME.match(value) or _IS_A_YEAR.match(value) for value in values
-    )
+    is_time = (_IS_A_TIME.match(value) or _IS_A_YEAR.match(value) for value in values)
+    return bool(_units(column)) or all(is_time)
 
 
 def _units(column: str) -> list[int]:
@@ -145,43 +130,26 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 )
     check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
     row_condition(table.uri, spec.input.filter, snapshot.schema)
-    _check_prompt_columns(spec, table, snapshot)
-    for place, is_kind, noun in (
-        ("model.adapter_column", _is_text, "text"),
-        ("planner.estimated_output_tokens", pa.types.is_integer, "integers"),
+    is_placed, what = has_text, _PLACED
+    if spec.prompt.messages is not None:
+        is_placed, what = has_messages, _MESSAGES
+    for place, is_kind, reason in (
+        (f"prompt.{spec.prompt.field}", is_placed, what),
+        ("model.adapter_column", _is_text, ", not text"),
+        ("planner.estimated_output_tokens", pa.types.is_integer, ", not integers"),
     ):
         for column in places[place]:
             kind = snapshot.schema.field(column).type
             if not is_kind(kind):
                 raise SpecError(
-                    f"{place}: column {column!r} of table {table.uri} holds {kind}, not {noun}"
+                    f"{place}: column {column!r} of table {table.uri} holds {kind}{reason}"
                 )
     _check_outer(spec, table, snapshot)
 
 
-def _check_prompt_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
-    for column in spec.prompt.columns:
-        kind = snapshot.schema.field(column).type
-        if spec.prompt.messages is not None:
-            if not has_messages(kind):
-                raise SpecError(
-                    f"prompt.messages: column {column!r} of table {table.uri} holds {kind}; it"
-                    " must be a list of structs with role and content, without dates or bytes, or"
-                    " such a list as JSON text"
-                )
-        elif not has_text(kind):
-            raise SpecError(
-                f"prompt.{spec.prompt.field}: column {column!r} of table {table.uri} holds {kind};"
-                " only text, numbers, booleans, dates, times and lists of these can be placed: cast"
-                " it to one of them in the table"
-            )
-
-
 def _is_text(kind: pa.DataType) -> bool:
-    types = pa.types
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
-    return any(is_text(kind) for is_text in texts)
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return kind in (pa.string(), pa.large_string(), pa.string_view(), pa.null())
 
 
 def check_lengths(spec: JobSpec, max_model_len: int) -> None:
@@ -203,12 +171,6 @@ def check_lengths(spec: JobSpec, max_model_len: int) -> None:
             spec.sampling.max_tokens,
             limit,
         )
-
-
-def describe_rows(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
-    """Names the rows that are read, for errors that count rows."""
-    where = f"table {table.uri}, partition {snapshot.partition!r}"
-    return f"{where}, counting rows that input.filter keeps" if spec.input.filter else where
 
 
 def describe_empty(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
@@ -255,45 +217,6 @@ def _has_form(name: str, form: str) -> bool:
         return datetime.strptime(name, form).strftime(form) == name
     except ValueError:
         return False
-
-
-def check_rows(given: Given, row_counts: Mapping[str, int], written: WrittenRows) -> None:
-    """Refuse an empty partition if the spec says so; warn of rows without a prompt.
-
-    Args:
-        row_counts: the fields of `PlanCounts` that reading rows tells.
-        written: the rows that were read.
-
-    Raises:
-        EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
-        FailedRowsError: there are more such rows than the spec allows.
-    """
-    spec, num_rows = given.spec, row_counts["num_rows"]
-    num_rejected = row_counts["num_rejected_rows"]
-    if num_rows == 0:
-        reason = describe_empty(spec, given.table, given.snapshot)
-        if spec.on_empty == "fail":
-            raise EmptyPartitionError(f"{reason} (on_empty: fail)")
-        _log.warning("%s: an empty partition will be committed", reason)
-    if num_rejected:
-        _log.warning(
-            "%d of %s can't be prompted; the reasons will be in the output's error column",
-            num_rejected,
-            counted(num_rows, "row"),
-        )
-    if are_too_many(spec, num_rejected, num_rows):
-        errors = RowErrors()
-        errors.add_rejected(written)
-        raise too_many_failed(
-            spec,
-            num_rows,
-            written,
-            errors,
-            verdict="no plan was made",
-            cure="To generate for the other rows all the same, raise max_failed_fraction in the"
-            " spec, and plan again",
-        )
-    warn_of_control_tokens(spec, row_counts["num_control_rows"])
 
 
 def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:

@@ -22,15 +22,10 @@ MAX_NAMED: Final = 10
 
 
 def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
-    """Check that each row has a key, and no two the same.
-
-    Args:
-        rows_file: local Parquet file with the key columns.
-        key: their names.
-        where: the table's name in errors.
+    """Check that each row of a local Parquet file has a key, and no two the same.
 
     Raises:
-        KeyColumnError: names up to ten offenders.
+        KeyColumnError: names up to ten offenders, and the table by `where`.
     """
     nulls, start = NullKeys(key), 0
     digests = [np.zeros(0, dtype=FINGERPRINT_DTYPE)]
@@ -98,11 +93,7 @@ def repeated_keys(
 def named_keys(
     batches: Iterable[pa.RecordBatch], first_row: int, rows: Sequence[int]
 ) -> Iterator[str]:
-    """The keys of some rows, ascending, for an error's message.
-
-    Args:
-        batches: keys of neighbouring rows, of which `first_row` is the first.
-    """
+    """The keys of some rows, ascending, for errors; `first_row` is the first of all batches."""
     for batch in batches:
         for idx in rows:
             if first_row <= idx < first_row + batch.num_rows:

@@ -33,7 +33,6 @@ _PATIENT_ROUNDS: Final = 4
 _log = logging.getLogger(__name__)
 
 _Texts = dict[str, list[str | None]]
-Spans = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,12 @@ class Prompts:
     """Rows whose values spell a control token of the model."""
     num_truncated: int = 0
     """Rows of which a value was cut."""
+
+    def with_ids(self, new_ids: Mapping[int, npt.NDArray[np.int32]]) -> Prompts:
+        """The same, with other token ids for some prompts."""
+        old = self.tokens
+        ids = (new_ids.get(idx, old.prompt(idx)) for idx in range(len(old)))
+        return replace(self, tokens=TokenTable.from_lists(ids))
 
 
 class Prompter:
@@ -80,13 +85,13 @@ class Prompter:
             return self._made(rows)
         rows, is_cut = self._without_excess(rows)
         prompts = self._made(rows)
-        is_long = prompts.tokens.lengths > self._most
-        if is_long.any() and self._id_cut is not None:
-            prompts = replace(prompts, tokens=self._with_cut_ids(prompts.tokens, self._id_cut))
-        elif is_long.any():
-            prompts = self._shortened(rows, prompts, np.flatnonzero(is_long))
+        long = np.flatnonzero(prompts.tokens.lengths > self._most)
+        if len(long) and self._id_cut is not None:
+            prompts = prompts.with_ids(self._cut_ids(prompts.tokens, long, self._id_cut))
+        elif len(long):
+            prompts = prompts.with_ids(self._shortened(rows, prompts, long))
         idxs = prompts.rendered.idxs
-        is_cut[idxs[is_long]] = True
+        is_cut[idxs[long]] = True
         fits = prompts.tokens.lengths <= self._tokenizer.max_prompt_len
         return replace(prompts, num_truncated=int(np.count_nonzero(is_cut[idxs] & fits)))
 
@@ -124,38 +129,36 @@ class Prompter:
         for name, cut in self._cuts.items():
             texts = text_column(rows.column(name)).texts
             is_long = pc.greater(pc.utf8_length(texts), most).fill_null(False)
-            chosen = np.flatnonzero(is_long.to_numpy(zero_copy_only=False))
-            if len(chosen):
-                values: list[str | None] = texts.to_pylist()
-                for row in chosen.tolist():
-                    text = values[row]
-                    assert text is not None
-                    head, tail = _kept(most, cut)
-                    values[row] = text[:head] + text[len(text) - tail :]
+            chosen = np.flatnonzero(is_long.to_numpy(zero_copy_only=False)).tolist()
+            if chosen:
+                values, (head, tail) = texts.to_pylist(), _kept(most, cut)
+                for row in chosen:
+                    values[row] = values[row][:head] + values[row][len(values[row]) - tail :]
                 rows = _with_texts(rows, {name: values})
                 is_cut[chosen] = True
         return rows, is_cut
 
-    def _with_cut_ids(self, tokens: TokenTable, cut: Cut) -> TokenTable:
-        """Longer prompts without their last or first ids, but with the special ones around them."""
+    def _cut_ids(
+        self, tokens: TokenTable, long: npt.NDArray[np.int64], cut: Cut
+    ) -> dict[int, npt.NDArray[np.int32]]:
+        """The prompts at `long` without their last or first ids, but with special ones around."""
         nothing, some = self._tokenizer.encode(["", "a"]).to_lists()
         same = [a == b for a, b in zip(nothing, some, strict=False)]
         before = same.index(False) if False in same else len(same)
-        after = len(nothing) - before
-
-        def shortened(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-            if len(ids) <= self._most:
-                return ids
-            if cut == "end":
-                return np.concatenate([ids[: self._most - after], ids[len(ids) - after :]])
-            return np.concatenate([ids[:before], ids[len(ids) - self._most + before :]])
-
-        return TokenTable.from_lists(shortened(tokens.prompt(idx)) for idx in range(len(tokens)))
+        after, most = len(nothing) - before, self._most
+        new_ids = {}
+        for idx in long.tolist():
+            ids = tokens.prompt(idx)
+            kept = (ids[: most - after], ids[len(ids) - after :])
+            if cut == "start":
+                kept = (ids[:before], ids[len(ids) - most + before :])
+            new_ids[idx] = np.concatenate(kept)
+        return new_ids
 
     def _shortened(
         self, rows: pa.RecordBatch, prompts: Prompts, long: npt.NDArray[np.int64]
-    ) -> Prompts:
-        """With shorter prompts for those at `long`, as far as they can be cut."""
+    ) -> dict[int, npt.NDArray[np.int32]]:
+        """Ids of shorter prompts for those at `long`, as far as they can be cut."""
         row_idxs, rows = prompts.rendered.idxs[long], rows.select(self._columns)
         sources: _Texts = {
             name: text_column(rows.column(name)).texts.take(pa.array(row_idxs)).to_pylist()
@@ -188,9 +191,7 @@ class Prompter:
                     new_ids[int(long[made[place]])] = ids
             left = made[~is_last]
             number += 1
-        tokens = prompts.tokens
-        shorter = (new_ids.get(idx, tokens.prompt(idx)) for idx in range(len(tokens)))
-        return replace(prompts, tokens=TokenTable.from_lists(shorter))
+        return new_ids
 
 
 def _id_cut(spec: JobSpec) -> Cut | None:
@@ -213,7 +214,7 @@ def _kept(num: int, cut: Cut) -> tuple[int, int]:
     return {"end": (num, 0), "start": (0, num), "middle": (num - num // 2, num // 2)}[cut]
 
 
-def _cut(text: str | None, spans: Spans, num: int, cut: Cut) -> str | None:
+def _cut(text: str | None, spans: npt.NDArray[np.int64], num: int, cut: Cut) -> str | None:
     """The text of `num` of its tokens, of which the places are `spans`."""
     if text is None or num >= len(spans):
         return text
@@ -242,8 +243,7 @@ def sample_tokens(spec: JobSpec, tokenizer: Tokenizer) -> TokenTable:
 def warn_of_doubled_start(spec: JobSpec, tokens: TokenTable, tokenizer: Tokenizer) -> None:
     """Warn, with the cure, if one of the first prompts begins with a control token twice.
 
-    Args:
-        tokens: of prompts; with adapters, those of their classes.
+    With adapters, `tokens` may have their classes.
     """
     for number in range(min(len(tokens), _MOST_PROMPTS)):
         start = [token_id % tokenizer.vocabulary_bound for token_id in tokens.prompt(number)[:2]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,10 +19,10 @@ from batchllm_operator.errors import KeyColumnError, TableError
 from batchllm_operator.lake import StoredColumns, joined
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.rows.adapters import RowAdapters
-from batchllm_operator.plan.rows.prompting import Prompter, Prompts, warn_of_doubled_start
+from batchllm_operator.plan.rows.prompting import Prompter, warn_of_doubled_start
 from batchllm_operator.prefixes import PromptStore, TokenTable
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault
+from batchllm_operator.prompts import Tokenizer, length_fault
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD
@@ -45,14 +45,10 @@ class Rows:
     reuse: Reuse | None = None
     """Has the prompts of all rows, and takes out those that reuse an output; None without reuse."""
     num_rows: int = 0
-    prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    """Row indexes of the prompts, batch by batch."""
-    estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    """Their estimated output tokens, if a column holds them."""
     num_control: int = 0
-    """Rows whose values spell a control token of the model."""
     num_truncated: int = 0
-    """Rows of which a value was cut."""
+    _row_idxs: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -68,11 +64,11 @@ class Rows:
 
     def row_idxs(self) -> npt.NDArray[np.int64]:
         """The row of each prompt: int64 [num_prompts]."""
-        return np.concatenate([np.zeros(0, dtype=np.int64), *self.prompted])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self._row_idxs])
 
     def output_tokens(self) -> npt.NDArray[np.int64] | None:
         """Estimates for each prompt, if a column holds them: int64 [num_prompts]."""
-        return np.concatenate(self.estimates) if self.estimates else None
+        return np.concatenate(self._estimates) if self._estimates else None
 
     def add(self, piece: Tokenized) -> None:
         """Count and keep the next rows."""
@@ -80,9 +76,9 @@ class Rows:
         self.num_control += piece.num_control
         self.num_truncated += piece.num_truncated
         self.prompts.append(piece.tokens)
-        self.prompted.append(piece.row_idxs)
+        self._row_idxs.append(piece.row_idxs)
         if piece.estimates is not None:
-            self.estimates.append(piece.estimates)
+            self._estimates.append(piece.estimates)
 
 
 def read_rows(given: Given, rows: Rows, path: Path) -> None:
@@ -137,13 +133,12 @@ class Tokenized:
     row_idxs: npt.NDArray[np.int64]
     """int64 [num_prompts], ascending."""
     estimates: npt.NDArray[np.int64] | None
-    """int64 [num_prompts], if a column holds them."""
-    errors: dict[int, RowError]
-    """Faults by row of the piece, too long prompts included."""
+    """int64 [num_prompts], output tokens, if a column holds them."""
     num_control: int
+    """Rows whose values spell a control token of the model."""
     num_truncated: int
-    """As in `Prompts`, of which this is a part."""
-    kept: pa.Table | None = None
+    """Rows of which a value was cut."""
+    kept: pa.Table | None
     """With the last piece of a batch: the batch's columns for `open_rows_file`."""
 
 
@@ -162,10 +157,18 @@ def checked(
         stored: the columns in the output table.
 
     Raises:
-        TableError: a key or carried column isn't UTF-8, or doesn't fit the output table.
+        KeyColumnError, TableError: a key or carried column, or a value nested in it, isn't UTF-8,
+            or doesn't fit the output table; names its first row.
     """
     for batch in batches:
-        _check_text(spec, batch, first_row, where)
+        for name in spec.kept_columns:
+            column = batch.column(name)
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()  # only values that rows have
+            try:
+                column.validate(full=True)  # a gigabyte per second: cheap beside tokenizing
+            except pa.ArrowInvalid as error:
+                raise _refusal(spec, batch, name, first_row, where, error) from error
         if stored is not None:
             kept = batch.select(list(spec.kept_columns))
             stored.check(kept, first_row, partial(_describe_key, spec))
@@ -183,29 +186,48 @@ def tokenize(
     """Render and tokenize rows, counted from 0; yields pieces in their order.
 
     Args:
-        reuse: takes out the prompts of rows that reuse an output.
+        reuse: keeps, and takes out, the prompts of rows that reuse an output.
 
     Raises:
         ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
     """
     prompter = Prompter(spec, tokenizer, adapters)
-    num_rows, num_at_once = 0, _FIRST_ROWS
+    first_row, num_at_once = 0, _FIRST_ROWS
     for batch in batches:
-        if batch.num_rows == 0:
-            continue
         errors: dict[int, RowError] = {}
         start = 0
         while start < batch.num_rows:
-            piece = batch.slice(start, num_at_once)
-            prompts = prompter.prompts(piece)
-            num_at_once = _num_at_once(prompts.rendered)
-            made = _choose(spec, piece, prompts, tokenizer, num_rows, reuse)
-            errors |= {start + row: error for row, error in made.errors.items()}
-            num_rows += piece.num_rows
-            start += piece.num_rows
-            if start == batch.num_rows:
-                made = replace(made, kept=_kept(spec, batch, errors))
-            yield made
+            rows = batch.slice(start, num_at_once)
+            made = prompter.prompts(rows)
+            tokens, idxs = made.tokens, made.rendered.idxs
+            faults = dict(made.rendered.errors)
+            fits = (tokens.lengths > 0) & (tokens.lengths <= tokenizer.max_prompt_len)
+            for number in np.flatnonzero(~fits).tolist():
+                fault = length_fault(int(tokens.lengths[number]), tokenizer)
+                assert fault is not None, number
+                faults[int(idxs[number])] = fault
+            errors |= {start + row: error for row, error in faults.items()}
+            idxs, tokens = _taken(idxs, tokens, fits)
+            if reuse is not None:
+                idxs, tokens = _taken(idxs, tokens, ~reuse.take(tokens, first_row + idxs))
+            estimates = _estimates(spec, rows)
+            expected = None if estimates is None else estimates[idxs]
+            # The next rows, if they are as long as these.
+            num_bytes = int(pc.sum(pc.binary_length(made.rendered.texts)).as_py() or 0)
+            num_at_once = max(1, rows.num_rows * _BYTES_AT_ONCE // max(1, num_bytes))
+            start += rows.num_rows
+            kept = _kept(spec, batch, errors) if start == batch.num_rows else None
+            counts = (made.num_control, made.num_truncated)
+            yield Tokenized(rows.num_rows, tokens, first_row + idxs, expected, *counts, kept)
+            first_row += rows.num_rows
+
+
+def _taken(
+    idxs: npt.NDArray[np.int64], tokens: TokenTable, chosen: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], TokenTable]:
+    if chosen.all():
+        return idxs, tokens
+    return idxs[chosen], tokens.take(np.flatnonzero(chosen))
 
 
 def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) -> pa.Table:
@@ -214,69 +236,13 @@ def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) 
     return pa.Table.from_arrays(columns, schema=_rows_schema(spec, batch.schema))
 
 
-def _num_at_once(rendered: RenderedPrompts) -> int:
-    """Rows to render next, assuming they are as long as these."""
-    num_bytes = int(pc.sum(pc.binary_length(rendered.texts)).as_py() or 0)
-    return max(1, len(rendered.texts) * _BYTES_AT_ONCE // max(1, num_bytes))
-
-
-def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
+def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> npt.NDArray[np.int64] | None:
     """Estimated output tokens of the batch's rows, if a column holds them."""
     most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)
     for name in spec.planner.estimate_columns:
         values = batch.column(name).to_pylist()
-        return [most if v is None else max(least, min(v, most)) for v in values]
+        return np.array([most if v is None else max(least, min(v, most)) for v in values])
     return None
-
-
-def _choose(
-    spec: JobSpec,
-    piece: pa.RecordBatch,
-    prompts: Prompts,
-    tokenizer: Tokenizer,
-    first_row: int,
-    reuse: Reuse | None,
-) -> Tokenized:
-    """The prompts of the next rows, except those that reuse an output, which `reuse` keeps."""
-    estimates = _estimates(spec, piece)
-    tokens, idxs = prompts.tokens, prompts.rendered.idxs
-    errors = dict(prompts.rendered.errors)
-    lengths = tokens.lengths
-    fits = (lengths > 0) & (lengths <= tokenizer.max_prompt_len)
-    if not fits.all():
-        for number in np.flatnonzero(~fits).tolist():
-            fault = length_fault(int(lengths[number]), tokenizer)
-            assert fault is not None, number
-            errors[int(idxs[number])] = fault
-        idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))
-    if reuse is not None:
-        is_new = ~reuse.take(tokens, first_row + idxs)
-        if not is_new.all():
-            idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
-    expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
-    counts = (prompts.num_control, prompts.num_truncated)
-    return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors, *counts)
-
-
-def _check_text(spec: JobSpec, batch: pa.RecordBatch, start: int, where: str) -> None:
-    """Refuse broken text in a key or carried column, also inside nested values.
-
-    Args:
-        batch: rows of the input with all kept columns.
-        start: index of the first row.
-        where: the table's name in errors.
-
-    Raises:
-        KeyColumnError, TableError: names the column and its first broken row.
-    """
-    for name in spec.kept_columns:
-        column = batch.column(name)
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()  # only values that rows have
-        try:
-            column.validate(full=True)  # a gigabyte per second: cheap beside tokenizing
-        except pa.ArrowInvalid as error:
-            raise _refusal(spec, batch, name, start, where, error) from error
 
 
 def _refusal(

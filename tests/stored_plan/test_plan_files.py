@@ -137,12 +137,6 @@ def test_equal_plans_have_equal_bytes() -> None:
     assert turned.to_bytes() == make_manifest().to_bytes()
 
 
-def test_the_saving_ratios_are_those_of_the_counts() -> None:
-    manifest = make_manifest()
-    assert manifest.counts.planned_saving_ratio == pytest.approx(1 / 3)
-    assert manifest.counts.optimal_saving_ratio == pytest.approx(11 / 30)
-
-
 MANIFEST = make_manifest().to_bytes()
 
 
@@ -360,31 +354,9 @@ def test_a_shard_is_read_back_part_by_part(tmp_path: Path) -> None:
     ]
 
 
-def test_only_the_parts_asked_for_are_read(tmp_path: Path) -> None:
-    path = tmp_path / shard_file(0)
-    write(path, [2, 2, 2], part_rows=2)
-    file = pq.ParquetFile(path)
-    read = {
-        part_idx: part["request_idx"].to_pylist() for part_idx, part in read_parts(file, [2, 0])
-    }
-    assert read == {2: [4, 5], 0: [0, 1]}
-
-
 def test_the_same_shard_has_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, [3, 1, 5], part_rows=2)
     assert describe_file(tmp_path / "a") == describe_file(tmp_path / "b")
     write(tmp_path / "c", [3, 1, 5], part_rows=3)
     assert describe_file(tmp_path / "a") != describe_file(tmp_path / "c")
-
-
-def test_describe_file_counts_and_digests(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"")
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert describe_file(path) == DataFile(size_bytes=0, sha256=empty)
-
-
-def test_shards_sort_by_name() -> None:
-    names = [shard_file(idx) for idx in range(0, 3000, 7)]
-    assert names == sorted(names)

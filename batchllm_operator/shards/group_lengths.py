@@ -1,0 +1,78 @@
+"""Output lengths of a committed plan by group, from which later plans learn (ADR 10)."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.shards.parts import ShardParts
+from batchllm_operator.stored_plan.manifest import GROUPS_FILE, GROUPS_SCHEMA
+from batchllm_operator.stored_plan.parquet_files import PlanFile
+from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+LENGTHS_FILE: Final = "lengths.parquet"
+LENGTHS_SCHEMA: Final = pa.schema(
+    [
+        pa.field("prefix_hash", pa.int64(), nullable=False),
+        pa.field("num_rows", pa.int64(), nullable=False),
+        pa.field("num_output_tokens", pa.int64(), nullable=False),
+    ]
+)
+"""A row for each hash in `GROUPS_FILE`, ascending: rows of its groups with an answer, at least one,
+and tokens of their outputs."""
+_IDS: Final = pa.schema([SHARD_SCHEMA.field("request_idx"), SHARD_SCHEMA.field("group_id")])
+_log = logging.getLogger(__name__)
+
+
+def write_lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> None:
+    """Write `LENGTHS_FILE` of a finished plan, if it keeps hashes of its groups.
+
+    Only estimates depend on it, so a damaged file of the plan costs no more than a warning.
+    """
+    if GROUPS_FILE not in plan.manifest.files:
+        return
+    try:
+        table = _lengths(plan, shards)
+    except (PlanError, OSError, pa.ArrowException, IndexError) as error:
+        _log.warning("later plans can't learn output lengths by group: %s", error)
+        return
+    with tempfile.TemporaryDirectory(prefix="batchllm-lengths-") as folder:
+        path = Path(folder) / LENGTHS_FILE
+        pq.write_table(table, path, compression="zstd")
+        plan.folder.publish_file(path, LENGTHS_FILE)
+
+
+def _lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> pa.Table:
+    num_groups = plan.manifest.counts.num_groups
+    of_groups = np.zeros((2, num_groups), dtype=np.int64)
+    for shard_idx, shard in enumerate(shards):
+        info = plan.shard(shard_idx)
+        # The checksum isn't verified: most of the file is prompts, which aren't read.
+        with plan.folder.open_file(info.file, read_ahead=False) as file:
+            where = f"plan {plan.folder.uri}: {info.file}"
+            stored = PlanFile(file, where, _IDS, info.num_requests).read(columns=_IDS.names)
+        first_request, group_ids = stored["request_idx"][0].as_py(), stored["group_id"].to_numpy()
+        for part in shard.parts(["request_idx", "row_idxs", "num_output_tokens", "error"]):
+            answered = part.filter(pc.is_null(part["error"]))
+            groups = group_ids[answered["request_idx"].to_numpy() - first_request]
+            num_rows = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
+            num_tokens = num_rows * answered["num_output_tokens"].to_numpy()
+            np.add.at(of_groups, (slice(None), groups), np.stack([num_rows, num_tokens]))
+    with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, num_groups) as file:
+        hashes = pa.concat_arrays([column.combine_chunks() for column in file.read().columns])
+    is_known = hashes.is_valid().to_numpy(zero_copy_only=False) & (np.tile(of_groups[0], 2) > 0)
+    distinct, idxs = np.unique(hashes.fill_null(0).to_numpy()[is_known], return_inverse=True)
+    sums = [
+        np.bincount(idxs, np.tile(of_group, 2)[is_known], len(distinct)) for of_group in of_groups
+    ]
+    return pa.table([distinct, *(total.astype(np.int64) for total in sums)], schema=LENGTHS_SCHEMA)
