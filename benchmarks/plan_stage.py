@@ -47,7 +47,7 @@ import pyarrow.parquet as pq
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
-from batchllm_operator.demo.documents import demo_documents
+from batchllm_operator.demo.table import demo_documents
 from batchllm_operator.plan import given, planned_range
 from batchllm_operator.plan import plan_job as plan
 from batchllm_operator.plan.plan_job import plan_job

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.demo.documents import demo_documents
+from batchllm_operator.demo.table import demo_documents
 from batchllm_operator.errors import ModelError
 
 if TYPE_CHECKING:

@@ -1,9 +1,17 @@
-"""The demo's lake table: passages of real documentation, each with several queries."""
+"""The demo's lake table: passages of real documentation, each with several queries.
+
+Every machine has such text: long descriptions of installed Python distributions.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -11,9 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.demo.documents import demo_documents
 from batchllm_operator.errors import TableError
 
+_MIN_DOCUMENT_CHARS: Final = 400
+_MAX_DOCUMENT_CHARS: Final = 2_500
+_OWN_DISTRIBUTION: Final = "batchllm-operator"
 _MAX_DOCUMENTS: Final = 60
 _QUERIES: Final = ("What it does", "Installation", "Usage", "Requirements", "License")
 """Of each document."""
@@ -72,3 +82,49 @@ def build_demo_table(folder: Path, *, ds: str) -> str:
         unfinished.unlink(missing_ok=True)
     documents_and_queries = f"{counted(num_documents, 'document')}, {len(_QUERIES)} queries"
     return f"{counted(len(rows), 'row')} ({documents_and_queries}) in {partition_path}"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoDocument:
+    package: str
+    """Normalised name of the distribution; identifies the document."""
+    text: str
+    """The description, clipped at a line break."""
+
+
+def clip(text: str, max_chars: int) -> str:
+    """`text` cut to at most `max_chars` characters, at the last line break if there is one."""
+    if len(text) <= max_chars:
+        return text
+    head = text[:max_chars]
+    at_line = head.rfind("\n")
+    return head[:at_line].rstrip() if at_line > 0 else head
+
+
+def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> tuple[DemoDocument, ...]:
+    """Long descriptions of the installed distributions, sorted by name, without equal texts.
+
+    The same environment always gives the same documents. This package's own
+    description is left out, so that editing the README doesn't change the demo.
+    """
+    return tuple(DemoDocument(package, clip(text, max_chars)) for package, text in _descriptions())
+
+
+@cache
+def _descriptions() -> tuple[tuple[str, str], ...]:
+    """(normalised name, whole description) of every distribution with enough text."""
+    # setuptools adds its `_vendor` folder to sys.path when it is imported.
+    folders = [folder for folder in sys.path if Path(folder).name != "_vendor"]
+    by_package: dict[str, str] = {}
+    for distribution in metadata.distributions(path=folders):
+        fields = distribution.metadata.json
+        name, text = fields.get("name"), fields.get("description")
+        if isinstance(name, str) and isinstance(text, str):  # else it is broken, or has none
+            text = "\n".join(line.rstrip() for line in text.strip().splitlines())
+            # The first on sys.path is in use.
+            by_package.setdefault(re.sub(r"[-_.]+", "-", name).lower(), text)
+    packages: dict[str, str] = {}
+    for package, text in sorted(by_package.items()):
+        if len(text) >= _MIN_DOCUMENT_CHARS and package != _OWN_DISTRIBUTION:
+            packages.setdefault(text, package)
+    return tuple((package, text) for text, package in packages.items())

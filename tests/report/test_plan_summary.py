@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchllm_operator.report.pages import usd
-from batchllm_operator.report.plan_summary import _duration
+from batchllm_operator.report.summary import _duration
 
 
 @pytest.mark.parametrize(
