@@ -7,9 +7,9 @@ written; a row group adds at most its uncompressed size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake.stored_columns import StoredColumns
-from batchllm_operator.streams import ahead
+from batchllm_operator.streams import one_ahead
 
 MAX_GROUP_BYTES: Final = 128 << 20
 """Every group but the last has at least half of this, unless memory is the limit: see
@@ -26,6 +26,7 @@ _MOST_HELD_BYTES: Final = 192 << 20
 """Rows in memory for one row group: more than a group's size only if values repeat a lot."""
 _GROUPS_PER_FILE: Final = 2  # at least, so that files are more than half full
 _FILE_FRAME_BYTES: Final = 1 << 12  # magic bytes and the footer's own head
+_ZSTD: Final = {"compression": "zstd"}
 _MOST_GROWTH: Final = 1.05  # incompressible values, and a table with larger dictionaries
 
 
@@ -49,9 +50,6 @@ class RowGroup:
         footer = writer.writer.metadata
         num_bytes = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
         return cls(rows, num_bytes, sink.size() - num_bytes)
-
-    def write(self, writer: pq.ParquetWriter) -> None:
-        writer.write_table(self.rows, row_group_size=max(1, self.rows.num_rows))
 
 
 def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> Iterator[RowGroup]:
@@ -89,72 +87,48 @@ def fit(rows: pa.Table, most_file_bytes: int | None) -> Iterator[RowGroup]:
         yield from _split(RowGroup.of(rows), _most_group_bytes(most_file_bytes))
 
 
-class Room:
-    """Tracks what still fits into a file."""
-
-    def __init__(self, most_bytes: int | None) -> None:
-        """`most_bytes` is the upper bound of the file's size; None for any size."""
-        self._most_bytes = most_bytes
-        self._footer_bytes = _FILE_FRAME_BYTES
-        self._is_empty = True
-
-    def takes(self, group: RowGroup, position: int) -> bool:
-        """Whether a group fits at `position`; if so, it counts as written.
-
-        The first group always fits: a single row can't be cut.
-        """
-        footer_bytes = self._footer_bytes + group.footer_bytes
-        end = position + int(group.num_bytes * _MOST_GROWTH) + footer_bytes
-        if not self._is_empty and self._most_bytes is not None and end > self._most_bytes:
-            return False
-        self._footer_bytes, self._is_empty = footer_bytes, False
-        return True
-
-
-class _Files:
-    """Writes local files, one after the other; used as a context manager."""
-
-    def __init__(self, folder: Path, schema: pa.Schema, most_bytes: int | None) -> None:
-        self.paths: list[Path] = []
-        self._folder, self._schema, self._most_bytes = folder, schema, most_bytes
-        self._open_ones = ExitStack()
-        self._begin()
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open_ones.close()
-
-    def write(self, group: RowGroup) -> None:
-        if not self._room.takes(group, self._file.tell()):
-            self._open_ones.close()
-            self._begin()
-            self._room.takes(group, 0)
-        group.write(self._writer)
-
-    def _begin(self) -> None:
-        self.paths.append(self._folder / f"{len(self.paths):05d}.parquet")
-        self._room = Room(self._most_bytes)
-        self._file = self._open_ones.enter_context(pa.OSFile(str(self.paths[-1]), "wb"))
-        self._writer = self._open_ones.enter_context(
-            pq.ParquetWriter(self._file, self._schema, compression="zstd")
-        )
-
-
 def write_files(
     groups: Iterable[RowGroup], folder: Path, schema: pa.Schema, most_bytes: int | None
 ) -> list[Path]:
-    """Write row groups to new files in the local `folder`, which is created; at least one file.
+    """Write row groups to new files in the new local `folder`; see `files_written`."""
+    return list(files_written(groups, folder, schema, most_bytes))
 
-    Names sort in row order. A file has at most `most_bytes`, unless one row has more; None for
-    one file of any size. Two groups are in memory: one is written while the next is made.
+
+def files_written(
+    groups: Iterable[RowGroup],
+    folder: Path,
+    schema: pa.Schema,
+    most_bytes: int | None,
+    options: Mapping[str, Any] = _ZSTD,
+) -> Iterator[Path]:
+    """Write row groups to new files, at least one; yields each when it is complete.
+
+    Names sort in row order. A file has at most `most_bytes`, unless one row has more; None for one
+    file of any size. Two groups are in memory: one is written while the next is made.
+
+    Args:
+        options: those of `pq.ParquetWriter`.
     """
     folder.mkdir()
-    with _Files(folder, schema, most_bytes) as files:
-        for _ in ahead(groups, files.write, num_threads=1):
-            pass
-    return files.paths
+    with one_ahead(iter(groups)) as made:
+        group = next(made, None)
+        for number in count():
+            path = folder / f"{number:05d}.parquet"
+            footer_bytes, is_empty = _FILE_FRAME_BYTES, True
+            with (
+                pa.OSFile(str(path), "wb") as file,
+                pq.ParquetWriter(file, schema, **options) as writer,
+            ):
+                while group is not None:
+                    footer_bytes += group.footer_bytes
+                    end = file.tell() + int(group.num_bytes * _MOST_GROWTH) + footer_bytes
+                    if most_bytes is not None and end > most_bytes and not is_empty:
+                        break
+                    writer.write_table(group.rows, row_group_size=max(1, group.rows.num_rows))
+                    group, is_empty = next(made, None), False
+            yield path
+            if group is None:
+                return
 
 
 def files_of(data: Path) -> list[Path]:

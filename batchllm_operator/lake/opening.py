@@ -8,7 +8,7 @@ from typing import Final
 from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.table import LakeTable
 from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
-from batchllm_operator.storage.folder import Folder
+from batchllm_operator.storage import Folder
 
 _DELTA_LOG: Final = "_delta_log"
 _ICEBERG_METADATA: Final = "metadata"

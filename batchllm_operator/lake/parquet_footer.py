@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.publishing import Publication
-from batchllm_operator.storage.folder import Folder
+from batchllm_operator.storage import Folder
 
 _PREFIX: Final = b"batchllm."
 _MAGIC: Final = b"PAR1"

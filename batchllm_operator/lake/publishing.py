@@ -5,14 +5,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Protocol
-
-import pyarrow as pa
+from typing import Final, Protocol
 
 from batchllm_operator.errors import (
     BatchLLMError,
@@ -22,8 +18,6 @@ from batchllm_operator.errors import (
     TableError,
 )
 
-RUN_ID: Final = "run_id"
-"""The column that names a row's publication."""
 _ATTEMPTS: Final = 20
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
@@ -61,52 +55,6 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedRows:
-    """Rows of a partition in data files that no version of the table refers to yet."""
-
-    schema: pa.Schema
-    """Columns of the rows, as they were given."""
-    stored: pa.Schema
-    """The same columns as the files have them; a later version may want others."""
-    files: tuple[str, ...]
-    """What the format needs to know of each file, as JSON, in row order."""
-
-    def check_stored(self, uri: str, wanted: pa.Schema) -> None:
-        """Raise `ConflictError` if the table wants other columns than the files have."""
-        if wanted != self.stored:
-            raise ConflictError(
-                f"output {uri}: its columns have changed while the outputs were written; commit"
-                " again"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Staging(ABC):
-    """Puts data files beside those of a table, in any process: it can be sent to one."""
-
-    uri: str
-    schema: pa.Schema
-    """See `StagedRows`."""
-    stored: pa.Schema
-
-    @abstractmethod
-    def put(self, data: Path, number: int) -> list[str]:
-        """Put the rows of local files into the table's folder; returns `StagedRows.files`.
-
-        `data` is as for `LakeTable.publish`; names sort by `number` first. What isn't published is
-        left to the table's vacuum.
-
-        Raises:
-            TableError: a value doesn't fit the table.
-            StorageError: the storage fails.
-        """
-
-    def rows(self, files: Sequence[str]) -> StagedRows:
-        """What `LakeTable.publish` takes, from what all `put` returned, in row order."""
-        return StagedRows(self.schema, self.stored, tuple(files))
-
-
-@dataclass(frozen=True, slots=True)
 class RefusedCommit:
     """Why a commit wasn't made, or the loss of its answer: only the table tells which."""
 
@@ -114,6 +62,8 @@ class RefusedCommit:
     cause: BaseException | None = None
     may_arrive: bool = False
     """Whether the commit may still happen after the table was looked at."""
+    is_certain: bool = False
+    """Whether this commit hasn't happened, and can't any more."""
     may_repeat: bool = True
     kind: type[BatchLLMError] = StorageError
     """The error if the commit certainly hasn't happened."""
@@ -215,42 +165,3 @@ def check_name(uri: str, partition: str) -> None:
     """Raise `TableError` if the partition's name is empty: no reader could name it."""
     if not partition:
         raise TableError(f"output {uri}: a partition needs a name, such as 2026-01-31")
-
-
-def publisher_in(
-    uri: str, partition: str, columns: pa.Schema, rows: Iterable[pa.RecordBatch]
-) -> Publication | None:
-    """The publication that a partition's rows belong to; None without rows.
-
-    `columns` are the table's. The first column of `rows` is `run_id`, if the table has it.
-
-    Raises:
-        TableError: no job of this package wrote the rows.
-    """
-    run_ids: set[Any] = set()
-    for batch in rows:
-        run_ids |= _values(batch.column(0)) if RUN_ID in columns.names else {None}
-        if len(run_ids) > 1:
-            break
-    if not run_ids:
-        return None
-    run_id = run_ids.pop()
-    publisher = Publication.of_run_id(run_id) if isinstance(run_id, str) and not run_ids else None
-    if publisher is None or publisher.partition != partition:
-        why = "there are several values of" if run_ids else "there is no column"
-        if not run_ids and RUN_ID in columns.names:
-            why = f"it is {run_id!r} in"
-        raise TableError(
-            f"output {uri}: partition {partition!r} holds rows that no job of this package wrote;"
-            f" move them away or choose another output table ({why} {RUN_ID!r})"
-        )
-    return publisher
-
-
-def _values(column: pa.Array) -> set[Any]:
-    """The column's distinct values; bytes if another program wrote one that isn't UTF-8."""
-    distinct = column.unique()
-    try:
-        return set(distinct.to_pylist())
-    except UnicodeDecodeError:
-        return set(distinct.cast(pa.binary()).to_pylist())

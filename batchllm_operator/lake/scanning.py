@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import Any, Final
@@ -33,17 +34,40 @@ _COMPARABLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], tuple[type, ...
 _MOST_EXACT: Final = 2**53  # not every larger integer is a double
 
 
-def check_columns(
-    uri: str, schema: pa.Schema, columns: Sequence[str], conditions: Sequence[FilterTerm]
-) -> None:
-    """Raise `TableError` for the first column that the table `uri` lacks."""
-    for what, names in (("column", columns), ("filter column", [c.column for c in conditions])):
-        for name in names:
-            if name not in schema.names:
-                raise TableError(
-                    f"table {uri}: there is no {what} {name!r}; the table has"
-                    f" {listed_columns(schema)}"
-                )
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What is read of each file of a snapshot."""
+
+    uri: str
+    schema: pa.Schema
+    """The wanted columns, and those of conditions."""
+    conditions: Sequence[FilterTerm]
+    condition: pds.Expression | None
+    """All of them, on rows of `schema`."""
+
+    @classmethod
+    def of(
+        cls, uri: str, table: pa.Schema, columns: Sequence[str], conditions: Sequence[FilterTerm]
+    ) -> Scan:
+        """A scan of a table with the columns `table`.
+
+        Raises:
+            TableError: a column is unknown, or its type doesn't allow a condition's comparison.
+        """
+        for what, names in (("column", columns), ("filter column", [c.column for c in conditions])):
+            for name in names:
+                if name not in table.names:
+                    raise TableError(
+                        f"table {uri}: there is no {what} {name!r}; the table has"
+                        f" {listed_columns(table)}"
+                    )
+        wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
+        schema = pa.schema([table.field(name) for name in wanted])
+        return cls(uri, schema, conditions, row_condition(uri, conditions, schema))
+
+    def may_match(self, lowest: Mapping[str, Any], highest: Mapping[str, Any]) -> bool:
+        """Whether a file may have wanted rows, by bounds of its columns' values."""
+        return all(_may_hold(term, lowest, highest, self.schema) for term in self.conditions)
 
 
 def listed_columns(schema: pa.Schema) -> str:
@@ -76,10 +100,9 @@ def row_condition(
     return reduce(and_, map(_expression, conditions)) if conditions else None
 
 
-def may_hold(
+def _may_hold(
     term: FilterTerm, lowest: Mapping[str, Any], highest: Mapping[str, Any], schema: pa.Schema
 ) -> bool:
-    """Whether a file may have a row that meets the condition, by bounds of its columns' values."""
     low, high = lowest.get(term.column), highest.get(term.column)
     kind = schema.field(term.column).type
     allowed = next((classes for is_such, classes in _COMPARABLE if is_such(kind)), ())

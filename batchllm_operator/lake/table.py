@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_orders
-from batchllm_operator.lake.publishing import (
-    Attempt,
-    Publication,
-    StagedRows,
-    Staging,
-    check_name,
-    publish_once,
-)
+from batchllm_operator.lake.publishing import Attempt, Publication, check_name, publish_once
 from batchllm_operator.lake.row_stream import read_batches
-from batchllm_operator.lake.scanning import check_columns, reading, row_condition
+from batchllm_operator.lake.scanning import Scan, reading
+from batchllm_operator.lake.staging import StagedRows, Staging
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.spec import FilterTerm
-from batchllm_operator.storage.folder import Folder
+from batchllm_operator.storage import Folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +72,16 @@ class Snapshot:
         cls,
         partition: str,
         version: str,
-        files: Sequence[InputFile],
+        files: Mapping[InputFile, Mapping[str, str]],
         schema: pa.Schema,
         column: str,
-        coordinates: Iterable[Mapping[str, str]],
     ) -> Snapshot:
-        """`coordinates` are the values of all partition columns, in the order of the table's
-        layout, for each file; `column` is the column that names partitions.
+        """`files` have the values of all partition columns, in the order of the table's layout;
+        `column` is the one that names partitions.
         """
         outer: dict[str, set[str]] = {}
         inner: dict[str, set[str]] = {}
-        for values in coordinates:
+        for values in files.values():
             side = outer
             for name, value in values.items():
                 if name == column:
@@ -148,26 +140,22 @@ class LakeTable(ABC):
             TableError: a column is unknown, its type doesn't allow a condition's comparison, or the
                 snapshot is gone.
         """
-        check_columns(self.uri, snapshot.schema, columns, conditions)
-        wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
-        schema = pa.schema([snapshot.schema.field(name) for name in wanted])
-        with reading(self.uri, snapshot.partition):
-            condition = row_condition(self.uri, conditions, schema) if snapshot.files else None
-        for batch in self._batches(snapshot, schema, conditions, condition, part):
-            yield batch.select(list(columns))
+        scan = Scan.of(self.uri, snapshot.schema, columns, conditions)
+        for file in snapshot.files if part is None else (part.file,):
+            with self._reading(snapshot.partition, file.name):
+                for batch in self._read(snapshot, file, scan, part):
+                    yield batch.select(list(columns))
         if part is None:
             self.check_unchanged(snapshot)
 
     @abstractmethod
-    def _batches(
-        self,
-        snapshot: Snapshot,
-        schema: pa.Schema,
-        conditions: Sequence[FilterTerm],
-        condition: pds.Expression | None,
-        part: FilePart | None,
+    def _read(
+        self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
     ) -> Iterator[pa.RecordBatch]:
-        """See `scan`: rows that meet `condition`, with at least the columns of `schema`."""
+        """The wanted rows of a file, with at least the columns of `scan.schema`."""
+
+    def _reading(self, partition: str, file: str) -> AbstractContextManager[None]:
+        return reading(self.uri, partition, file)
 
     @abstractmethod
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
@@ -263,29 +251,16 @@ class LakeTable(ABC):
 class FolderTable(LakeTable):
     """A table whose files lie in one folder."""
 
-    def __init__(
-        self, folder: Folder, uri: str, partition_column: str, most_file_bytes: int | None
-    ) -> None:
-        super().__init__(uri, partition_column, most_file_bytes)
-        self._folder = folder
+    _folder: Folder
 
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
-        with reading(self.uri, snapshot.partition, file.name):
+        with self._reading(snapshot.partition, file.name):
             return read_footer(self._folder, file.name, file.size_bytes)[0]
 
-    def _read(
-        self,
-        partition: str,
-        name: str,
-        schema: pa.Schema,
-        folder_values: Mapping[str, Any],
-        condition: pds.Expression | None,
-        part: FilePart | None,
+    def _read_file(
+        self, file: InputFile, scan: Scan, values: Mapping[str, Any], part: FilePart | None
     ) -> Iterator[pa.RecordBatch]:
-        """The rows of a file of the folder; see `read_batches`."""
+        """See `_read`; `values` are those of the partition columns."""
         row_groups = None if part is None else part.row_groups
-        with (
-            reading(self.uri, partition, name),
-            self._folder.open_file(name, read_ahead=False) as source,
-        ):
-            yield from read_batches(source, schema, folder_values, condition, row_groups)
+        with self._folder.open_file(file.name, read_ahead=False) as source:
+            yield from read_batches(source, scan.schema, values, scan.condition, row_groups)

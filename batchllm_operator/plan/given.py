@@ -43,7 +43,7 @@ from batchllm_operator.shards.row_errors import (
     too_many_failed,
 )
 from batchllm_operator.spec import JobSpec, TableAddress
-from batchllm_operator.storage import Folder, check_conditional_writes
+from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 from batchllm_operator.stored_plan.publications import check_publisher, earlier_publications
 from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
@@ -225,4 +225,4 @@ def _check_folders(spec: JobSpec, ds: str) -> None:
         there = next(above for above in (path, *path.parents) if os.path.lexists(above))
         if not there.is_dir():
             raise SpecError(f"{field}: {there} isn't a folder; choose another place")
-    check_conditional_writes(job_folder(spec, ds), "IfNoneMatch")
+    job_folder(spec, ds).check_conditional_writes("IfNoneMatch")

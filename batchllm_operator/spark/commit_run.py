@@ -9,6 +9,7 @@ driver  one atomic commit that refers to them                (`commit.commit_run
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise, repeat
 from operator import attrgetter, itemgetter
@@ -22,7 +23,7 @@ import pyarrow.compute as pc
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.partition import Joining, write_partition
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import LakeTable, StagedRows, Staging, gather, write_files
+from batchllm_operator.lake import LakeTable, StagedFile, StagedRows, Staging, gather, write_files
 from batchllm_operator.progress import Progress
 from batchllm_operator.shards.buckets import (
     BUCKET_ROWS,
@@ -101,7 +102,7 @@ def _write(
         counted(spark, progress, num_tasks, "join outputs with rows"),
     ):
         written = _joined(spark, plan, payloads, joining, staging, rows_each, num_ranges)
-    return staging.rows([file for _, files in sorted(written) for file in files])
+    return staging.rows([file for _, files in sorted(written, key=itemgetter(0)) for file in files])
 
 
 def _rows_each(plan: StoredPlan, sources: Sequence[ShardParts | ReusedOutputs]) -> int:
@@ -142,7 +143,7 @@ def _joined(
     staging: Staging,
     rows_each: int,
     num_ranges: int,
-) -> list[tuple[int, list[str]]]:
+) -> list[tuple[int, list[StagedFile]]]:
     """Write the data files of each range; returns its number and their entries.
 
     Raises:
@@ -177,11 +178,11 @@ def _joined(
         with scratch_folder() as scratch:
             write_files(gather(tables, most), scratch / "data", joining.schema, most)
             files = staging.put(scratch / "data", number)
-        yield reported([json.dumps([number, files]).encode()])
+        yield reported([pickle.dumps((number, files))])
 
     frame = mapped(tasks(spark, payloads), outputs, sent)
     dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
-    return [(number, files) for number, files in map(json.loads, reports_of(dealt, write))]
+    return list(map(pickle.loads, reports_of(dealt, write)))
 
 
 def _buckets(

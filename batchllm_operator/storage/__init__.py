@@ -1,9 +1,7 @@
 """Folders on local disk and in object stores. Raises `StorageError` when the storage fails."""
 
-from batchllm_operator.storage.conditional_writes import (
-    check_conditional_writes as check_conditional_writes,
-)
 from batchllm_operator.storage.folder import Folder as Folder
+from batchllm_operator.storage.folder import fsync as fsync
 from batchllm_operator.storage.many_files import StoredFile as StoredFile
 from batchllm_operator.storage.many_files import hash_files as hash_files
 from batchllm_operator.storage.many_files import list_files as list_files

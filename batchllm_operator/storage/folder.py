@@ -25,8 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.secrets import holds_credentials
 from batchllm_operator.spec import check_folder
-from batchllm_operator.storage.conditional_writes import check_conditional_writes
-from batchllm_operator.storage.s3_settings import s3_options
+from batchllm_operator.storage.s3 import Condition, check_honours, is_conflict, s3_options
 
 _CHUNK_BYTES: Final = 1 << 20
 _READ_AHEAD_BYTES: Final = 8 << 20
@@ -104,10 +103,14 @@ class Folder:
                 if self.is_local:  # an entry that vanishes meanwhile must not hide others
                     with os.scandir(self.path) as entries:
                         return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
-                found = self.fs.ls(self.path, detail=True)
+                listed = self.fs.ls(self.path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        return sorted(_base(e["name"]) for e in found if e["type"] == "directory")
+        return sorted(
+            entry["name"].rstrip("/").rpartition("/")[2]
+            for entry in listed
+            if entry["type"] == "directory"
+        )
 
     def find(self) -> dict[str, dict[str, Any]]:
         """All files below, by name relative to the folder, sorted; values are fsspec's details.
@@ -187,7 +190,7 @@ class Folder:
         """
         from botocore.exceptions import BotoCoreError
 
-        check_conditional_writes(self, "IfNoneMatch")
+        self.check_conditional_writes("IfNoneMatch")
         with self._errors(name, writing=True):
             for wait_s in (*_CONFLICT_WAITS_S, None):
                 try:
@@ -197,10 +200,19 @@ class Folder:
                     try:
                         return bytes(self.fs.cat_file(self.full_path(name))) == data
                     except FileNotFoundError:
-                        if wait_s is None or not _is_conflict(error):
+                        if wait_s is None or not is_conflict(error):
                             raise error from None
                 time.sleep(wait_s * random.uniform(0.5, 1.0))
             raise AssertionError("the last try returns or raises")
+
+    def check_conditional_writes(self, *conditions: Condition) -> None:
+        """Refuse a store of S3 that ignores conditional writes; see `s3.check_honours`.
+
+        Raises:
+            StorageError: it ignores or lacks a condition.
+        """
+        if not self.is_local:
+            check_honours(self.fs, self.path, *conditions)
 
     def publish_file(self, source: Path, name: str) -> None:
         """Create or replace `name` by a copy of the local file `source`, in one step."""
@@ -309,25 +321,15 @@ class Folder:
             raise StorageError(f"{where}: {error}") from error
 
 
-def _is_conflict(error: Exception) -> bool:
-    """Whether S3 says that another conditional write to the same name was under way."""
-    response = getattr(error.__cause__, "response", None) or {}
-    return bool(response.get("Error", {}).get("Code") == "ConditionalRequestConflict")
-
-
-def _base(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]
-
-
 def _make_folder(path: Path) -> None:
     """Create a folder and its parents so that they survive a power cut."""
     missing = []
     while not path.exists():
         missing.append(path)
         path = path.parent
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        fsync(each.parent)
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync(folder.parent)
 
 
 def fsync(path: Path) -> None:

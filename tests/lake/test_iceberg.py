@@ -20,6 +20,7 @@ from lake.test_tables import numbers, rows, values
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.io.pyarrow import (
     PyArrowFile,
+    _get_parquet_writer_kwargs,
     _pyarrow_to_schema_without_ids,
     _read_deletes,
     schema_to_pyarrow,
@@ -45,7 +46,6 @@ import batchllm_operator.lake.iceberg.read as iceberg_read
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, open_table
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
-from batchllm_operator.lake.iceberg.write import StagedFiles
 from batchllm_operator.spec import FilterTerm
 
 
@@ -502,6 +502,7 @@ PRIVATE: dict[Any, list[str]] = {
     Table._do_commit: ["self", "updates", "requirements"],
     _SnapshotProducer._clean_all_uncommitted: ["self"],
     _read_deletes: ["io", "data_file"],
+    _get_parquet_writer_kwargs: ["table_properties"],
     _pyarrow_to_schema_without_ids: ["schema", "downcast_ns_timestamp_to_us", "format_version"],
 }
 
@@ -576,8 +577,8 @@ def test_secrets_that_a_server_repeats(
         (lake.commit, CommitFailedException),
         (lake.commit, ConnectionError),
         (lake.read, ConnectionError),
-        ((StagedFiles, "write"), ValueError),
-        ((StagedFiles, "write"), StorageError),
+        ((PyArrowFile, "create"), ValueError),
+        ((PyArrowFile, "create"), StorageError),
     ):
         with wrapped(target, refuse(kind)), pytest.raises(BatchLLMError) as caught:
             publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from batchllm_operator.errors import CommitUnknownError, StorageError
-from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
+from batchllm_operator.errors import StorageError
+from batchllm_operator.lake.parquet.swap import etag_of, exclusive, replace_file
 from batchllm_operator.storage import Folder
 
 
@@ -30,29 +30,33 @@ def source(tmp_path: Path) -> Path:
 def test_s3_compares(
     s3_bucket: str, source: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    monkeypatch.setattr("batchllm_operator.lake.parquet.swap._PART_BYTES", part_bytes)
+    monkeypatch.setattr("batchllm_operator.storage.s3._PART_BYTES", part_bytes)
     folder = Folder.open(f"{s3_bucket}/table")
     data = os.urandom(13 << 20)
     source.write_bytes(data)
-    replace_file(folder, source, "data", etag=None)
+
+    def replace(etag: str | None) -> str:
+        refused = replace_file(folder, source, "data", etag=etag)
+        if refused is None:
+            return "done"
+        assert not refused.may_arrive
+        return "changed" if refused.may_repeat else "failed"
+
+    assert replace(None) == "done"
     assert folder.read_bytes("data") == data
-    with pytest.raises(FileChangedError):
-        replace_file(folder, source, "data", etag=None)
+    assert replace(None) == "changed"
     etag = seen(folder, "data")
     source.write_bytes(b"second")
-    replace_file(folder, source, "data", etag=etag)
-    with pytest.raises(FileChangedError):
-        replace_file(folder, source, "data", etag=etag)
+    assert [replace(etag), replace(etag)] == ["done", "changed"]
     assert folder.read_bytes("data") == b"second"
     folder.remove("data")
-    with pytest.raises(FileChangedError):
-        replace_file(folder, source, "data", etag=etag)
+    assert replace(etag) == "changed"
 
 
 def test_a_part_that_fails_leaves_no_upload(
     s3_bucket: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchllm_operator.lake.parquet.swap._PART_BYTES", 6 << 20)
+    monkeypatch.setattr("batchllm_operator.storage.s3._PART_BYTES", 6 << 20)
     folder = Folder.open(f"{s3_bucket}/table")
     source.write_bytes(bytes(13 << 20))
     real = type(folder.fs).call_s3
@@ -63,8 +67,8 @@ def test_a_part_that_fails_leaves_no_upload(
         return real(fs, method, *args, **kwargs)
 
     monkeypatch.setattr(type(folder.fs), "call_s3", failing)
-    with pytest.raises(CommitUnknownError, match="connection lost"):
-        replace_file(folder, source, "data", etag=None)
+    refused = replace_file(folder, source, "data", etag=None)
+    assert refused is not None and refused.may_arrive and "connection lost" in refused.text
     bucket = s3_bucket.removeprefix("s3://")
     assert not folder.fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads")
     assert folder.find() == {}

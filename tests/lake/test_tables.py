@@ -243,7 +243,7 @@ def test_a_vanished_snapshot(lake: Lake, table: LakeTable, tmp_path: Path) -> No
     lake.forget()
     number = snapshot.version.partition(":")[2]
     with pytest.raises(TableError, match=f"{number} is gone"):
-        list(table.scan(snapshot, ["n"]))
+        list(open_lake(lake).scan(snapshot, ["n"]))
 
 
 def test_vanished_files(lake: Lake, table: LakeTable) -> None:

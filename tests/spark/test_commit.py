@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.lake_tables import LAKES
 
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.errors import ConflictError, IncompleteRunError, PlanError, TableError
+from batchllm_operator.errors import IncompleteRunError, PlanError, StorageError, TableError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
@@ -168,12 +169,12 @@ def test_columns_that_change_meanwhile(
     write = commit._write
 
     def then_change(*args: Any) -> Any:
-        staged = write(*args)
-        columns = staged.stored.set(0, staged.stored.field(0).with_type(pa.int64()))
-        return type(staged)(staged.schema, columns, staged.files)
+        staged: Any = write(*args)
+        columns = staged.file_schema.set(0, staged.file_schema.field(0).with_type(pa.int64()))
+        return dataclasses.replace(staged, file_schema=columns)
 
     monkeypatch.setattr(commit, "_write", then_change)
-    with pytest.raises(ConflictError, match="have changed while the outputs were written"):
+    with pytest.raises(StorageError, match="has changed while the outputs were written"):
         commit_on_spark(plan.folder.uri)
     assert published_is_empty(spec)
 

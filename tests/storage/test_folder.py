@@ -20,7 +20,7 @@ from s3fs import S3FileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.storage import Folder, hash_files, read_files, remove_files
-from batchllm_operator.storage.s3_settings import s3_options
+from batchllm_operator.storage.s3 import s3_options
 
 
 @pytest.fixture

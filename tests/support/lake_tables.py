@@ -74,11 +74,11 @@ class ParquetLake:
     def __init__(
         self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
     ) -> None:
-        import batchllm_operator.lake.parquet.table as parquet
+        from batchllm_operator.storage import s3
 
         self.address, self.staging = f"{uri}/{name}", f"{uri}/staging"
         self.folder = Folder.open(self.address)
-        self.commit = (parquet, "replace_file")
+        self.commit = (Folder, "publish_file") if self.folder.is_local else (s3, "put_if")
         self.read = (Folder, "find")
         self._num_files = 0
 

@@ -18,8 +18,9 @@ import pyarrow as pa
 
 from batchllm_operator.errors import SpecError, StorageError, TableError
 from batchllm_operator.lake.delta.version import TableVersion
+from batchllm_operator.lake.publishing import RefusedCommit, looking_again
 from batchllm_operator.secrets import Masker
-from batchllm_operator.storage.folder import Folder, fsync
+from batchllm_operator.storage import Folder, fsync
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
@@ -36,17 +37,6 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_MESSAGE_CHARS: Final = 500
 
 
-class CommitRefusedError(Exception):
-    """The next version wasn't written, or the answer was lost; only the log tells which.
-
-    If the storage failed (`is_storage`), the request may still arrive.
-    """
-
-    def __init__(self, message: str, *, is_storage: bool) -> None:
-        super().__init__(message)
-        self.is_storage = is_storage
-
-
 class DeltaLog:
     """The log of the table in a folder, which need not exist yet."""
 
@@ -58,14 +48,13 @@ class DeltaLog:
             ModuleNotFoundError: deltalake isn't installed.
         """
         self.uri = f"delta+{folder.uri}"
-        self._location = folder.uri
-        self._folder = folder
+        self.folder = folder
         self._options = None if folder.is_local else _s3_options()
-        if not folder.is_local and not self._location.startswith("s3://"):
+        if not folder.is_local and not folder.uri.startswith("s3://"):
             raise SpecError(f"{self.uri}: Delta tables can be on local disk or S3")
         # delta-rs decodes these twice, or reads another location.
         refused = {"%"} if folder.is_local else {"%", "?", "#"}
-        if marks := refused & set(self._location):
+        if marks := refused & set(folder.uri):
             raise SpecError(
                 f"{self.uri}: a Delta table can't lie at a place with {min(marks)!r} in its name"
             )
@@ -88,121 +77,114 @@ class DeltaLog:
                 return None
 
     def at(self, number: int) -> TableVersion:
-        """The table as of version `number`.
-
-        Raises:
-            TableError: that version is gone, or can't be read.
-        """
+        """The table as of version `number`; raises `TableError` if it is gone, or can't be read."""
         with self._reading(f"version delta:{number} is gone, or its log is damaged; plan again"):
             return self._load(number)
 
     def commit(
         self,
         seen: TableVersion | None,
-        partition: tuple[str, str],
+        place: tuple[str, str],
         files: Sequence[AddAction],
-        new_columns: pa.Schema,
-        metadata: Mapping[str, str],
-    ) -> None:
+        new: pa.Schema,
+        properties: Mapping[str, str],
+    ) -> RefusedCommit | None:
         """Write the version after `seen`, with `files` as the partition's only files.
 
         delta-rs's retries are off: they would commit on top of versions unknown to the caller.
 
         Args:
             seen: the table's version; None creates it, of the new columns and the partition column.
-            partition: the partition column, and the value as the log has it.
+            place: the partition column, and the value as the log has it.
             files: data files that are in the table's folder already.
-            new_columns: to add to the table.
-            metadata: stored with the commit in the table's history.
-
-        Raises:
-            CommitRefusedError: it wasn't written, as far as is known.
+            new: columns to add to the table.
+            properties: stored with the commit in the table's history.
         """
         try:
-            self._write(seen, partition, files, new_columns, metadata)
+            self._write(seen, place, files, new, properties)
+            return None
         except Exception as error:  # noqa: BLE001 - delta-rs has no common base
+            text = _text(error)
             is_storage = isinstance(error, OSError) and not isinstance(error, PermissionError)
-            raise CommitRefusedError(_text(error), is_storage=is_storage) from None
+        with looking_again(self.uri, place[1]):
+            now = self.latest()
+        if (now and now.number) != (seen and seen.number):
+            return RefusedCommit("another commit to the table came first")
+        if is_storage:  # on S3 the request may still arrive
+            return RefusedCommit(text, may_arrive=not self.folder.is_local, may_repeat=False)
+        text = (
+            f"deltalake can't write such a version of the table: {text}; drop what it lacks from"
+            " the table, or choose another output table"
+        )
+        return RefusedCommit(text, may_repeat=False, kind=TableError)
 
     def rehearse(
-        self,
-        seen: TableVersion | None,
-        partition: tuple[str, str],
-        new_columns: pa.Schema,
-        *,
-        replaces: bool,
-    ) -> None:
-        """Raise `CommitRefusedError` if `commit` would be refused.
+        self, seen: TableVersion | None, place: tuple[str, str], new: pa.Schema, *, replaces: bool
+    ) -> RefusedCommit | None:
+        """Why `commit` would be refused; None if it wouldn't.
 
         The version after `seen` is written to a copy of the table on local disk, which has its
         protocol, properties and columns, and a file of the partition if the commit `replaces` any.
         """
         from deltalake.transaction import AddAction
 
-        column, value = partition
+        values = dict([place])
         with tempfile.TemporaryDirectory(prefix="batchllm-delta-") as folder:
             copy = DeltaLog(Folder.open(folder))
-            held = {column: value} if replaces else None
-            try:
-                if seen is not None:
-                    seen.write_empty_copy(Path(folder, "_delta_log"), held)
-                    seen = copy.at(0)
-                added = AddAction("new.parquet", 1, {column: value}, 1, True, "{}")
-                copy.commit(seen, partition, [added], new_columns, {})
-            except TableError as error:
-                raise CommitRefusedError(str(error), is_storage=False) from None
+            if seen is not None:
+                seen.write_empty_copy(Path(folder, "_delta_log"), values if replaces else None)
+                seen = copy.at(0)
+            return copy.commit(
+                seen, place, [AddAction("new.parquet", 1, values, 1, True, "{}")], new, {}
+            )
 
     def _write(
         self,
         seen: TableVersion | None,
-        partition: tuple[str, str],
+        place: tuple[str, str],
         files: Sequence[AddAction],
-        new_columns: pa.Schema,
-        metadata: Mapping[str, str],
+        new: pa.Schema,
+        properties: Mapping[str, str],
     ) -> None:
         from deltalake import CommitProperties, Schema
         from deltalake.transaction import create_table_with_add_actions
 
-        column, value = partition
-        properties = CommitProperties(dict(metadata), max_commit_retries=0)
+        column, value = place
+        commit = CommitProperties(dict(properties), max_commit_retries=0)
         if seen is None:
             create_table_with_add_actions(
-                self._location,
-                Schema.from_arrow(new_columns.append(pa.field(column, pa.string()))),
+                self.folder.uri,
+                Schema.from_arrow(new.append(pa.field(column, pa.string()))),
                 list(files),
                 mode="error",
                 partition_by=column,
                 storage_options=self._options,
-                commit_properties=properties,
+                commit_properties=commit,
             )
-            self._make_durable(0)
-            return
-        schema = seen.raw.schema()
-        if new_columns:
-            schema = Schema([*schema.fields, *Schema.from_arrow(new_columns).fields])
-        seen.raw.create_write_transaction(
-            list(files),
-            "overwrite",
-            schema,
-            list(seen.partition_columns),
-            [(column, "=", value)],
-            commit_properties=properties,
-        )
-        self._make_durable(seen.number + 1)
-
-    def _make_durable(self, number: int) -> None:
-        """Flush a local version's log entry to disk, which delta-rs doesn't do."""
-        if self._folder.is_local:
-            entry = Path(self._folder.full_path(f"_delta_log/{number:020}.json"))
+        else:
+            schema = seen.raw.schema()
+            if new:
+                schema = Schema([*schema.fields, *Schema.from_arrow(new).fields])
+            seen.raw.create_write_transaction(
+                list(files),
+                "overwrite",
+                schema,
+                list(seen.partition_columns),
+                [(column, "=", value)],
+                commit_properties=commit,
+            )
+        if self.folder.is_local:  # delta-rs doesn't flush the log to disk
+            number = 0 if seen is None else seen.number + 1
+            entry = Path(self.folder.full_path(f"_delta_log/{number:020}.json"))
             for path in (entry, entry.parent, entry.parent.parent):
                 fsync(path)
 
     def _load(self, number: int | None) -> TableVersion:
         from deltalake import DeltaTable
 
-        raw = DeltaTable(self._location, version=number, storage_options=self._options)
-        metadata, protocol = raw.metadata(), raw.protocol()
-        features = set(protocol.reader_features or ()) - _HARMLESS_FEATURES
+        raw = DeltaTable(self.folder.uri, version=number, storage_options=self._options)
+        metadata = raw.metadata()
+        features = set(raw.protocol().reader_features or ()) - _HARMLESS_FEATURES
         if _DELETES in features and not any(b.num_rows for b in raw.deletion_vectors()):
             features.remove(_DELETES)
         if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
@@ -212,7 +194,8 @@ class DeltaLog:
                 f"table {self.uri}: has Delta reader features that this package can't read:"
                 f" {', '.join(sorted(features))}; drop them, or copy the table to one without them"
             )
-        return TableVersion.of(raw)
+        schema, columns = pa.schema(raw.schema().to_arrow()), tuple(metadata.partition_columns)
+        return TableVersion(self.uri, raw.version(), schema, columns, raw)
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:

@@ -10,7 +10,6 @@ from pyarrow import types
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.delta.version import TableVersion
-from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.schema import (
     check_names,
     check_own,
@@ -19,7 +18,7 @@ from batchllm_operator.lake.schema import (
     nested_type,
     plain_type,
 )
-from batchllm_operator.storage.folder import Folder
+from batchllm_operator.storage import Folder
 
 FILE_PREFIX: Final = "batchllm-"
 FORBIDDEN_IN_NAMES: Final = " ,;{}()\n\t=\0"
@@ -40,7 +39,7 @@ _AS_THEY_ARE: Final = (
 def accepted(
     folder: Folder,
     seen: TableVersion | None,
-    partition: tuple[str, str],
+    place: tuple[str, str],
     rows: pa.Schema,
     *,
     add_columns: bool,
@@ -54,16 +53,15 @@ def accepted(
     Args:
         folder: the table's.
         seen: its version; None if there is no table.
-        partition: the partition column, and its value.
+        place: the partition column, and its value.
         rows: columns of the rows to publish.
         add_columns: see `LakeTable.check_outputs`.
 
     Raises:
         TableError: such rows can't be published there.
     """
-    column, value = partition
+    column, value = place
     where = f"output delta+{folder.uri}"
-    check_name(f"delta+{folder.uri}", value)
     check_own(where, column, rows)
     columns = pa.schema([(field.name, _delta_type(where, field, field.type)) for field in rows])
     if seen is None:
@@ -95,10 +93,10 @@ def _check_partition(where: str, version: TableVersion, column: str, value: str)
             f"{where}: partition column {column!r} holds {version.schema.field(column).type}, and"
             f" {value!r} isn't how such a value is written"
         )
-    if version.checks:
+    if rules := list(version.rules()):
         raise TableError(
             f"{where}: has rules for new rows that this package doesn't apply:"
-            f" {', '.join(version.checks)}; drop them, or choose another output table"
+            f" {', '.join(rules)}; drop them, or choose another output table"
         )
 
 

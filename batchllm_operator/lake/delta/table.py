@@ -8,49 +8,39 @@ table's vacuum.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 from urllib.parse import quote
 
 import pyarrow as pa
-import pyarrow.dataset as pds
 
-from batchllm_operator.errors import TableError
-from batchllm_operator.lake.delta.data import DeltaStaging, OutputFiles
-from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
-from batchllm_operator.lake.delta.schema import FORBIDDEN_IN_NAMES, accepted
+from batchllm_operator.errors import StorageError, TableError
+from batchllm_operator.lake.delta.log import DeltaLog
+from batchllm_operator.lake.delta.schema import FILE_PREFIX, FORBIDDEN_IN_NAMES, accepted
+from batchllm_operator.lake.delta.statistics import add_action
 from batchllm_operator.lake.delta.version import DataFile, TableVersion
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
-from batchllm_operator.lake.publishing import (
-    RUN_ID,
-    Publication,
-    RefusedCommit,
-    StagedRows,
-    looking_again,
-    publisher_in,
-)
-from batchllm_operator.lake.scanning import may_hold
+from batchllm_operator.lake.publishing import Publication, RefusedCommit
+from batchllm_operator.lake.scanning import Scan
+from batchllm_operator.lake.staging import StagedFile, Staging
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
-from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm, TableAddress
-from batchllm_operator.storage.conditional_writes import check_conditional_writes
-from batchllm_operator.storage.folder import Folder
-
-_VERSION_PREFIX: Final = "delta:"
+from batchllm_operator.lake.versioned import Change, VersionedTable
+from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
+from batchllm_operator.storage import Folder
 
 
 def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> DeltaTable:
     return DeltaTable(address.location, partition_column, most_file_bytes)
 
 
-class DeltaTable(FolderTable):
+class DeltaTable(FolderTable, VersionedTable[TableVersion]):
     """A Delta table; its partition column holds strings, integers or dates."""
 
     forbidden_in_names = FORBIDDEN_IN_NAMES
-    most_file_bytes: int
 
     def __init__(
         self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
@@ -61,124 +51,55 @@ class DeltaTable(FolderTable):
             SpecError: a Delta table can't be there.
             ModuleNotFoundError: deltalake isn't installed.
         """
-        folder = Folder.open(uri)
-        self._log = DeltaLog(folder)
-        super().__init__(folder, self._log.uri, partition_column, most_file_bytes)
-        self._last_files: tuple[tuple[str, str], dict[str, DataFile]] = (("", ""), {})
+        self._folder = Folder.open(uri)
+        self._log = DeltaLog(self._folder)
+        super().__init__(self._log.uri, partition_column, most_file_bytes)
+        self._pinned: tuple[tuple[str, str], dict[str, DataFile]] = (("", ""), {})
 
     def partitions(self) -> list[str]:
         """Partitions with files. Rows where the column is null are in none."""
         version = self._log.latest()
         if version is None:
             return []
-        self._check_partitioning(version)
+        version.check_partitioned_by(self.partition_column)
         values = {file.partition_values[self.partition_column] for file in version.files()}
         return in_order(str(value) for value in values if value is not None)
 
-    def snapshot(self, partition: str) -> Snapshot:
-        version = self._log.latest()
-        if version is None:
-            raise TableError(
-                f"table {self.uri}: there is no Delta table (no _delta_log); check the address, or"
-                " write the table first"
-            )
-        files = self._files_of(version, partition)
-        return Snapshot.of(
-            partition,
-            f"{_VERSION_PREFIX}{version.number}",
-            list(map(self._input_file, files)),
-            version.schema,
-            self.partition_column,
-            [
-                {column: str(file.partition_values[column]) for column in version.partition_columns}
-                for file in files
-            ],
-        )
+    def _latest(self) -> TableVersion | None:
+        return self._log.latest()
 
-    def _batches(
-        self,
-        snapshot: Snapshot,
-        schema: pa.Schema,
-        conditions: Sequence[FilterTerm],
-        condition: pds.Expression | None,
-        part: FilePart | None,
+    def _pin(self, version: TableVersion, partition: str) -> Snapshot:
+        stored = version.files_of(self.partition_column, partition)
+        name = f"delta:{version.number}"
+        self._pinned = ((name, partition), {file.name: file for file in stored})
+        columns = version.partition_columns
+        files = {
+            self._input_file(file): {name: str(file.partition_values[name]) for name in columns}
+            for file in stored
+        }
+        return Snapshot.of(partition, name, files, version.schema, self.partition_column)
+
+    def _read(
+        self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
     ) -> Iterator[pa.RecordBatch]:
-        files = self._pinned(snapshot) if part is None else [self._file_of(snapshot, part)]
-        for file in files:
-            if all(may_hold(term, file.lowest, file.highest, schema) for term in conditions):
-                name, values = file.name, file.partition_values
-                yield from self._read(snapshot.partition, name, schema, values, condition, part)
+        stored = self._stored(snapshot, file)
+        if scan.may_match(stored.lowest, stored.highest):
+            yield from self._read_file(file, scan, stored.partition_values, part)
 
-    def published(self, partition: str) -> Publication | None:
-        return self._published_in(self._log.latest(), partition)
-
-    def check_outputs(
-        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> StoredColumns:
-        check_conditional_writes(self._folder, "IfNoneMatch")
-        seen = self._log.latest()
-        place = (self.partition_column, partition)
-        stored, new = accepted(self._folder, seen, place, columns, add_columns=add_columns)
-        held = seen is not None and bool(self._files_of(seen, partition))
-        try:
-            self._log.rehearse(seen, place, new, replaces=held)
-        except CommitRefusedError as error:
-            raise self._refusal(error).error(self.uri, partition) from None
-        return StoredColumns(f"output {self.uri}", stored, has_calendar=False)
-
-    def staging(
-        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> DeltaStaging:
-        return DeltaStaging(
-            uri=self.uri,
-            schema=columns,
-            stored=self.check_outputs(partition, columns, add_columns=add_columns).schema,
-            folder_uri=self._folder.uri,
-            subfolder=self._subfolder(partition),
-            partition_values={self.partition_column: partition},
-            most_file_bytes=self.most_file_bytes,
-            write_id=uuid.uuid4().hex,
-        )
-
-    def _subfolder(self, partition: str) -> str:
-        return f"{quote(self.partition_column, safe='')}={quote(partition, safe='')}"
-
-    @contextmanager
-    def _attempt(
-        self, publication: Publication, data: Path | StagedRows, add_columns: bool
-    ) -> Iterator[_Commit]:
-        check_conditional_writes(self._folder, "IfNoneMatch")
-        subfolder = self._subfolder(publication.partition)
-        rows = OutputFiles(self._folder, subfolder, data, self.most_file_bytes)
-        try:
-            yield _Commit(self, publication, rows, add_columns)
-        finally:
-            rows.remove()
-
-    def _refusal(self, error: CommitRefusedError) -> RefusedCommit:
-        """A commit that was refused without a concurrent commit."""
-        if error.is_storage:  # on S3 the request may still arrive
-            may_arrive = not self._folder.is_local
-            return RefusedCommit(str(error), may_arrive=may_arrive, may_repeat=False)
-        text = (
-            f"deltalake can't write such a version of the table: {error}; drop what it lacks from"
-            " the table, or choose another output table"
-        )
-        return RefusedCommit(text, may_repeat=False, kind=TableError)
-
-    def _published_in(self, version: TableVersion | None, partition: str) -> Publication | None:
-        """The publication that the partition holds in this version; see `publisher_in`."""
-        if version is None:
-            return None
-        files = self._files_of(version, partition)
-        names = [RUN_ID] if RUN_ID in version.schema.names else []
-        schema = pa.schema([version.schema.field(name) for name in names])
-        rows = (
-            batch
-            for file in files
-            for batch in self._read(partition, file.name, schema, file.partition_values, None, None)
-        )
-        return publisher_in(self.uri, partition, version.schema, rows)
+    def _stored(self, snapshot: Snapshot, file: InputFile) -> DataFile:
+        """The log's entry; those of the last snapshot are kept."""
+        pinned = (snapshot.version, snapshot.partition)
+        if self._pinned[0] != pinned:
+            number = snapshot.version.removeprefix("delta:")
+            if number == snapshot.version or not number.isdecimal():
+                raise TableError(f"table {self.uri}: {snapshot.version!r} is no version of Delta")
+            self._pin(self._log.at(int(number)), snapshot.partition)
+        if file.name not in self._pinned[1]:
+            raise TableError(
+                f"table {self.uri}: is another one than when {snapshot.version} was looked at, with"
+                f" {file.name!r}; plan again"
+            )
+        return self._pinned[1][file.name]
 
     def _input_file(self, file: DataFile) -> InputFile:
         num_rows = file.num_rows
@@ -186,86 +107,83 @@ class DeltaTable(FolderTable):
             num_rows = read_footer(self._folder, file.name, file.size_bytes)[0].num_rows
         return InputFile(file.name, file.size_bytes, num_rows, f"modified:{file.modified_ms}")
 
-    def _files_of(self, version: TableVersion, partition: str) -> list[DataFile]:
-        self._check_partitioning(version)
-        value = version.partition_value(self.partition_column, partition)
-        if value is None:
-            return []
-        column = self.partition_column
-        chosen = [file for file in version.files() if file.partition_values[column] == value]
-        for file in chosen:
-            if "://" in file.name or file.name.startswith("/") or ".." in file.name.split("/"):
-                raise TableError(
-                    f"table {self.uri}: refers to a file outside of its folder, {file.name!r}, as"
-                    " shallow clones do; copy it to a table of its own"
-                )
-        return sorted(chosen, key=lambda file: file.name)
-
-    def _pinned(self, snapshot: Snapshot) -> list[DataFile]:
-        files = self._files_of(self._version_of(snapshot), snapshot.partition)
-        if [file.name for file in files] != [file.name for file in snapshot.files]:
-            raise TableError(
-                f"table {self.uri}: is another one than when {snapshot.version} was looked at; plan"
-                " again"
-            )
-        return files
-
-    def _file_of(self, snapshot: Snapshot, part: FilePart) -> DataFile:
-        """A part's file; the files of the last snapshot are kept, for scans of many parts."""
-        pinned = (snapshot.version, snapshot.partition)
-        if self._last_files[0] != pinned:
-            files = self._files_of(self._version_of(snapshot), snapshot.partition)
-            self._last_files = (pinned, {file.name: file for file in files})
-        file = self._last_files[1].get(part.file.name)
-        if file is None:
-            raise TableError(f"table {self.uri}: {snapshot.version} has no file {part.file.name!r}")
-        return file
-
-    def _version_of(self, snapshot: Snapshot) -> TableVersion:
-        number = snapshot.version.removeprefix(_VERSION_PREFIX)
-        if number == snapshot.version or not number.isdecimal():
-            raise TableError(f"table {self.uri}: {snapshot.version!r} is no version of Delta")
-        return self._log.at(int(number))
-
-    def _check_partitioning(self, version: TableVersion) -> None:
-        if self.partition_column not in version.partition_columns:
-            raise TableError(
-                f"table {self.uri}: isn't partitioned by {self.partition_column!r}, but by"
-                f" {', '.join(version.partition_columns) or 'no column'}"
-            )
-
-
-class _Commit:
-    """See `Attempt`: writes the version after the one that was looked at."""
-
-    def __init__(
-        self, table: DeltaTable, publication: Publication, rows: OutputFiles, add_columns: bool
-    ) -> None:
-        self._table, self._publication, self._rows = table, publication, rows
-        self._add_columns = add_columns
-        self._seen: TableVersion | None = None
-
-    def look(self) -> Publication | None:
-        self._seen = self._table._log.latest()
-        return self._table._published_in(self._seen, self._publication.partition)
-
-    def commit(self) -> RefusedCommit | None:
-        table, seen, rows = self._table, self._seen, self._rows
-        place = (table.partition_column, self._publication.partition)
-        stored, new = accepted(
-            table._folder, seen, place, rows.schema, add_columns=self._add_columns
+    def _change(
+        self,
+        version: TableVersion | None,
+        partition: str,
+        columns: pa.Schema,
+        *,
+        add_columns: bool,
+    ) -> _Replacement:
+        self._folder.check_conditional_writes("IfNoneMatch")
+        place = (self.partition_column, partition)
+        stored, new = accepted(self._folder, version, place, columns, add_columns=add_columns)
+        return _Replacement(
+            log=self._log,
+            seen=version,
+            place=place,
+            rows=columns,
+            columns=StoredColumns(f"output {self.uri}", stored, has_calendar=False),
+            new=new,
+            holds_rows=version is not None and bool(version.files_of(*place)),
+            most_file_bytes=self.most_file_bytes,
         )
-        files = rows.put(table.uri, stored, dict([place]))
-        if not (seen is None or files or new or table._files_of(seen, place[1])):
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replacement(Change[TableVersion]):
+    """See `Change`: the version after `seen`."""
+
+    log: DeltaLog
+    seen: TableVersion | None
+    place: tuple[str, str]
+    """The partition column, and the partition."""
+    rows: pa.Schema
+    columns: StoredColumns
+    new: pa.Schema
+    """Columns that the table lacks."""
+    holds_rows: bool
+    most_file_bytes: int
+
+    def rehearse(self) -> None:
+        refused = self.log.rehearse(self.seen, self.place, self.new, replaces=self.holds_rows)
+        if refused is not None:
+            raise refused.error(self.log.uri, self.place[1])
+
+    def staging(self) -> Staging:
+        return _DeltaStaging(
+            uri=self.log.uri,
+            schema=self.rows,
+            stored=self.columns,
+            file_schema=self.columns.schema,
+            constants={},
+            options={"compression": "zstd"},
+            most_file_bytes=self.most_file_bytes,
+            folder=self.log.folder.uri,
+            prefix="=".join(quote(part, safe="") for part in self.place) + f"/{FILE_PREFIX}",
+        )
+
+    def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
+        if not (self.seen is None or files or self.new or self.holds_rows):
             return None
-        # Even if it is refused: delta-rs repeats requests, and its own first one may have landed.
-        rows.may_be_committed = True
-        try:
-            table._log.commit(seen, place, files, new, self._publication.properties)
-        except CommitRefusedError as error:
-            with looking_again(table.uri, place[1]):
-                now = table._log.latest()
-            if (now and now.number) == (seen and seen.number):
-                return table._refusal(error)
-            return RefusedCommit("another commit to the table came first")
-        return None
+        actions = [add_action(file, dict([self.place])) for file in files]
+        return self.log.commit(self.seen, self.place, actions, self.new, publication.properties)
+
+
+@dataclass(frozen=True)
+class _DeltaStaging(Staging):
+    """See `Staging`."""
+
+    folder: str
+    prefix: str
+
+    def _new_name(self, stem: str) -> str:
+        return f"{self.prefix}{stem}-{uuid.uuid4().hex}.parquet"
+
+    def _put(self, path: Path, name: str) -> None:
+        Folder.open(self.folder).publish_file(path, name)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(StorageError):
+                Folder.open(self.folder).remove(name)

@@ -40,28 +40,93 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class TableVersion:
-    """A table as of one version."""
+    """A table as of one version, as its log describes it."""
 
+    uri: str
     number: int
     schema: pa.Schema
     partition_columns: tuple[str, ...]
-    checks: tuple[str, ...]
-    """Names of the rules for new rows that a writer must apply."""
-    takes_local_time: bool
-    """Whether columns of timestamps without a time zone may be added."""
     raw: deltalake.DeltaTable
 
-    @classmethod
-    def of(cls, raw: deltalake.DeltaTable) -> TableVersion:
-        metadata = raw.metadata()
-        return cls(
-            number=raw.version(),
-            schema=pa.schema(raw.schema().to_arrow()),
-            partition_columns=tuple(metadata.partition_columns),
-            checks=tuple(_checks(raw)),
-            takes_local_time="timestampNtz" in (raw.protocol().writer_features or ()),
-            raw=raw,
-        )
+    @property
+    def takes_local_time(self) -> bool:
+        """Whether columns of timestamps without a time zone may be added."""
+        return "timestampNtz" in (self.raw.protocol().writer_features or ())
+
+    def rules(self) -> Iterator[str]:
+        """Names of the rules for new rows that a writer must apply: constraints, and columns whose
+        values it has to check or generate.
+        """
+        settings = self.raw.metadata().configuration
+        yield from (name for name in settings if name.startswith(_CONSTRAINT))
+        for field in self.raw.schema().fields:
+            if any(key.startswith(_COLUMN_RULES) for key in field.metadata):
+                yield f"column {field.name}"
+
+    def files(self) -> Iterator[DataFile]:
+        for batch in pa.table(self.raw.get_add_actions()).to_batches(1024):
+            for action in batch.to_pylist():
+                yield DataFile(
+                    name=unquote(action["path"]),
+                    partition_values=action.get("partition") or {},
+                    size_bytes=action["size_bytes"],
+                    modified_ms=action["modification_time"],
+                    num_rows=action["num_records"],
+                    lowest=action.get("min") or {},
+                    highest=action.get("max") or {},
+                )
+
+    def files_of(self, column: str, partition: str) -> list[DataFile]:
+        """A partition's files, by name.
+
+        Raises:
+            TableError: the table isn't partitioned by the column, or a file lies elsewhere.
+        """
+        self.check_partitioned_by(column)
+        value = self.partition_value(column, partition)
+        if value is None:
+            return []
+        chosen = [file for file in self.files() if file.partition_values[column] == value]
+        for file in chosen:
+            if "://" in file.name or file.name.startswith("/") or ".." in file.name.split("/"):
+                raise TableError(
+                    f"table {self.uri}: refers to a file outside of its folder, {file.name!r}, as"
+                    " shallow clones do; copy it to a table of its own"
+                )
+        return sorted(chosen, key=lambda file: file.name)
+
+    def check_partitioned_by(self, column: str) -> None:
+        """Raise `TableError` if the column isn't a partition column."""
+        if column not in self.partition_columns:
+            raise TableError(
+                f"table {self.uri}: isn't partitioned by {column!r}, but by"
+                f" {', '.join(self.partition_columns) or 'no column'}"
+            )
+
+    def partition_value(self, column: str, partition: str) -> str | int | date | None:
+        """The partition column's value whose text is `partition`; None if there is none.
+
+        Raises:
+            TableError: the column doesn't hold strings, integers or dates.
+        """
+        kind = self.schema.field(column).type
+        if pa.types.is_string(kind):
+            return partition or None  # Delta keeps an empty text as null
+        try:
+            value: int | date
+            if pa.types.is_integer(kind):
+                value = int(partition)
+            elif pa.types.is_date(kind):
+                value = date.fromisoformat(partition)
+            else:
+                names = [str(file.partition_values[column]) for file in self.files()]
+                raise TableError(
+                    f"table {self.uri}: partition column {column!r} holds {kind},"
+                    f" {CAN_NOT_NAME}{shown_near(names, partition)}"
+                )
+        except ValueError:
+            return None
+        return value if str(value) == partition else None
 
     def write_empty_copy(self, log: Path, held: Mapping[str, str] | None) -> None:
         """Write a log of one version to the new folder `log`, without this version's files.
@@ -92,50 +157,3 @@ class TableVersion:
             actions.append({"add": file | {"modificationTime": 1, "dataChange": True}})
         log.mkdir()
         (log / f"{0:020}.json").write_text("\n".join(map(json.dumps, actions)))
-
-    def files(self) -> Iterator[DataFile]:
-        actions = pa.table(self.raw.get_add_actions())
-        for batch in actions.to_batches(1024):
-            for action in batch.to_pylist():
-                yield DataFile(
-                    name=unquote(action["path"]),
-                    partition_values=action.get("partition") or {},
-                    size_bytes=action["size_bytes"],
-                    modified_ms=action["modification_time"],
-                    num_rows=action["num_records"],
-                    lowest=action.get("min") or {},
-                    highest=action.get("max") or {},
-                )
-
-    def partition_value(self, column: str, partition: str) -> str | int | date | None:
-        """The partition column's value whose text is `partition`; None if there is none.
-
-        Raises:
-            TableError: the column doesn't hold strings, integers or dates.
-        """
-        kind = self.schema.field(column).type
-        if pa.types.is_string(kind):
-            return partition or None  # Delta keeps an empty text as null
-        try:
-            value: int | date
-            if pa.types.is_integer(kind):
-                value = int(partition)
-            elif pa.types.is_date(kind):
-                value = date.fromisoformat(partition)
-            else:
-                names = [str(file.partition_values[column]) for file in self.files()]
-                raise TableError(
-                    f"table {self.raw.table_uri}: partition column {column!r} holds {kind},"
-                    f" {CAN_NOT_NAME}{shown_near(names, partition)}"
-                )
-        except ValueError:
-            return None
-        return value if str(value) == partition else None
-
-
-def _checks(raw: deltalake.DeltaTable) -> Iterator[str]:
-    """Constraints, and columns whose values the writer has to check or generate."""
-    yield from (name for name in raw.metadata().configuration if name.startswith(_CONSTRAINT))
-    for field in raw.schema().fields:
-        if any(key.startswith(_COLUMN_RULES) for key in field.metadata):
-            yield f"column {field.name}"

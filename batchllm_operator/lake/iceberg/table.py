@@ -3,68 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.dataset as pds
 import pyarrow.parquet as pq
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
 from batchllm_operator.lake.iceberg.partition import PartitionView, partition_names
-from batchllm_operator.lake.iceberg.publish import (
-    Overwrite,
-    Publisher,
-    check_replace,
-    stored_columns,
-)
+from batchllm_operator.lake.iceberg.read import read_metadata
+from batchllm_operator.lake.iceberg.replacement import Replacement, stored_columns
 from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
-from batchllm_operator.lake.iceberg.write import StagedFiles, check_writer
-from batchllm_operator.lake.publishing import Publication, StagedRows, Staging, check_name
+from batchllm_operator.lake.publishing import check_name
+from batchllm_operator.lake.scanning import Scan, reading
 from batchllm_operator.lake.schema import check_own
 from batchllm_operator.lake.stored_columns import StoredColumns
-from batchllm_operator.lake.table import FilePart, InputFile, LakeTable, Snapshot
-from batchllm_operator.spec import FilterTerm, TableAddress
+from batchllm_operator.lake.table import FilePart, InputFile, Snapshot
+from batchllm_operator.lake.versioned import VersionedTable
+from batchllm_operator.spec import TableAddress
 
 _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapshot, of the schema
-
-
-@dataclass(frozen=True, slots=True)
-class IcebergStaging(Staging):
-    """See `Staging`."""
-
-    column: str
-    partition: str
-    most_file_bytes: int
-
-    def put(self, data: Path, number: int) -> list[str]:
-        rows = storable_schema(f"table {self.uri}", self.schema)
-        table = CatalogTable(TableAddress.parse(self.uri)).load()
-        if table is None:
-            raise TableError(f"output {self.uri}: the table was removed meanwhile; commit again")
-        with iceberg_errors(self.uri):
-            view = PartitionView.now(table, self.uri, self.column, self.partition)
-            metadata = Overwrite(table, rows).metadata
-            staged = StagedFiles(table, metadata, self.column, view.value, number)
-            stored = stored_columns(self.uri, table, rows)
-            staged.write(files_of(data), stored, self.most_file_bytes)
-        return staged.entries
 
 
 def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> IcebergTable:
     return IcebergTable(address, partition_column, most_file_bytes)
 
 
-class IcebergTable(LakeTable):
+class IcebergTable(VersionedTable[Table]):
     """A table in an Iceberg catalog."""
-
-    most_file_bytes: int
 
     def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
         """The table need not exist yet. `most_file_bytes` bounds new data files.
@@ -74,59 +44,72 @@ class IcebergTable(LakeTable):
             StorageError: the catalog can't be reached.
         """
         super().__init__(address.uri, partition_column, most_file_bytes)
-        self._catalog_table = CatalogTable(address)
-        self._last_view: tuple[tuple[str, str], PartitionView] | None = None
+        self._catalog = CatalogTable(address)
+        self._last_view: PartitionView | None = None
 
     def partitions(self) -> list[str]:
         """Read from metadata, so the table must be partitioned by the column's values."""
-        table = self._catalog_table.load()
+        table = self._catalog.load()
         return [] if table is None else partition_names(table, self.uri, self.partition_column)
 
-    def snapshot(self, partition: str) -> Snapshot:
-        table = self._load()
-        view = PartitionView.now(table, self.uri, self.partition_column, partition)
-        root, tasks = f"{table.location().rstrip('/')}/", view.tasks()
-        snapshot_id = "none" if view.snapshot_id is None else view.snapshot_id
-        files = [
-            InputFile(
-                name=task.file.file_path.removeprefix(root),
-                size_bytes=task.file.file_size_in_bytes,
-                num_rows=task.file.record_count,
-                version="immutable",
-            )
-            for task in tasks
-        ]
-        version = f"iceberg:{snapshot_id}/{table.schema().schema_id}"
-        coordinates = view.coordinates(tasks)
-        return Snapshot.of(
-            partition, version, files, view.arrow_schema, self.partition_column, coordinates
-        )
-
-    def _batches(
-        self,
-        snapshot: Snapshot,
-        schema: pa.Schema,
-        conditions: Sequence[FilterTerm],
-        condition: pds.Expression | None,
-        part: FilePart | None,
-    ) -> Iterator[pa.RecordBatch]:
-        yield from self._view(snapshot).batches(schema.names, conditions, condition, part)
-
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
-        return self._view(snapshot).footer(file)
+        view = self._view(snapshot)
+        with self._reading(snapshot.partition, file.name):
+            return read_metadata(view.table, view.task_of(file))
+
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> StoredColumns:
+        check_name(self.uri, partition)
+        if self._catalog.load() is not None:
+            return super().check_outputs(partition, columns, add_columns=add_columns)
+        rows = self._storable(columns)
+        self._catalog.check_create(rows, self.partition_column)
+        return stored_columns(self.uri, None, rows)
+
+    def _latest(self) -> Table | None:
+        return self._catalog.load()
+
+    def _create(self, columns: pa.Schema) -> Table:
+        return self._catalog.create(self._storable(columns), self.partition_column)
+
+    def _storable(self, columns: pa.Schema) -> pa.Schema:
+        check_own(f"table {self.uri}", self.partition_column, columns)
+        return storable_schema(f"table {self.uri}", columns)
+
+    def _pin(self, version: Table, partition: str) -> Snapshot:
+        return self._now(version, partition).snapshot()
+
+    def _read(
+        self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
+    ) -> Iterator[pa.RecordBatch]:
+        return self._view(snapshot).read(file, scan, part)
+
+    def _now(self, table: Table, partition: str) -> PartitionView:
+        """The partition in the table's newest state."""
+        last = self._last_view
+        if last is None or last.table is not table or last.partition != partition:
+            current = table.current_snapshot()
+            snapshot_id = None if current is None else current.snapshot_id
+            last = self._looked_at(table, partition, snapshot_id, table.schema())
+        return last
 
     def _view(self, snapshot: Snapshot) -> PartitionView:
-        """The partition as it was; the last one is kept, for scans of many parts."""
-        pinned = (snapshot.version, snapshot.partition)
-        if self._last_view is not None and self._last_view[0] == pinned:
-            return self._last_view[1]
-        table = self._load()
+        """The partition as it was; the last one is kept, for scans of many files."""
+        last = self._last_view
+        if last is not None and (last.version, last.partition) == (
+            snapshot.version,
+            snapshot.partition,
+        ):
+            return last
         where = f"table {self.uri}: snapshot {snapshot.version}"
-        known = _VERSION.fullmatch(snapshot.version)
+        table, known = self._catalog.load(), _VERSION.fullmatch(snapshot.version)
         if known is None:
             raise TableError(f"{where} isn't one of an Iceberg table")
         snapshot_id = None if known[1] == "none" else int(known[1])
-        if snapshot_id is not None and table.metadata.snapshot_by_id(snapshot_id) is None:
+        if table is None or (
+            snapshot_id is not None and table.metadata.snapshot_by_id(snapshot_id) is None
+        ):
             raise TableError(
                 f"{where} is gone: it was expired; keep snapshots for as long as jobs read"
             )
@@ -134,70 +117,26 @@ class IcebergTable(LakeTable):
         schema = table.schemas().get(int(known[2]))
         if schema is None or arrow_schema(schema) != snapshot.schema:
             raise TableError(f"{where}: its schema is gone from the table's metadata")
-        view = PartitionView(
-            table, self.uri, self.partition_column, snapshot.partition, snapshot_id, schema
-        )
-        self._last_view = (pinned, view)
-        return view
+        return self._looked_at(table, snapshot.partition, snapshot_id, schema)
 
-    def published(self, partition: str) -> Publication | None:
-        table = self._catalog_table.load()
-        if table is None:
-            return None
-        return PartitionView.now(table, self.uri, self.partition_column, partition).published()
-
-    def check_outputs(
-        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> StoredColumns:
-        where = f"table {self.uri}"
-        check_name(self.uri, partition)
-        check_own(where, self.partition_column, columns)
-        rows = storable_schema(where, columns)
-        table = self._catalog_table.load()
-        if table is None:
-            self._catalog_table.check_create(rows, self.partition_column)
-            return stored_columns(self.uri, None, rows)
-        view = PartitionView.now(table, self.uri, self.partition_column, partition)
-        old = [task.file for task in view.tasks()]
-        check_replace(table, view, old, rows, add_columns=add_columns)
-        with iceberg_errors(self.uri):
-            check_writer(table, Overwrite(table, rows).metadata)
-        return stored_columns(self.uri, table, rows)
-
-    def staging(
-        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> IcebergStaging:
-        self.check_outputs(partition, columns, add_columns=add_columns)
-        rows = storable_schema(f"table {self.uri}", columns)
+    def _looked_at(
+        self, table: Table, partition: str, snapshot_id: int | None, schema: Schema
+    ) -> PartitionView:
         column = self.partition_column
-        table = self._catalog_table.load() or self._catalog_table.create(rows, column)
-        with iceberg_errors(self.uri):
-            stored = arrow_schema(Overwrite(table, rows).metadata.schema())
-        most = self.most_file_bytes
-        return IcebergStaging(self.uri, columns, stored, column, partition, most)
+        self._last_view = PartitionView(table, self.uri, column, partition, snapshot_id, schema)
+        return self._last_view
 
     @contextmanager
-    def _attempt(
-        self, publication: Publication, data: Path | StagedRows, add_columns: bool
-    ) -> Iterator[Publisher]:
-        publisher = Publisher(
-            self._catalog_table,
-            self.partition_column,
-            publication,
-            data,
-            self.most_file_bytes,
-            add_columns=add_columns,
-        )
-        try:
-            yield publisher
-        finally:
-            publisher.close()
+    def _reading(self, partition: str, file: str) -> Iterator[None]:
+        # `reading` is the inner one: errors that it lets through are pyiceberg's.
+        with iceberg_errors(self.uri), reading(self.uri, partition, file):
+            yield
 
-    def _load(self) -> Table:
-        table = self._catalog_table.load()
-        if table is None:
-            raise TableError(
-                f"table {self.uri}: the catalog has no such table; check its name, or write the"
-                " table first"
-            )
-        return table
+    def _change(
+        self, version: Table | None, partition: str, columns: pa.Schema, *, add_columns: bool
+    ) -> Replacement:
+        assert version is not None, "it is created before rows are published"
+        rows, view = self._storable(columns), self._now(version, partition)
+        return Replacement(
+            self._catalog, view, columns, rows, self.most_file_bytes, add_columns=add_columns
+        )

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.parquet_footer import is_parquet
 from batchllm_operator.lake.partition_order import in_order
-from batchllm_operator.storage.folder import Folder
+from batchllm_operator.storage import Folder
 
 HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _UNSAFE: Final = re.compile(r"^\.|[%/=]")  # in a partition column's name

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
-import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
+from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.parquet.partitions import (
     HIVE_NULL,
@@ -26,16 +25,16 @@ from batchllm_operator.lake.parquet.partitions import (
     hive_values,
     is_visible,
 )
-from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
+from batchllm_operator.lake.parquet.swap import etag_of, exclusive, replace_file
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
-from batchllm_operator.lake.publishing import Publication, RefusedCommit, StagedRows, check_name
-from batchllm_operator.lake.scanning import reading
+from batchllm_operator.lake.publishing import Publication, RefusedCommit, check_name
+from batchllm_operator.lake.scanning import Scan, reading
 from batchllm_operator.lake.schema import check_fit, merge_schemas
+from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
-from batchllm_operator.spec import FilterTerm, TableAddress
-from batchllm_operator.storage.conditional_writes import check_conditional_writes
-from batchllm_operator.storage.folder import Folder
+from batchllm_operator.spec import TableAddress
+from batchllm_operator.storage import Folder
 from batchllm_operator.streams import ahead
 
 DATA_FILE: Final = "data.parquet"
@@ -54,7 +53,8 @@ class ParquetTable(FolderTable):
     """A Parquet dataset whose folders are named `column=value`."""
 
     def __init__(self, folder: Folder, partition_column: str) -> None:
-        super().__init__(folder, folder.uri, partition_column, None)
+        super().__init__(folder.uri, partition_column, None)
+        self._folder = folder
         self._partitions = Partitions(folder, partition_column)
 
     def partitions(self) -> list[str]:
@@ -78,30 +78,23 @@ class ParquetTable(FolderTable):
         chosen = self._partitions.chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
         last: pa.Schema | None = None
-        pinned: list[InputFile] = []
+        pinned: dict[InputFile, dict[str, str]] = {}
         for schema, file in self._each(
             chosen.items(), lambda item: self._look_into(*item, partition)
         ):
             if last is None or not schema.equals(last, check_metadata=True):
                 schemas[file.name] = last = schema
-            pinned.append(file)
-        return Snapshot.of(
-            partition,
-            _listing_version(pinned),
-            pinned,
-            self._merge(schemas or self._newest_schema(files, partition)),
-            self.partition_column,
-            [
-                {column: HIVE_NULL if v is None else v for column, v in hive_values(name).items()}
-                for name in chosen
-            ],
-        )
+            values = hive_values(file.name).items()
+            pinned[file] = {column: HIVE_NULL if v is None else v for column, v in values}
+        merged = self._merge(schemas or self._newest_schema(files, partition))
+        version = _listing_version(pinned)
+        return Snapshot.of(partition, version, pinned, merged, self.partition_column)
 
     def _look_into(
         self, name: str, details: Mapping[str, Any], partition: str
     ) -> tuple[pa.Schema, InputFile]:
         footer, file = self._pin(name, details)
-        with reading(self.uri, partition, name):
+        with self._reading(partition, name):
             return file_schema(footer), file
 
     def _newest_schema(
@@ -117,17 +110,12 @@ class ParquetTable(FolderTable):
         assert broken is not None, "a table without files has been refused"
         raise broken
 
-    def _batches(
-        self,
-        snapshot: Snapshot,
-        schema: pa.Schema,
-        conditions: Sequence[FilterTerm],
-        condition: pds.Expression | None,
-        part: FilePart | None,
+    def _read(
+        self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
     ) -> Iterator[pa.RecordBatch]:
-        for file in snapshot.files if part is None else (part.file,):
-            values = _folder_values(snapshot, file.name)
-            yield from self._read(snapshot.partition, file.name, schema, values, condition, part)
+        known = hive_values(snapshot.files[0].name)  # others aren't in the schema
+        values = {name: value for name, value in hive_values(file.name).items() if name in known}
+        yield from self._read_file(file, scan, values, part)
 
     def check_unchanged(self, snapshot: Snapshot) -> None:
         if not self._is_current(snapshot):
@@ -147,7 +135,7 @@ class ParquetTable(FolderTable):
             raise TableError(
                 f"output {self.uri}: a folder named {HIVE_NULL} means null; choose another name"
             )
-        check_conditional_writes(self._folder, "IfNoneMatch", "IfMatch")
+        self._folder.check_conditional_writes("IfNoneMatch", "IfMatch")
         self._partitions.check_apart()
         known = self._published_schema(self._others(partition)) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
@@ -260,12 +248,6 @@ class ParquetTable(FolderTable):
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
 
 
-def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
-    """Values of the partition's folder columns, from the file's path; None is null."""
-    known = hive_values(snapshot.files[0].name)  # others aren't in the schema
-    return {column: value for column, value in hive_values(name).items() if column in known}
-
-
 class _Replacement:
     """See `Attempt`: replaces the partition's file, whose lock the caller holds."""
 
@@ -277,14 +259,7 @@ class _Replacement:
         return publication
 
     def commit(self) -> RefusedCommit | None:
-        try:
-            replace_file(self._folder, self._source, DATA_FILE, etag=self._etag)
-        except FileChangedError as error:  # also if S3 has met another write under way
-            return RefusedCommit(str(error), error)
-        except (CommitUnknownError, StorageError) as error:
-            may_arrive = isinstance(error, CommitUnknownError)
-            return RefusedCommit(str(error), error, may_arrive, may_repeat=False)
-        return None
+        return replace_file(self._folder, self._source, DATA_FILE, etag=self._etag)
 
 
 def _etag_version(details: Mapping[str, Any]) -> str | None:
@@ -293,6 +268,6 @@ def _etag_version(details: Mapping[str, Any]) -> str | None:
     return f"etag:{etag}" if etag else None
 
 
-def _listing_version(files: Sequence[InputFile]) -> str:
+def _listing_version(files: Iterable[InputFile]) -> str:
     listed = "".join(f"{file.name}\0{file.size_bytes}\0{file.version}\n" for file in files)
     return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"

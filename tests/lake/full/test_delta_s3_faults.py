@@ -101,7 +101,8 @@ def test_s3_that_refuses_requests(
     snapshot = table.snapshot(DS)
     proxy.refused = request_path
     proxy.errors["refused"] = (status, b"<Error><Code>SlowDown</Code></Error>")
-    for action in (lambda: table.published(DS), lambda: list(table.scan(snapshot, ["n"]))):
+    again = DeltaTable(f"{s3_bucket}/table", "ds")
+    for action in (lambda: again.published(DS), lambda: list(again.scan(snapshot, ["n"]))):
         with pytest.raises(StorageError):
             action()
 

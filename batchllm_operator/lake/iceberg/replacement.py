@@ -1,0 +1,250 @@
+"""Replaces a partition of an Iceberg table by one snapshot."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from shutil import copyfileobj
+from typing import Any, Final, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.io.pyarrow import (
+    _get_parquet_writer_kwargs,
+    compute_statistics_plan,
+    data_file_statistics_from_parquet_metadata,
+    parquet_path_to_id_mapping,
+    schema_to_pyarrow,
+)
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
+from pyiceberg.table import Table, Transaction
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.update import AssertTableUUID
+
+from batchllm_operator.errors import BatchLLMError, TableError
+from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors, without_secrets
+from batchllm_operator.lake.iceberg.partition import PartitionView
+from batchllm_operator.lake.iceberg.schema import iceberg_schema
+from batchllm_operator.lake.publishing import Publication, RefusedCommit, looking_again
+from batchllm_operator.lake.schema import check_takes
+from batchllm_operator.lake.staging import StagedFile, Staging
+from batchllm_operator.lake.stored_columns import StoredColumns
+from batchllm_operator.lake.versioned import Change
+from batchllm_operator.spec import TableAddress
+
+_NEWEST_FORMAT: Final = 2
+
+
+class Replacement(Change[Table]):
+    """See `Change`: a transaction on a table as it was loaded, without pyiceberg's own retries.
+
+    Those would repeat the commit on top of unseen changes. Any failure of ours may be repeated:
+    only `CommitFailedException` means the same in all catalogs. A lost connection, a locked
+    database, a throttled call and a denied one are errors of SQLAlchemy, botocore, Thrift or
+    requests, or a status code of a REST catalog, whose server or proxy may be at fault for a
+    moment. To repeat is safe, as the table is looked at before each commit, and what never succeeds
+    ends with the last error.
+    """
+
+    def __init__(
+        self,
+        catalog: CatalogTable,
+        view: PartitionView,
+        given: pa.Schema,
+        rows: pa.Schema,
+        most_file_bytes: int,
+        *,
+        add_columns: bool,
+    ) -> None:
+        """`rows` are the columns `given` as Iceberg stores them, from `storable_schema`.
+
+        Raises:
+            TableError: such rows can't replace the partition.
+        """
+        self._catalog, self._view, self._given = catalog, view, given
+        self._most_file_bytes = most_file_bytes
+        self._table, self._uri = view.table, view.uri
+        self._producer: Any = None
+        self._check(rows, add_columns=add_columns)
+        self.columns = stored_columns(self._uri, self._table, rows)
+        with iceberg_errors(self._uri):
+            self._transaction: Transaction = self._table.transaction()
+            has = {field.name for field in self._table.schema().fields}
+            if new := [field for field in rows if field.name not in has]:
+                with self._transaction.update_schema() as update:
+                    update.union_by_name(iceberg_schema(pa.schema(new)))
+
+    @property
+    def _metadata(self) -> TableMetadata:
+        """The table's, with the new columns."""
+        return self._transaction.table_metadata
+
+    def _check(self, rows: pa.Schema, *, add_columns: bool) -> None:
+        table, view = self._table, self._view
+        where = f"table {view.uri}"
+        if table.format_version > _NEWEST_FORMAT:
+            raise TableError(
+                f"{where}: has format version {table.format_version}, which pyiceberg can't write;"
+                " choose another output table"
+            )
+        if len(table.spec().fields) != 1 or not view.is_identity(table.spec()):
+            raise TableError(
+                f"{where}: outputs go to tables partitioned by the values of"
+                f" {view.column!r} alone; this one has {table.spec()}"
+            )
+        if not all(view.is_whole(task.file) for task in view.tasks.values()):
+            raise TableError(
+                f"{where}: partition {view.partition!r} has files from before the table was"
+                f" partitioned by {view.column!r}; rewrite them first"
+            )
+        columns = schema_to_pyarrow(table.schema())
+        check_takes(where, columns, view.column, rows, add_columns=add_columns)
+
+    def rehearse(self) -> None:
+        """Refuse properties of the table that pyiceberg or Arrow refuses."""
+        with iceberg_errors(self._uri):
+            self._table.location_provider()
+            compute_statistics_plan(self._metadata.schema(), self._metadata.properties)
+            staging = self.staging()
+            try:
+                sink, schema = pa.MockOutputStream(), staging.file_schema
+                with pq.ParquetWriter(sink, schema, **staging.options) as writer:
+                    writer.write_table(schema.empty_table())
+            except OSError as error:  # Arrow's, of a codec that it lacks
+                raise ValueError(str(error)) from error
+
+    @cached_property
+    def _staging(self) -> IcebergStaging:
+        with iceberg_errors(self._uri), warnings.catch_warnings(action="ignore"):
+            # Warnings are of properties without an effect.
+            options = _get_parquet_writer_kwargs(self._metadata.properties)
+        return IcebergStaging(
+            uri=self._uri,
+            schema=self._given,
+            stored=self.columns,
+            file_schema=schema_to_pyarrow(self._metadata.schema()),
+            constants={self._view.column: self._view.value},
+            options={**options, "store_decimal_as_integer": True},
+            most_file_bytes=self._most_file_bytes,
+        )
+
+    def staging(self) -> Staging:
+        return self._staging
+
+    def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
+        if not files and not self._view.tasks:
+            return None
+        try:
+            with iceberg_errors(self._uri):
+                self._stage(files, publication.properties)
+        except BatchLLMError as error:
+            return RefusedCommit(
+                str(error), error, is_certain=True, may_repeat=False, kind=type(error)
+            )
+        staged = self._transaction
+        requirements = (*staged._requirements, AssertTableUUID(uuid=self._metadata.table_uuid))
+        try:
+            self._table._do_commit(updates=staged._updates, requirements=requirements)
+            return None
+        except Exception as error:  # noqa: BLE001 - each catalog has its own; the table says what happened
+            failure = error
+        with looking_again(self._uri, publication.partition):
+            now = self._catalog.load_again()
+        if now is not None and self.is_in(now):
+            return None
+        text, cause = without_secrets(failure, self._uri)
+        if not isinstance(failure, CommitFailedException):
+            return RefusedCommit(text, cause, may_arrive=True)
+        self._producer._clean_all_uncommitted()  # manifests
+        return RefusedCommit(text, cause, is_certain=True)
+
+    def is_in(self, version: Table) -> bool:
+        snapshot_id = None if self._producer is None else self._producer.snapshot_id
+        return snapshot_id is not None and version.metadata.snapshot_by_id(snapshot_id) is not None
+
+    def _stage(self, files: Sequence[StagedFile], properties: Mapping[str, str]) -> None:
+        """Write manifests, and the snapshot into the transaction."""
+        update = self._transaction.update_snapshot(snapshot_properties=dict(properties))
+        self._producer = update.overwrite()
+        for task in self._view.tasks.values():
+            self._producer.delete_data_file(task.file)
+        for file in files:
+            self._producer.append_data_file(self._data_file(file))
+        self._producer.commit()
+
+    def _data_file(self, file: StagedFile) -> DataFile:
+        schema = self._metadata.schema()
+        statistics = data_file_statistics_from_parquet_metadata(
+            file.footer,
+            compute_statistics_plan(schema, self._metadata.properties),
+            parquet_path_to_id_mapping(schema),
+        )
+        return DataFile.from_args(
+            content=DataFileContent.DATA,
+            file_path=file.name,
+            file_format=FileFormat.PARQUET,
+            partition=_partition_key(self._table, self._view.value).partition,
+            file_size_in_bytes=file.size_bytes,
+            sort_order_id=None,
+            spec_id=self._metadata.default_spec_id,
+            equality_ids=None,
+            key_metadata=None,
+            **statistics.to_serialized_dict(),
+        )
+
+
+@dataclass(frozen=True)
+class IcebergStaging(Staging):
+    """See `Staging`; a process that gets it loads the table itself."""
+
+    @cached_property
+    def _table(self) -> Table:
+        table = CatalogTable(TableAddress.parse(self.uri)).load()
+        if table is None:
+            raise TableError(f"output {self.uri}: the table was removed meanwhile; commit again")
+        return table
+
+    def _new_name(self, stem: str) -> str:
+        (value,) = self.constants.values()
+        key = _partition_key(self._table, value)
+        with iceberg_errors(self.uri):
+            provider = self._table.location_provider()
+            return provider.new_data_location(f"{stem}-{uuid.uuid4()}.parquet", key)
+
+    def _put(self, path: Path, name: str) -> None:
+        with (
+            iceberg_errors(self.uri),
+            path.open("rb") as source,
+            self._table.io.new_output(name).create() as target,
+        ):
+            copyfileobj(source, cast(Any, target), 8 << 20)
+
+    def remove(self, names: Iterable[str]) -> None:
+        from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+
+        for name in names:
+            with suppress(OSError, BotoCoreError):
+                self._table.io.delete(name)
+
+
+def _partition_key(table: Table, value: Any) -> PartitionKey:
+    """The partition of a table that is partitioned by one column."""
+    (field,) = table.spec().fields
+    return PartitionKey([PartitionFieldValue(field, value)], table.spec(), table.schema())
+
+
+def stored_columns(uri: str, table: Table | None, rows: pa.Schema) -> StoredColumns:
+    """The columns of `rows` (from `storable_schema`) in the table, or in a new one."""
+    held = {} if table is None else {field.name: field for field in table.schema().fields}
+    fields = [
+        field.with_nullable(field.name not in held or not held[field.name].required)
+        for field in rows
+    ]
+    return StoredColumns(f"output {uri}", pa.schema(fields), has_calendar=True)

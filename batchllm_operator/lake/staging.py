@@ -1,0 +1,145 @@
+"""Data files that are put beside a table's, before a commit refers to them."""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.errors import StorageError
+from batchllm_operator.lake.data_files import files_of, files_written, fit, row_groups
+from batchllm_operator.lake.schema import plain_type
+from batchllm_operator.lake.stored_columns import StoredColumns
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """A data file that no version of the table refers to yet."""
+
+    name: str
+    """As the format names its files."""
+    size_bytes: int
+    footer: pq.FileMetaData
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows of a partition in data files that no version of the table refers to yet."""
+
+    schema: pa.Schema
+    """Columns of the rows, as they were given."""
+    file_schema: pa.Schema
+    """Columns of the files."""
+    files: tuple[StagedFile, ...]
+    """In row order."""
+
+    def check_stored(self, uri: str, wanted: pa.Schema) -> None:
+        """Raise `StorageError` if a column of the files is no such column of the table any more."""
+        for field in self.file_schema:
+            if field.name not in wanted.names or not field.equals(
+                wanted.field(field.name), check_metadata=True
+            ):
+                raise StorageError(
+                    f"output {uri}: its column {field.name!r} has changed while the outputs were"
+                    " written; commit again"
+                )
+
+
+@dataclass(frozen=True)
+class Staging(ABC):
+    """Puts data files beside those of a table, in any process: it can be sent to one."""
+
+    uri: str
+    schema: pa.Schema
+    """See `StagedRows`."""
+    stored: StoredColumns
+    """The same columns as the table has them."""
+    file_schema: pa.Schema
+    constants: Mapping[str, Any]
+    """Values of the files' columns that the rows lack, if they aren't null."""
+    options: Mapping[str, Any]
+    """Of `pq.ParquetWriter`."""
+    most_file_bytes: int
+
+    def put(self, data: Path, number: int = 0) -> list[StagedFile]:
+        """Put the rows of local files beside the table's; names sort by `number` first.
+
+        `data` is as for `LakeTable.publish`. What isn't published is left to the table's vacuum.
+
+        Raises:
+            TableError: a value doesn't fit the table.
+            StorageError: the storage fails; the files are removed.
+        """
+        staged: list[StagedFile] = []
+        name = None
+        with tempfile.TemporaryDirectory(prefix="batchllm-staged-") as spool:
+            try:
+                for path in self._files(files_of(data), Path(spool, "data")):
+                    footer = pq.read_metadata(path)
+                    if footer.num_rows:
+                        name = self._new_name(f"{number:06d}-{len(staged):05d}")
+                        self._put(path, name)
+                        staged.append(StagedFile(name, path.stat().st_size, footer))
+                    if path.is_relative_to(spool):
+                        path.unlink()
+            except BaseException:
+                self.remove({*(file.name for file in staged), *filter(None, [name])})
+                raise
+        return staged
+
+    def rows(self, files: Sequence[StagedFile]) -> StagedRows:
+        """What `LakeTable.publish` takes, from what all `put` returned, in row order."""
+        return StagedRows(self.schema, self.file_schema, tuple(files))
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files as far as possible: leftovers are harmless. No version may refer to them."""
+
+    @abstractmethod
+    def _new_name(self, stem: str) -> str:
+        """A name in the table that no other file has; such names sort by `stem`."""
+
+    @abstractmethod
+    def _put(self, path: Path, name: str) -> None:
+        """Copy a local file to the table.
+
+        Raises:
+            StorageError: the storage fails.
+        """
+
+    def _files(self, data: Sequence[Path], spool: Path) -> Iterable[Path]:
+        """Files with the columns of `file_schema`: those of `data` if they have them already."""
+        if not self.constants and _same_types(self.schema, self.file_schema):
+            return data
+        groups = (
+            group
+            for rows in row_groups(data, self.stored)
+            for group in fit(self._conformed(rows), self.most_file_bytes)
+        )
+        return files_written(groups, spool, self.file_schema, self.most_file_bytes, self.options)
+
+    def _conformed(self, rows: pa.Table) -> pa.Table:
+        return pa.Table.from_arrays(list(self._columns(rows)), schema=self.file_schema)
+
+    def _columns(self, rows: pa.Table) -> Iterator[pa.ChunkedArray | pa.Array]:
+        for name, kind in zip(self.file_schema.names, self.file_schema.types, strict=True):
+            if name in rows.column_names:
+                yield rows[name].cast(kind)
+            elif name in self.constants:
+                yield pa.repeat(pa.scalar(self.constants[name], kind), rows.num_rows)
+            else:
+                yield pa.nulls(rows.num_rows, kind)
+
+
+def _same_types(given: pa.Schema, wanted: pa.Schema) -> bool:
+    """Whether files of the columns `given` are such as the table wants, and nulls don't matter."""
+    return given.names == wanted.names and all(
+        field.nullable and plain_type(kind) == plain_type(field.type)
+        for kind, field in zip(given.types, wanted, strict=True)
+    )

@@ -1,0 +1,194 @@
+"""What S3 needs besides its file system: settings for clients, and conditional writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import fsspec
+
+from batchllm_operator.errors import SpecError, StorageError
+
+_CONNECT_TIMEOUT_S: Final = 10
+_READ_TIMEOUT_S: Final = 30
+_MAX_ATTEMPTS: Final = 5
+"""Requests per call, including the first; pauses between them are random, at most 20 s."""
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_PART_BYTES: Final = 64 << 20  # of a single request, or of a part of a larger upload
+_MOST_PARTS: Final = 10_000
+_UPLOADS: Final = 4  # concurrent; each has a part in memory
+
+Condition = Literal["IfNoneMatch", "IfMatch"]
+_UNMET: Final[dict[Condition, tuple[str, str]]] = {
+    "IfNoneMatch": ("If-None-Match", "*"),
+    "IfMatch": ("If-Match", '"00000000000000000000000000000000"'),
+}
+"""The header, and a value that doesn't hold for the file that is there."""
+_log = logging.getLogger(__name__)
+_proven: set[tuple[str | None, str, Condition]] = set()
+"""Endpoint, bucket and condition."""
+
+
+def s3_options(uri: str) -> dict[str, Any]:
+    """File system options for an S3 URI: retries with jitter and a cap, timeouts; else none.
+
+    Settings of the environment (`AWS_RETRY_MODE`, `AWS_MAX_ATTEMPTS`), the AWS profile and
+    fsspec's configuration are left as they are.
+
+    Raises:
+        SpecError: the endpoint in the environment isn't valid.
+    """
+    scheme = uri.partition("://")[0]
+    if scheme not in ("s3", "s3a"):
+        return {}
+    _check_endpoint()
+    chosen = _profile()
+    retries: dict[str, Any] = {}
+    if "AWS_RETRY_MODE" not in os.environ and "retry_mode" not in chosen:
+        retries["mode"] = "standard"
+    if "AWS_MAX_ATTEMPTS" not in os.environ and "max_attempts" not in chosen:
+        retries["total_max_attempts"] = _MAX_ATTEMPTS
+    config = {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "read_timeout": _READ_TIMEOUT_S,
+        "retries": retries,
+    }
+    # Options of a file system replace fsspec's configuration, so that is merged in here.
+    return {"config_kwargs": config | fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})}
+
+
+def _check_endpoint() -> None:
+    """Refuse an invalid endpoint before a client does, whose message would repeat it."""
+    for name in _ENDPOINTS:
+        if not (value := os.environ.get(name)):
+            continue
+        try:
+            parts = urlsplit(value)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_url = is_url and (parts.port is None or parts.port > 0)
+        except ValueError:
+            is_url = False
+        if not is_url or "@" in value:
+            raise SpecError(f"{name}: must be http(s)://HOST[:PORT], without credentials")
+
+
+def _profile() -> Mapping[str, Any]:
+    """Settings of the profile in use, from the AWS configuration files."""
+    from botocore.exceptions import BotoCoreError  # slow to import
+    from botocore.session import Session
+
+    try:
+        settings: Mapping[str, Any] = Session().get_scoped_config()
+    except BotoCoreError:  # such as an unknown profile, which the first call reports
+        return {}
+    return settings
+
+
+def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:
+    """Try conditional writes to a small file in a folder of S3, which is removed.
+
+    Some stores accept `If-None-Match` and `If-Match` and ignore them: two workers would then hold
+    one claim, and two commits overwrite each other. A bucket is tried once in a process. If the
+    folder can't be written, nothing is known: plans may be made with fewer rights than commits.
+
+    Raises:
+        StorageError: the store ignores or lacks a condition.
+    """
+    from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+
+    path = f"{folder}/_probe-{uuid.uuid4().hex}"
+    bucket, key, _ = fs.split_path(path)
+    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), None)
+    unknown = [name for name in conditions if (endpoint, bucket, name) not in _proven]
+    if not unknown:
+        return
+    target: dict[str, Any] = {"Bucket": bucket, "Key": key, "Body": b""}
+    try:
+        fs.call_s3("put_object", **target)
+        try:
+            for condition in unknown:
+                _check(fs, target, condition, f"s3://{folder}: the S3 store of bucket {bucket!r}")
+                _proven.add((endpoint, bucket, condition))
+        finally:
+            with suppress(OSError, BotoCoreError):  # not all may delete; readers skip the file
+                fs.rm_file(path)
+    except (OSError, BotoCoreError) as error:
+        _log.debug("s3://%s: conditional writes can't be tried: %s", folder, error)
+
+
+def _check(fs: Any, target: dict[str, Any], condition: Condition, where: str) -> None:
+    header, value = _UNMET[condition]
+    try:
+        fs.call_s3("put_object", **target, **{condition: value})
+        how = "ignores"
+    except OSError as error:
+        if is_unmet(error):
+            return
+        if http_status(error) not in (400, 501):
+            raise
+        how = "doesn't know"
+    raise StorageError(
+        f"{where} {how} conditional writes ({header}), so concurrent workers and commits would"
+        " overwrite each other; use a store that honours them, as AWS S3, MinIO and R2 do, or a"
+        " newer version of this one"
+    )
+
+
+def http_status(error: BaseException) -> int | None:
+    """The status of S3's answer that an error of s3fs stands for; None if none came."""
+    status = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status if isinstance(status, int) else None
+
+
+def is_unmet(error: BaseException) -> bool:
+    """Whether the condition of a write didn't hold, or another write was under way."""
+    return http_status(error) in (409, 412)
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether another conditional write to the same name was under way."""
+    return bool(_answer(error).get("Error", {}).get("Code") == "ConditionalRequestConflict")
+
+
+def _answer(error: BaseException) -> dict[str, Any]:
+    return getattr(error.__cause__, "response", None) or {}
+
+
+def put_if(fs: Any, path: str, source: Path, etag: str | None) -> None:
+    """Copy the local file `source` to `path` if that has the ETag; if there is no file, for None.
+
+    Raises:
+        OSError, BotoCoreError: it failed; see `is_unmet`.
+    """
+    condition = {"IfMatch": etag} if etag is not None else {"IfNoneMatch": "*"}
+    bucket, key, _ = fs.split_path(path)
+    target = {"Bucket": bucket, "Key": key}
+    num_bytes = source.stat().st_size
+    if num_bytes <= _PART_BYTES:
+        fs.call_s3("put_object", **target, Body=source.read_bytes(), **condition)
+        return
+    target["UploadId"] = fs.call_s3("create_multipart_upload", **target)["UploadId"]
+    part_bytes = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
+
+    def upload(number: int) -> dict[str, Any]:
+        with source.open("rb") as file:
+            file.seek((number - 1) * part_bytes)
+            body = file.read(part_bytes)
+        answer = fs.call_s3("upload_part", **target, PartNumber=number, Body=body)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    try:
+        with ThreadPoolExecutor(_UPLOADS) as pool:
+            parts = list(pool.map(upload, range(1, -(-num_bytes // part_bytes) + 1)))
+    except BaseException:
+        fs.call_s3("abort_multipart_upload", **target)
+        raise
+    # Not aborted if this fails: it may have succeeded with its answer lost.
+    fs.call_s3("complete_multipart_upload", **target, MultipartUpload={"Parts": parts}, **condition)
