@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +18,7 @@ from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.prompts import PartResult, Task
 from batchllm_operator.spark.ranges import keys_of, tokens_of
 from batchllm_operator.spark.staging import StagedFile, scratch_folder
-from batchllm_operator.spark.tasks import Batches, reported, reports_of
+from batchllm_operator.spark.tasks import Batches, numbered, reported, reports_of
 from batchllm_operator.stored_plan.counts import Frozen
 
 if TYPE_CHECKING:
@@ -49,16 +48,11 @@ def plan_ranges(prompts: DataFrame, task: Task) -> tuple[list[PartResult], list[
     """
 
     def plan(batches: Batches) -> Iterator[Any]:
-        batches = iter(batches)
-        first = next((batch for batch in batches if batch.num_rows), None)
-        if first is None:
-            return
-        batches = chain([first], batches)
-        number = first.column("range")[0].as_py()
+        number, batches = numbered(batches)
         if number == len(task.ranges):
             for batch in batches:
                 yield reported([b"P" + data for data in batch.column("key").to_pylist()])
-        else:
+        elif number is not None:
             yield reported([b"R" + _planned(task, number, batches).model_dump_json().encode()])
 
     reports = reports_of(prompts, plan)
@@ -71,25 +65,32 @@ def plan_ranges(prompts: DataFrame, task: Task) -> tuple[list[PartResult], list[
 
 
 def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> RangeResult:
-    """Write the range's shards."""
+    """Write the range's shards; it has at least one prompt."""
     planner = _planner_of(task, number)
     tokenizer, adapters = task.reading.tokenizer()
+    shared, places, estimates = [], [], []
+    first = last = b""
+    before = np.zeros(0, dtype=np.int32)
     with scratch_folder() as scratch, PromptStore(scratch / "prompts.bin") as store:
-        prompts = _Sorted.read(batches, store)
-        ranked = RankedPrompts(np.arange(len(store)), prompts.num_shared)
-        row_idxs = task.numbers.of(prompts.places)
-        given, first_id = (store, ranked, row_idxs, prompts.output_tokens), number << _ID_BITS
-        planned = planner.plan(*given, tokenizer, adapters, scratch, first_id)
+        for batch in batches:
+            tokens = _tokens(batch.column("key"))
+            shared.append(_num_shared(before, tokens.token_ids, tokens.offsets))
+            places.append(batch.column("place").to_numpy().copy())
+            estimates.append(batch.column("output_tokens").to_numpy().copy())
+            store.append(tokens)
+            begin, last = keys_of(tokens.take([0, len(tokens) - 1]))
+            first = first or begin
+            before = tokens.prompt(len(tokens) - 1)
+        ranked = RankedPrompts(np.arange(len(store)), np.concatenate(shared))
+        row_idxs, expected = task.numbers.of(np.concatenate(places)), np.concatenate(estimates)
+        given = store, ranked, row_idxs, expected if expected[0] >= 0 else None
+        planned = planner.plan(*given, tokenizer, adapters, scratch, number << _ID_BITS)
         files = tuple(
             task.staging.publish(scratch / shard.file, "shard", shard.num_requests)
             for shard in planned.shards
         )
     return RangeResult(
-        number=number,
-        planned=planned,
-        files=files,
-        first=prompts.first.hex(),
-        last=prompts.last.hex(),
+        number=number, planned=planned, files=files, first=first.hex(), last=last.hex()
     )
 
 
@@ -102,51 +103,6 @@ def _planner_of(task: Task, number: int) -> RangePlanner:
         replicas = replace(replicas, wants_profile=False)
     spec = spec.model_copy(update={"planner": planner})
     return replace(task.planner, spec=spec, replicas=replicas)
-
-
-@dataclass(slots=True)
-class _Sorted:
-    """Sorted prompts, as they were read.
-
-    Attributes:
-        num_shared: int64 [num_prompts], LCP of each with the one before.
-        places: int64 [num_prompts].
-        output_tokens: int64 [num_prompts], estimates, if a column holds them.
-        first, last: keys.
-    """
-
-    num_shared: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
-    output_tokens: npt.NDArray[np.int64] | None
-    first: bytes
-    last: bytes
-
-    @classmethod
-    def read(cls, batches: Iterator[pa.RecordBatch], store: PromptStore) -> _Sorted:
-        """Read them, at least one, into the empty `store`."""
-        shared, places, estimates = [], [], []
-        first = last = b""
-        before = np.zeros(0, dtype=np.int32)
-        for batch in batches:
-            if batch.num_rows == 0:
-                continue
-            tokens = _tokens(batch.column("key"))
-            shared.append(_num_shared(before, tokens.token_ids, tokens.offsets))
-            places.append(batch.column("place").to_numpy().copy())
-            estimates.append(batch.column("output_tokens").to_numpy().copy())
-            store.append(tokens)
-            begin, last = keys_of(tokens.take([0, len(tokens) - 1]))
-            first = first or begin
-            before = tokens.prompt(len(tokens) - 1)
-        expected = np.concatenate(estimates)
-        is_expected = bool(expected[0] >= 0)
-        return cls(
-            np.concatenate(shared),
-            np.concatenate(places),
-            expected if is_expected else None,
-            first,
-            last,
-        )
 
 
 def _tokens(keys: pa.Array) -> TokenTable:

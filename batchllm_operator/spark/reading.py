@@ -10,8 +10,8 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import chain, groupby, islice
+from functools import lru_cache, partial
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +32,15 @@ from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.keys import MAX_NAMED, NullKeys, named_keys, repeated_keys
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.shards.reuse_index import fingerprint_array, fingerprints_of
-from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, reported, reports_of, tasks
+from batchllm_operator.spark.tasks import (
+    Batches,
+    mapped,
+    numbered,
+    payloads_in,
+    reported,
+    reports_of,
+    tasks,
+)
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.loading import parse_spec_json
 from batchllm_operator.stored_plan.row_keys import encode_keys
@@ -215,13 +223,11 @@ def number_rows(
         for payload in payloads_in(batches):
             yield from _digests(reading, Part.of(payload), num_buckets, where)
 
-    def repeats(batches: Batches) -> Iterator[Any]:
-        yield from _repeats(batches, num_buckets)
-
     payloads = [part.to_bytes() for part in parts]
     digests = mapped(tasks(spark, payloads), digest, _KEY_SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
-    reports = reports_of(shuffled.sortWithinPartitions("digest", "place"), repeats)
+    ordered = shuffled.sortWithinPartitions("digest", "place")
+    reports = reports_of(ordered, partial(_repeats, num_buckets=num_buckets))
     results = list(map(json.loads, reports))
     counted = sorted((report for report in results if "part" in report), key=itemgetter("part"))
     firsts = np.cumsum([0, *(part["num_rows"] for part in counted)], dtype=np.int64)
@@ -267,12 +273,8 @@ def _digests(
 
 def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
     """The first places of digests that occur again; counts of rows as they are."""
-    batches = (batch for batch in batches if batch.num_rows)
-    first = next(batches, None)
-    if first is None:
-        return
-    batches = chain([first], batches)
-    if first.column("bucket")[0].as_py() == num_buckets:
+    bucket, batches = numbered(batches)
+    if bucket == num_buckets:
         yield from (reported(batch.column("digest").to_pylist()) for batch in batches)
         return
     places: list[int] = []

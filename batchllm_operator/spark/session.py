@@ -57,17 +57,22 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
             package, or have another release of it.
         SparkJobError: the cluster can't be reached.
     """
-    with _without_logs_of_py4j(), _session(spec) as spark:
-        _check_version(spark)
+    with ExitStack() as stack:
+        stack.enter_context(_without_logs_of_py4j())
+        with _stops_held_back():
+            spark, is_new = _open(spec)
+            stack.enter_context(_ended(spark) if is_new else _as_before(spark))
+        major, minor = spark.version.split(".")[:2]
+        if (int(major), int(minor)) < _LEAST_SPARK:
+            least = ".".join(map(str, _LEAST_SPARK))
+            raise SpecError(
+                f"planner.engine: needs Spark {least} or later, and the session has {spark.version}"
+            )
         for name, value in _NEEDED.items():
             spark.conf.set(name, value)
-        given = _given_to_tasks(spark)
-        try:
-            _check_executors(spark)
-            yield spark
-        finally:
-            for name in given:
-                del spark.sparkContext.environment[name]
+        stack.enter_context(_given_to_tasks(spark))
+        _check_executors(spark)
+        yield spark
 
 
 @contextmanager
@@ -86,16 +91,6 @@ def _without_logs_of_py4j() -> Iterator[None]:
 
 def _is_not_of_py4j(record: logging.LogRecord) -> bool:
     return Path(record.pathname).parent.name != "py4j"
-
-
-@contextmanager
-def _session(spec: JobSpec) -> Iterator[SparkSession]:
-    """The session; at the end a new one stops, and another is left as it was."""
-    with ExitStack() as stack:
-        with _stops_held_back():
-            spark, is_new = _open(spec)
-            stack.enter_context(_ended(spark) if is_new else _as_before(spark))
-        yield spark
 
 
 @contextmanager
@@ -199,26 +194,21 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
         return spark, is_remote or int(spark.sparkContext.startTime) >= asked_at_ms
 
 
-def _given_to_tasks(spark: SparkSession) -> list[str]:
-    """Add variables to the environment of the session's tasks; returns their names."""
+@contextmanager
+def _given_to_tasks(spark: SparkSession) -> Iterator[None]:
+    """Adds variables for the lake to the environment of the session's tasks."""
     try:
-        environment = spark.sparkContext.environment
+        environment: dict[str, str] = spark.sparkContext.environment
     # Spark Connect has no context, and says so by an error of its own.
     except Exception:  # noqa: BLE001
-        return []
+        environment = {}
     names = [name for name in os.environ if name.startswith(_LAKE) and name not in environment]
     environment.update({name: os.environ[name] for name in names})
-    return names
-
-
-def _check_version(spark: SparkSession) -> None:
-    """Refuse a Spark without what we use (`SpecError`)."""
-    major, minor = spark.version.split(".")[:2]
-    if (int(major), int(minor)) < _LEAST_SPARK:
-        least = ".".join(map(str, _LEAST_SPARK))
-        raise SpecError(
-            f"planner.engine: needs Spark {least} or later, and the session has {spark.version}"
-        )
+    try:
+        yield
+    finally:
+        for name in names:
+            del environment[name]
 
 
 def _check_java() -> None:

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
@@ -117,6 +118,15 @@ def named_failures(what: str) -> Iterator[None]:
 def reported(values: Sequence[bytes]) -> pa.RecordBatch:
     """In a task: values for `reports_of`."""
     return pa.record_batch([pa.array(values, pa.binary())], schema=_REPORTS)
+
+
+def numbered(batches: Batches) -> tuple[int | None, Iterator[pa.RecordBatch]]:
+    """In a task: the number in the first column of a partition, and its batches; None if empty."""
+    filled = (batch for batch in batches if batch.num_rows)
+    first = next(filled, None)
+    if first is None:
+        return None, filled
+    return first.column(0)[0].as_py(), chain([first], filled)
 
 
 def payloads_in(batches: Batches) -> Iterator[bytes]:
