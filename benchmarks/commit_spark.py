@@ -99,7 +99,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
         for kind in KINDS:
             found.append(measure(Path(folder, kind), kind, args.rows))
-    peaks = {part: max(each[part]["peak_bytes"] for each in found) for part in ("spark", "local")}
+    peaks = {
+        part: max(commit[part]["peak_bytes"] for commit in found) for part in ("spark", "local")
+    }
     report = {
         "benchmark": "commit_spark",
         "commits": found,

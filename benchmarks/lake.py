@@ -63,28 +63,19 @@ class Job:
     def spec(self) -> str:
         """The job as JSON."""
         tables = FORMATS[self._format](self._root, None)
-        return json.dumps(
-            {
-                "spec_version": 1,
-                "name": "job",
-                "input": {"uri": tables.address("documents"), "key": "row_key"},
-                "prompt": {"template": "{document}\n\n{query}"},
-                "model": {"path": "no-model"},
-                "sampling": {"max_tokens": 128},
-                "output": {
-                    "uri": tables.address("out"),
-                    "staging_uri": f"{self._root}/lake/staging",
-                },
-                "engine": {
-                    "backend": "fake",
-                    "extra_args": {
-                        "byte_tokens": True,
-                        "num_characters": self._num_characters,
-                        "max_in_flight": 256,
-                    },
-                },
-            }
-        )
+        extra = {"byte_tokens": True, "num_characters": self._num_characters, "max_in_flight": 256}
+        staging = f"{self._root}/lake/staging"
+        fields = {
+            "spec_version": 1,
+            "name": "job",
+            "input": {"uri": tables.address("documents"), "key": "row_key"},
+            "prompt": {"template": "{document}\n\n{query}"},
+            "model": {"path": "no-model"},
+            "sampling": {"max_tokens": 128},
+            "output": {"uri": tables.address("out"), "staging_uri": staging},
+            "engine": {"backend": "fake", "extra_args": extra},
+        }
+        return json.dumps(fields)
 
     def prepare(self, num_rows: int, seed: int) -> dict[str, dict[str, Any]]:
         """Everything until the commit."""
@@ -101,33 +92,17 @@ class Job:
 
     def remember(self) -> None:
         """Keep what there is, for `restore`."""
-        for name in self._kept():
-            _copy(self._root / name, self._root / "saved" / name)
+        shutil.copytree(self._root, self._saved)
 
     def restore(self) -> None:
         """Put back what there was, on the disk and not only in its cache."""
-        for name in self._kept():
-            _remove(self._root / name)
-            _copy(self._root / "saved" / name, self._root / name)
+        shutil.rmtree(self._root)
+        shutil.copytree(self._saved, self._root)
         os.sync()
 
-    def _kept(self) -> list[str]:
-        return [name for name in ("lake", "catalog.db") if (self._root / name).exists()]
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    if source.is_dir():
-        shutil.copytree(source, target)
-    else:
-        shutil.copy(source, target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    @property
+    def _saved(self) -> Path:
+        return self._root.with_name(f"{self._root.name}-saved")
 
 
 def measure(
@@ -193,11 +168,8 @@ def main() -> None:
     most = sizes[-1]
     for table_format in args.formats.split(","):
         for num_rows in sizes:
-            root = Path(tempfile.mkdtemp(prefix="batchllm-lake-", dir=args.root))
-            try:
-                rows.append(measure(root, table_format, num_rows, args))
-            finally:
-                shutil.rmtree(root)
+            with tempfile.TemporaryDirectory(prefix="batchllm-lake-", dir=args.root) as folder:
+                rows.append(measure(Path(folder, "job"), table_format, num_rows, args))
             print(json.dumps(rows[-1]), file=sys.stderr)
     result = {
         "benchmark": "lake",

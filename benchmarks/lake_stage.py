@@ -36,15 +36,11 @@ def make_input(tables: Tables, num_rows: int, seed: int) -> dict[str, Any]:
     chunks = []
     for start in range(0, num_rows, _INPUT_CHUNK):
         idxs = order[start : start + _INPUT_CHUNK].tolist()
-        documents = [
-            f"Document {idx // SHARE_DEGREE}: ".ljust(_DOCUMENT_CHARACTERS, "d") for idx in idxs
-        ]
-        columns = {
-            "row_key": [f"row-{idx}" for idx in idxs],
-            "document": documents,
-            "query": [f"What does number {idx} say?" for idx in idxs],
-        }
-        chunks.append(pa.table(columns))
+        rows = {"row_key": [f"row-{idx}" for idx in idxs]}
+        documents = (f"Document {idx // SHARE_DEGREE}: " for idx in idxs)
+        rows["document"] = [text.ljust(_DOCUMENT_CHARACTERS, "d") for text in documents]
+        rows["query"] = [f"What does number {idx} say?" for idx in idxs]
+        chunks.append(pa.table(rows))
     tables.replace_input(pa.concat_tables(chunks))
     return {}
 
@@ -54,10 +50,9 @@ def write_again(tables: Tables, folder: Path) -> dict[str, Any]:
 
     The rows are in memory, nothing is checked, and nothing is forced to the disk.
     """
-    table = tables.output()
+    table, path = tables.output(), folder / "again.parquet"
     seconds = {}
     for compression in _COMPRESSIONS:
-        path = folder / f"{compression}.parquet"
         started_at = time.perf_counter()
         pq.write_table(table, path, compression=compression)
         seconds[compression] = time.perf_counter() - started_at

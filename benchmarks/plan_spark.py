@@ -107,9 +107,9 @@ def measure(
         session.stop()
     if not planned_once(plan, num_rows):
         sys.exit("a row isn't planned once; no figures")
-    found = {"rows": num_rows, "wall_s": round(wall_s, 1), "driver_cpu_s": round(driver_s, 1)}
-    found |= {"shards": len(plan.manifest.shards), **asdict(cluster.usage)}
+    found = {"rows": num_rows, "wall_s": wall_s, "driver_cpu_s": driver_s, **asdict(cluster.usage)}
     found |= {name: round(seconds, 2) for name, seconds in found.items() if name.endswith("_s")}
+    found["shards"] = len(plan.manifest.shards)
     found["key_bytes"] = plan.manifest.counts.num_logical_tokens * 4
     return found | shuffled_bytes(log), plan
 

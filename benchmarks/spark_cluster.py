@@ -109,9 +109,7 @@ def spark_cluster(
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(folder / "local"),
         "PYSPARK_PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-        "RAYON_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
+        **dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
         "SPARK_MASTER_OPTS": "-Dspark.master.rest.enabled=false -Dspark.ui.enabled=false",
     }
     (folder / "local").mkdir(parents=True)
@@ -146,15 +144,14 @@ def spark_cluster(
 
 def _found(log: IO[str], pattern: str) -> str:
     """The first group of the next line that matches, as soon as it is written."""
-    ends_at = time.monotonic() + _START_S
-    line = ""
+    ends_at, line = time.monotonic() + _START_S, ""
     while time.monotonic() < ends_at:
         line += log.readline()
         if line.endswith("\n"):
             if found := re.search(pattern, line):
                 return found[1]
             line = ""
-        elif not line:
+        else:
             time.sleep(0.1)
     sys.exit(f"Spark didn't start: no line has {pattern!r}")
 
@@ -172,23 +169,15 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def _looked_up(pid: int) -> tuple[float, int, bool]:
-    """CPU seconds with those of children that have ended, bytes of memory, whether it is Python."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        name, fields = (
-            stat[stat.index("(") + 1 : stat.rindex(")")],
-            stat[stat.rindex(")") + 2 :].split(),
-        )
-    except (OSError, ValueError):
-        return 0.0, 0, False
-    seconds = sum(map(int, fields[11:15])) / _TICKS
-    return seconds, _held_bytes(pid), "java" not in name
+    """CPU seconds with those of children that have ended, bytes of memory, whether it is Python.
 
-
-def _held_bytes(pid: int) -> int:
-    """Resident memory; of pages that processes share, such as forked ones, each one's part."""
+    Of pages that processes share, such as forked ones, each one's part counts.
+    """
     try:
+        name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    except OSError:  # it has ended
+        return 0.0, 0, False
+    seconds = sum(map(int, fields.split()[11:15])) / _TICKS
+    held = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return seconds, held, "java" not in name

@@ -14,7 +14,7 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from batchllm_operator.spark.ranges import MOST_RANGES, RANGE_BYTES
 
@@ -32,15 +32,6 @@ class Constants:
     commit_us: float
     shuffled_bytes: float
     key_bytes: float
-
-    @classmethod
-    def of(cls, plan: dict[str, Any], commit: dict[str, Any]) -> Constants:
-        return cls(
-            plan["marginal_us"],
-            commit["executor_us"],
-            plan["marginal_shuffled_bytes"],
-            plan["marginal_key_bytes"],
-        )
 
 
 def row(known: Constants, num_rows: int, cores: int, usd_per_core_hour: float) -> list[str]:
@@ -62,17 +53,9 @@ def row(known: Constants, num_rows: int, cores: int, usd_per_core_hour: float) -
 
 
 def table(known: Constants, cores: int, usd_per_core_hour: float) -> str:
-    heads = [
-        "rows",
-        "shuffled, compressed",
-        "ranges",
-        "prompts of a range",
-        "memory for their numbers",
-        "plan, core-hours",
-        "commit, core-hours",
-        f"both on {cores} cores",
-        f"USD at {usd_per_core_hour:g} a core-hour",
-    ]
+    heads = ["rows", "shuffled, compressed", "ranges", "prompts of a range"]
+    heads += ["memory for their numbers", "plan, core-hours", "commit, core-hours"]
+    heads += [f"both on {cores} cores", f"USD at {usd_per_core_hour:g} a core-hour"]
     lines = [heads, ["---"] * len(heads)]
     lines += [row(known, num_rows, cores, usd_per_core_hour) for num_rows in ROWS]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -86,7 +69,13 @@ def main() -> None:
     parser.add_argument("--usd-per-core-hour", type=float, default=0.05)
     args = parser.parse_args()
     plan, commit = (json.loads(path.read_text()) for path in (args.plan, args.commit))
-    print(table(Constants.of(plan, commit), args.cores, args.usd_per_core_hour))
+    known = Constants(
+        plan["marginal_us"],
+        commit["executor_us"],
+        plan["marginal_shuffled_bytes"],
+        plan["marginal_key_bytes"],
+    )
+    print(table(known, args.cores, args.usd_per_core_hour))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ _GUESS_BYTES: Final = 1 << 16  # read first; most footers are smaller
 def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMetaData, str]:
     """The footer of file `name`, and its SHA-256.
 
-    Raises:
-        TableError: the file vanished, or isn't a whole Parquet file.
+    Raises `TableError`: the file vanished, or isn't a whole Parquet file.
     """
     where = f"table {folder.uri}"
     broken = (

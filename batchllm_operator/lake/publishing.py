@@ -92,9 +92,8 @@ class Attempt(Protocol):
     def commit(self) -> RefusedCommit | None:
         """Replace the partition in the table as it was looked at; None if that has happened.
 
-        Raises:
-            ConflictError, TableError, StorageError: nothing was committed, and a repetition
-                wouldn't help.
+        Raises `ConflictError`, `TableError`, `StorageError`: nothing was committed, and a
+        repetition wouldn't help.
         """
 
 
@@ -107,14 +106,15 @@ def publish_once(
     """
     refusal: RefusedCommit | None = None
     published = attempt.look()
-    for pause_s in pauses_s():
+    for idx in range(_ATTEMPTS):
         if is_published(uri, published, publication, replaces):
             return
         refusal = attempt.commit()
         if refusal is None:
             return
         _log.warning("output %s: a commit was refused: %s", uri, refusal.text)
-        time.sleep(pause_s)
+        # Exponential, with jitter so that writers don't stay in step.
+        time.sleep(random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2**idx, _LONGEST_PAUSE_S))
         with looking_again(uri, publication.partition):
             published = attempt.look()
         if not refusal.may_repeat:
@@ -122,12 +122,6 @@ def publish_once(
     assert refusal is not None
     if not is_published(uri, published, publication, replaces):
         raise refusal.error(uri, publication.partition) from refusal.cause
-
-
-def pauses_s() -> Iterator[float]:
-    """Pauses after commits: exponential, with jitter so that writers don't stay in step."""
-    for idx in range(_ATTEMPTS):
-        yield random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2**idx, _LONGEST_PAUSE_S)
 
 
 @contextmanager
@@ -147,8 +141,7 @@ def is_published(
 ) -> bool:
     """Whether the partition holds `wanted` already; if not, it holds `replaces`.
 
-    Raises:
-        ConflictError: it holds neither.
+    Raises `ConflictError`: it holds neither.
     """
     if published == wanted:
         return True

@@ -51,8 +51,8 @@ class Scan:
     ) -> Scan:
         """A scan of a table with the columns `table`.
 
-        Raises:
-            TableError: a column is unknown, or its type doesn't allow a condition's comparison.
+        Raises `TableError`: a column is unknown, or its type doesn't allow a condition's
+        comparison.
         """
         for what, names in (("column", columns), ("filter column", [c.column for c in conditions])):
             for name in names:
@@ -82,8 +82,7 @@ def row_condition(
 ) -> pds.Expression | None:
     """All conditions as one expression on rows of `schema`; None without conditions.
 
-    Raises:
-        TableError: a column's type doesn't allow a condition's comparison.
+    Raises `TableError`: a column's type doesn't allow a condition's comparison.
     """
     nothing = schema.empty_table()
     for term in conditions:

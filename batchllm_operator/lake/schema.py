@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 from pyarrow import types
@@ -50,8 +50,7 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
 
     All columns may be null: a file may lack one.
 
-    Raises:
-        TableError: two files have incompatible types, or one has two columns of the same name.
+    Raises `TableError`: two files have incompatible types, or one has two columns of the same name.
     """
     for file, schema in schemas.items():
         for name in schema.names if len(set(schema.names)) < len(schema.names) else ():
@@ -87,9 +86,8 @@ def _disagreement(schemas: Mapping[str, pa.Schema]) -> str:
 def check_own(where: str, column: str, rows: pa.Schema) -> None:
     """Check the rows' columns without looking at the table; `column` is the partition column.
 
-    Raises:
-        TableError: the rows have the partition column, too, or two columns differ by case only,
-            which some formats can't hold.
+    Raises `TableError`: the rows have the partition column, too, or two columns differ by case
+    only, which some formats can't hold.
     """
     if column in rows.names:
         raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
@@ -103,45 +101,38 @@ def check_own(where: str, column: str, rows: pa.Schema) -> None:
             )
 
 
-def check_names(where: str, columns: Sequence[pa.Field], forbidden: str) -> None:
+def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: str = "") -> None:
     """Check names of new columns and of the fields inside them.
 
     Args:
         where: the table, in errors.
         forbidden: see `LakeTable.forbidden_in_names`.
+        place: begins full names of fields.
 
     Raises:
         TableError: a name is empty or has a forbidden character, or two fields of a struct differ
             by case only.
     """
-    for place, names in _names("", columns):
-        known: set[str] = set()
-        for name in names:
-            full_name = f"{place}{name}"
-            if not name:
-                raise TableError(f"{where}: there is a field without a name in {place[:-1]!r}")
-            if characters := sorted(set(name) & set(forbidden)):
-                raise TableError(
-                    f"{where}: the name {full_name!r} has {', '.join(map(repr, characters))}, which"
-                    " the table's format doesn't allow in names; rename it"
-                )
-            if name.casefold() in known:
-                raise TableError(
-                    f"{where}: two fields {full_name!r} differ by case only, which the table can't"
-                    " hold; rename one"
-                )
-            known.add(name.casefold())
-
-
-def _names(place: str, fields: Sequence[pa.Field]) -> Iterator[tuple[str, list[str]]]:
-    """The names of fields that stand beside each other, and the place before them."""
-    yield place, [field.name for field in fields]
-    for field in fields:
-        kind = field.type
+    known: set[str] = set()
+    for field in columns:
+        name, kind = f"{place}{field.name}", field.type
+        if not field.name:
+            raise TableError(f"{where}: there is a field without a name in {place[:-1]!r}")
+        if characters := sorted(set(field.name) & set(forbidden)):
+            raise TableError(
+                f"{where}: the name {name!r} has {', '.join(map(repr, characters))}, which"
+                " the table's format doesn't allow in names; rename it"
+            )
+        if field.name.casefold() in known:
+            raise TableError(
+                f"{where}: two fields {name!r} differ by case only, which the table can't hold;"
+                " rename one"
+            )
+        known.add(field.name.casefold())
         while types.is_list(kind):
             kind = kind.value_type
         if types.is_struct(kind):
-            yield from _names(f"{place}{field.name}.", list(kind))
+            check_names(where, list(kind), forbidden, f"{name}.")
 
 
 def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: bool) -> list[str]:
@@ -150,9 +141,8 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
     Columns that only the table has become null; those of type null always fit. `where` names the
     table in errors.
 
-    Raises:
-        TableError: a column has another type, has nested fields that may not be null, is new
-            without `add_columns`, or differs from one of the table's by case only.
+    Raises `TableError`: a column has another type, has nested fields that may not be null, is new
+    without `add_columns`, or differs from one of the table's by case only.
     """
     known = {name.casefold(): name for name in table.names}
     for field in rows:
@@ -191,10 +181,9 @@ def check_takes(
 ) -> pa.Schema:
     """The columns of `rows` that the table lacks; `table` is None before there is one.
 
-    Raises:
-        TableError: see `check_fit`; or a column of the table may not be null and isn't written,
-            other than the partition `column`; or a new column has no type, as no row has a value
-            in it.
+    Raises `TableError`: see `check_fit`; or a column of the table may not be null and isn't
+    written, other than the partition `column`; or a new column has no type, as no row has a value
+    in it.
     """
     new = rows
     if table is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,17 @@ class StagedFile:
     """As the format names its files."""
     size_bytes: int
     footer: pq.FileMetaData
+
+    def to_json(self) -> list[str | int]:
+        """For another process; see `of_json`."""
+        sink = pa.BufferOutputStream()
+        self.footer.write_metadata_file(sink)
+        return [self.name, self.size_bytes, b64encode(sink.getvalue()).decode()]
+
+    @classmethod
+    def of_json(cls, value: tuple[str, int, str]) -> StagedFile:
+        name, size_bytes, footer = value
+        return cls(name, size_bytes, pq.read_metadata(pa.BufferReader(b64decode(footer))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +119,7 @@ class Staging(ABC):
 
     @abstractmethod
     def _put(self, path: Path, name: str) -> None:
-        """Copy a local file to the table.
-
-        Raises:
-            StorageError: the storage fails.
-        """
+        """Copy a local file to the table; raises `StorageError`: the storage fails."""
 
     def _files(self, data: Sequence[Path], spool: Path) -> Iterable[Path]:
         """Files with the columns of `file_schema`: those of `data` if they have them already."""

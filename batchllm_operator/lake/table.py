@@ -119,9 +119,8 @@ class LakeTable(ABC):
     def snapshot(self, partition: str) -> Snapshot:
         """Pin the partition's current content; no files if the table lacks the partition.
 
-        Raises:
-            TableError: there is no table, it isn't partitioned by the column, or a file
-                can't be read.
+        Raises `TableError`: there is no table, it isn't partitioned by the column, or a file can't
+        be read.
         """
 
     def scan(
@@ -136,9 +135,8 @@ class LakeTable(ABC):
         Later commits lead to an error at most, never to other rows. With `part`, only its rows; of
         the snapshot's files, one is enough then, and `check_unchanged` is left to the caller.
 
-        Raises:
-            TableError: a column is unknown, its type doesn't allow a condition's comparison, or the
-                snapshot is gone.
+        Raises `TableError`: a column is unknown, its type doesn't allow a condition's comparison,
+        or the snapshot is gone.
         """
         scan = Scan.of(self.uri, snapshot.schema, columns, conditions)
         for file in snapshot.files if part is None else (part.file,):
@@ -161,23 +159,20 @@ class LakeTable(ABC):
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
         """The Parquet footer of one of the snapshot's files.
 
-        Raises:
-            TableError: the file is gone or damaged.
+        Raises `TableError`: the file is gone or damaged.
         """
 
     def check_unchanged(self, snapshot: Snapshot) -> None:  # noqa: B027 - versions don't change
         """Check that what was read since the snapshot was taken is the snapshot.
 
-        Raises:
-            StorageError: files were replaced meanwhile, in a format that allows it.
+        Raises `StorageError`: files were replaced meanwhile, in a format that allows it.
         """
 
     @abstractmethod
     def published(self, partition: str) -> Publication | None:
         """The partition's publication; None if it has no rows, or there is no table.
 
-        Raises:
-            TableError: the partition holds rows that no job of this package wrote.
+        Raises `TableError`: the partition holds rows that no job of this package wrote.
         """
 
     @abstractmethod
@@ -205,8 +200,7 @@ class LakeTable(ABC):
 
         None if a partition is one file. A table that doesn't exist may be created for it.
 
-        Raises:
-            TableError: as `check_outputs`.
+        Raises `TableError`: as `check_outputs`.
         """
         return None
 

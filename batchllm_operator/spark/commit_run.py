@@ -9,7 +9,6 @@ driver  one atomic commit that refers to them                (`commit.commit_run
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise, repeat
 from operator import attrgetter, itemgetter
@@ -146,8 +145,7 @@ def _joined(
 ) -> list[tuple[int, list[StagedFile]]]:
     """Write the data files of each range; returns its number and their entries.
 
-    Raises:
-        PlanError: outputs and rows aren't one to one.
+    Raises `PlanError`: outputs and rows aren't one to one.
     """
     from pyspark.sql.functions import col
 
@@ -178,11 +176,15 @@ def _joined(
         with scratch_folder() as scratch:
             write_files(gather(tables, most), scratch / "data", joining.schema, most)
             files = staging.put(scratch / "data", number)
-        yield reported([pickle.dumps((number, files))])
+        described = [file.to_json() for file in files]
+        yield reported([json.dumps([number, described]).encode()])
 
     frame = mapped(tasks(spark, payloads), outputs, sent)
     dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
-    return list(map(pickle.loads, reports_of(dealt, write)))
+    return [
+        (number, list(map(StagedFile.of_json, files)))
+        for number, files in map(json.loads, reports_of(dealt, write))
+    ]
 
 
 def _buckets(

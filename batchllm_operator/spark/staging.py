@@ -67,8 +67,7 @@ class Staging:
     def publish(self, path: Path, stem: str, num_rows: int) -> StagedFile:
         """Copy a task's local file into the folder.
 
-        Raises:
-            StorageError: it can't be written, or the driver has closed the folder.
+        Raises `StorageError`: it can't be written, or the driver has closed the folder.
         """
         described = describe_file(path)
         name = f"{stem}-{described.sha256}.parquet"
@@ -81,8 +80,7 @@ class Staging:
     def open(self, spark: SparkSession) -> None:
         """Open the folder for tasks, and check that the driver sees what they write.
 
-        Raises:
-            StorageError: it doesn't, or they can't write.
+        Raises `StorageError`: it doesn't, or they can't write.
         """
         uri = self.uri
 
@@ -108,8 +106,7 @@ class Staging:
     ) -> None:
         """Give files, by pairs of name and new name, their names in the plan's folder.
 
-        Raises:
-            StorageError: one can't be copied.
+        Raises `StorageError`: one can't be copied.
         """
         source_uri, target_uri = self.uri, target.uri
 

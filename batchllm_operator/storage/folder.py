@@ -48,9 +48,8 @@ class Folder:
         Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client, unless
         `options` of the file system say otherwise.
 
-        Raises:
-            SpecError: the URI's scheme isn't one of ours, or its file system isn't installed, or it
-                can't be a path, or it holds credentials.
+        Raises `SpecError`: the URI's scheme isn't one of ours, or its file system isn't installed,
+        or it can't be a path, or it holds credentials.
         """
         if holds_credentials(uri):  # without the URI, which goes into plans and reports, too
             raise SpecError(
@@ -117,8 +116,7 @@ class Folder:
 
         Objects that stand for a folder on S3 (a name ending in `/`) aren't files.
 
-        Raises:
-            StorageError: a folder can't be listed: nothing is left out silently.
+        Raises `StorageError`: a folder can't be listed: nothing is left out silently.
         """
         with self._errors():
             try:
@@ -138,8 +136,7 @@ class Folder:
         Without `read_ahead` each read on S3 is one request for just those bytes, for readers that
         seek in large steps.
 
-        Raises:
-            FileNotFoundError: there is no such file.
+        Raises `FileNotFoundError`: there is no such file.
         """
         options = {} if read_ahead or self.is_local else {"cache_type": "none"}
         with self._errors(name):
@@ -150,8 +147,7 @@ class Folder:
     def read_bytes(self, name: str, start: int | None = None) -> bytes:
         """The content of `name`, from byte `start` on.
 
-        Raises:
-            FileNotFoundError: there is no such file.
+        Raises `FileNotFoundError`: there is no such file.
         """
         with self._errors(name):
             return bytes(self.fs.cat_file(self.full_path(name), start=start))
@@ -159,8 +155,7 @@ class Folder:
     def sha256(self, name: str) -> str:
         """SHA-256 (hex) of `name`, read in chunks.
 
-        Raises:
-            FileNotFoundError: there is no such file.
+        Raises `FileNotFoundError`: there is no such file.
         """
         digest = hashlib.sha256()
         options = {} if self.is_local else {"block_size": _READ_AHEAD_BYTES}
@@ -184,9 +179,8 @@ class Folder:
         After an error the file is read back, because the answer to a successful write may be lost.
         Competing callers therefore put a random token into `data`.
 
-        Raises:
-            StorageError: nothing was written, as far as can be known; or see
-                `check_conditional_writes`.
+        Raises `StorageError`: nothing was written, as far as can be known; or see
+        `check_conditional_writes`.
         """
         from botocore.exceptions import BotoCoreError
 
@@ -208,8 +202,7 @@ class Folder:
     def check_conditional_writes(self, *conditions: Condition) -> None:
         """Refuse a store of S3 that ignores conditional writes; see `s3.check_honours`.
 
-        Raises:
-            StorageError: it ignores or lacks a condition.
+        Raises `StorageError`: it ignores or lacks a condition.
         """
         if not self.is_local:
             check_honours(self.fs, self.path, *conditions)
@@ -228,8 +221,7 @@ class Folder:
 
         On local disk both names share their bytes where links are possible; S3 copies by itself.
 
-        Raises:
-            FileNotFoundError: there is no such file.
+        Raises `FileNotFoundError`: there is no such file.
         """
         with self._errors(name):
             if not self.is_local:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.storage.folder import Folder
-
-_NUM_THREADS: Final = 8
-"""Each thread holds at most the read-ahead of one file: 16 MiB."""
-_MOST_AT_ONCE: Final = 16
-"""Files per task: a task costs as much as reading a small file from local disk."""
+from batchllm_operator.streams import ahead
 
 T = TypeVar("T")
 
@@ -33,8 +29,7 @@ class StoredFile:
 def list_files(folder: Folder) -> dict[str, StoredFile]:
     """All files below a folder, by name relative to it, sorted.
 
-    Raises:
-        SpecError: the storage doesn't say when a file was written.
+    Raises `SpecError`: the storage doesn't say when a file was written.
     """
     found = {}
     for name, details in folder.find().items():
@@ -79,16 +74,10 @@ def remove_files(folder: Folder, names: Iterable[str]) -> None:
 
 def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
     """The result for each name whose file exists. The first error ends the others."""
-    names = list(names)
-    num_at_once = max(1, min(_MOST_AT_ONCE, len(names) // (4 * _NUM_THREADS)))
-    chunks = [names[at : at + num_at_once] for at in range(0, len(names), num_at_once)]
 
-    def done(chunk: Sequence[str]) -> dict[str, T]:
-        found = {}
-        for name in chunk:
-            with suppress(FileNotFoundError):
-                found[name] = work(name)
-        return found
+    def done(name: str) -> list[tuple[str, T]]:
+        with suppress(FileNotFoundError):
+            return [(name, work(name))]
+        return []
 
-    with ThreadPoolExecutor(_NUM_THREADS, "batchllm-files") as pool:
-        return {name: result for found in pool.map(done, chunks) for name, result in found.items()}
+    return dict(chain.from_iterable(ahead(names, done)))

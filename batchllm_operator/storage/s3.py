@@ -42,8 +42,7 @@ def s3_options(uri: str) -> dict[str, Any]:
     Settings of the environment (`AWS_RETRY_MODE`, `AWS_MAX_ATTEMPTS`), the AWS profile and
     fsspec's configuration are left as they are.
 
-    Raises:
-        SpecError: the endpoint in the environment isn't valid.
+    Raises `SpecError`: the endpoint in the environment isn't valid.
     """
     scheme = uri.partition("://")[0]
     if scheme not in ("s3", "s3a"):
@@ -98,8 +97,7 @@ def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:
     one claim, and two commits overwrite each other. A bucket is tried once in a process. If the
     folder can't be written, nothing is known: plans may be made with fewer rights than commits.
 
-    Raises:
-        StorageError: the store ignores or lacks a condition.
+    Raises `StorageError`: the store ignores or lacks a condition.
     """
     from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
@@ -164,8 +162,7 @@ def _answer(error: BaseException) -> dict[str, Any]:
 def put_if(fs: Any, path: str, source: Path, etag: str | None) -> None:
     """Copy the local file `source` to `path` if that has the ETag; if there is no file, for None.
 
-    Raises:
-        OSError, BotoCoreError: it failed; see `is_unmet`.
+    Raises `OSError`, `BotoCoreError`: it failed; see `is_unmet`.
     """
     condition = {"IfMatch": etag} if etag is not None else {"IfNoneMatch": "*"}
     bucket, key, _ = fs.split_path(path)

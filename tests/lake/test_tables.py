@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -13,7 +14,18 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.lake_tables import DS, HIVE_NULL, LAKES, Lake, of_plan, open_lake, publish, wrapped
+from support.lake_tables import (
+    DS,
+    HIVE_NULL,
+    LAKES,
+    Lake,
+    failing,
+    losing,
+    of_plan,
+    open_lake,
+    publish,
+    wrapped,
+)
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, in_order, open_table
@@ -62,6 +74,28 @@ def test_a_table_that_is_not_there(table: LakeTable) -> None:
         table.snapshot(DS)
     table.check_outputs(DS, numbers().schema)
     assert table.partitions() == []
+
+
+def test_a_snapshot_pins_the_partitions_files(lake: Lake, table: LakeTable) -> None:
+    for partition, values in ((DS, (1, 2)), (DS, (3,)), ("2026-02-01", (4,))):
+        lake.append(partition, numbers(*values))
+    snapshot = table.snapshot(DS)
+    assert (snapshot.partition, snapshot.num_rows, len(snapshot.files)) == (DS, 3, 2)
+    assert snapshot.schema == pa.schema([("n", pa.int64()), ("ds", pa.string())])
+    found = {name: details["size"] for name, details in lake.folder.find().items()}
+    for file in snapshot.files:
+        (name,) = (name for name in found if name.endswith(file.name))
+        assert file.size_bytes == found[name]
+
+
+def test_a_table_that_is_not_partitioned_by_the_column(lake: Lake, tmp_path: Path) -> None:
+    lake.append(DS, numbers(1))
+    other = open_table(lake.address, "n")
+    with pytest.raises(TableError, match="isn't partitioned by 'n'"):
+        other.snapshot("1")
+    if lake.has_versions:
+        with pytest.raises(TableError, match="partitioned by"):
+            publish(other, pa.table({"x": [1]}), tmp_path, replaces=None)
 
 
 def test_columns_come_as_they_were_asked_for(lake: Lake, table: LakeTable) -> None:
@@ -170,25 +204,35 @@ def test_a_condition_that_a_type_does_not_allow_says_what_to_do(
         assert "kernel" not in message and "Array type" not in message
 
 
-def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: LakeTable) -> None:
+RULED_OUT: list[tuple[str, Any, Any]] = [
+    *(("n", "==", 1), ("n", "in", (1, 2)), ("n", "<", 3), ("n", "<=", 2)),
+    *(("s", "==", "b"), ("s", "<=", "b" * 20), ("ok", "==", False)),
+    *(("x", "<", 2.5), ("x", "<=", 2), ("x", "in", (1, 0.5))),
+]
+"""Conditions that rows of a second file can't meet."""
+
+
+def test_a_file_that_its_statistics_rule_out_is_not_read(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    """By statistics of another writer, and by ours."""
     if not lake.has_versions:
         pytest.skip("plain Parquet has statistics in the files' own footers")
-    lake.append(DS, pa.table({"n": [1], "word": ["a"]}))
-    ruled_out = lake.data_files()
-    lake.append(DS, pa.table({"n": [10], "word": ["z"]}))
-    conditions = [
-        FilterTerm(column="n", op=">", value=5),
-        FilterTerm(column="n", op="in", value=(10, 11)),
-        FilterTerm(column="word", value="z"),
-    ]
-    snapshot = table.snapshot(DS)
-    for path in ruled_out:
+    first = {"n": [1, 2], "s": ["a", "b"], "x": [0.5, 2.0], "ok": [False, False]}
+    second = {"n": [3, 4], "s": ["c" * 99, "d"], "x": [3.5, 4.0], "ok": [True, True]}
+    lake.append(DS, pa.table({**first, "run_id": ["theirs"] * 2}))
+    kept = set(lake.data_files())
+    lake.append(DS, pa.table({**second, "run_id": ["theirs"] * 2}))
+    publish(table, pa.table(second), tmp_path, of_plan(partition="ours"))
+    for path in set(lake.data_files()) - kept:
         lake.remove(path)
-    for condition in conditions:
-        [batch] = table.scan(snapshot, ["n"], [condition])
-        assert batch.to_pylist() == [{"n": 10}]
-    with pytest.raises(TableError, match=DS):
-        list(table.scan(snapshot, ["n"]))
+    for column, op, value in RULED_OUT:
+        condition = FilterTerm(column=column, op=op, value=value)
+        assert rows(table, ["n"], [condition]), condition
+        assert rows(table, ["n"], [condition], "ours") == [], condition
+    for partition in (DS, "ours"):
+        with pytest.raises(TableError, match="vanished"):
+            rows(table, ["n"], partition=partition)
 
 
 def test_a_row_group_that_its_statistics_rule_out_is_not_decoded(
@@ -318,6 +362,37 @@ def test_the_name_that_folders_have_for_null(lake: Lake, table: LakeTable, tmp_p
         with pytest.raises(TableError, match="means null"):
             publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
         assert lake.data_files() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "name", "others"),
+    [
+        (datetime.date(2026, 1, 31), pa.date32(), DS, ("20260131", "2026-02-30")),
+        (7, pa.int32(), "7", ("07", "+7", str(2**31))),
+        (-8, pa.int64(), "-8", ("-0", "- 8", str(2**63))),
+    ],
+)
+def test_partition_columns_of_other_types(
+    lake: Lake,
+    table: LakeTable,
+    tmp_path: Path,
+    value: Any,
+    kind: pa.DataType,
+    name: str,
+    others: Sequence[str],
+) -> None:
+    """A value has one name, as it is written. Read and replaced where others made the table."""
+    if not lake.has_versions:
+        pytest.skip("folders of plain Parquet hold text")
+    lake.append(pa.scalar(value, kind), pa.table({"n": [1], "run_id": [of_plan("a", name).run_id]}))
+    lake.append(pa.scalar(None, kind), pa.table({"n": [2], "run_id": ["theirs"]}))
+    assert table.partitions() == [name]
+    assert rows(table, ["n", "ds"], partition=name) == [{"n": 1, "ds": value}]
+    for other in ("tomorrow", *others):
+        with pytest.raises(TableError, match=f"{re.escape(repr(other))}.* isn't"):
+            publish(table, numbers(5), tmp_path, of_plan(partition=other), replaces=None)
+    publish(table, numbers(5), tmp_path, of_plan("b", name))
+    assert rows(table, ["n", "ds"], partition=name) == [{"n": 5, "ds": value}]
 
 
 @pytest.mark.parametrize("column", ["a b", "a/b", "../x", "ä", "a=b", "a%20b", "_ds", "DS"])
@@ -508,18 +583,15 @@ def test_another_partition_is_published_meanwhile(
     ):
         publish(table, numbers(1), tmp_path)
     assert (values(table), values(table, "other")) == ([1], [9])
+    if lake.has_versions:
+        assert len(lake.data_files()) == 3  # put there once for both tries
 
 
 def test_a_lost_answer_of_a_commit_that_has_happened(
     lake: Lake, table: LakeTable, tmp_path: Path
 ) -> None:
     publish(table, numbers(0), tmp_path, of_plan("p0"))
-
-    def lose_answer(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        real(*args, **kwargs)
-        raise lake.lost
-
-    with wrapped(lake.commit, lose_answer):
+    with wrapped(lake.commit, losing(lake.lost)):
         publish(table, numbers(1, 2), tmp_path)
     assert (values(table), table.published(DS)) == ([1, 2], of_plan())
 
@@ -554,12 +626,8 @@ def test_a_failed_commit_leaves_the_table_as_it_was(
 ) -> None:
     publish(table, numbers(0), tmp_path, of_plan("p0"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-
-    def fail(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        raise lake.lost
-
     with (
-        wrapped(lake.commit, fail),
+        wrapped(lake.commit, failing(lake.lost)),
         pytest.raises((StorageError, CommitUnknownError), match=DS),
     ):
         publish(table, numbers(1), tmp_path)
@@ -568,17 +636,29 @@ def test_a_failed_commit_leaves_the_table_as_it_was(
     assert values(table) == [1]
 
 
-@pytest.mark.parametrize("name", ["n", "run_id"])
+FOREIGN: dict[str, pa.Array | None] = {
+    "there is no column": None,
+    "several values": pa.array([of_plan("a").run_id, of_plan("b").run_id]),
+    "several values of": pa.array([of_plan("a").run_id, None]),
+    "is None": pa.array([None, None], pa.string()),
+    "is 'nightly'": pa.array(["nightly"] * 2),
+    "is 'job/2026-01-30/a'": pa.array([of_plan("a", "2026-01-30").run_id] * 2),
+    "is 1": pa.array([1, 1]),
+}
+
+
+@pytest.mark.parametrize("message", FOREIGN)
 def test_foreign_rows_are_neither_replaced_nor_taken_for_ours(
-    lake: Lake, table: LakeTable, tmp_path: Path, name: str
+    lake: Lake, table: LakeTable, tmp_path: Path, message: str
 ) -> None:
-    foreign = pa.table({"n": [5], "run_id": ["some other program's"]}).select(["n", name][:2])
-    lake.append(DS, foreign if name != "n" else numbers(5))
-    with pytest.raises(TableError, match="no job of this"):
+    run_ids = FOREIGN[message]
+    lake.append(DS, pa.table({"n": [5, 6]} | ({} if run_ids is None else {"run_id": run_ids})))
+    why = f".*{message}" if lake.has_versions else ""
+    with pytest.raises(TableError, match=f"no job of this{why}"):
         table.published(DS)
     with pytest.raises(TableError, match="no job of this"):
         publish(table, numbers(1), tmp_path, replaces=None)
-    assert values(table) == [5]
+    assert values(table) == [5, 6]
 
 
 def test_rows_that_another_program_adds_to_ours(
@@ -619,6 +699,26 @@ def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable, tmp_pa
     assert values(table, "2026-01-01") == [1]
     if lake.has_versions:
         assert rows(table, ["word"], partition="2026-01-01") == [{"word": None}]
+
+
+def test_a_column_of_nulls_takes_the_tables_type(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    if not lake.has_versions:
+        pytest.skip("a file of plain Parquet may hold a column without a type")
+    without_type = pa.table({"n": [1], "x": pa.nulls(1)})
+    with pytest.raises(TableError, match="no row has a value in a new column, 'x'"):
+        publish(table, without_type, tmp_path)
+    publish(table, pa.table({"n": [1], "x": ["a"]}), tmp_path, of_plan(partition="2026-01-01"))
+    publish(table, without_type, tmp_path)
+    assert rows(table, ["x"]) == [{"x": None}]
+
+
+def test_rows_that_hold_the_partition_column(table: LakeTable) -> None:
+    if isinstance(table, ParquetTable):
+        pytest.skip("the folder's value wins")
+    with pytest.raises(TableError, match="partition column 'ds' themselves"):
+        table.check_outputs(DS, pa.schema([("n", pa.int64()), ("ds", pa.string())]))
 
 
 def test_columns_of_one_job_that_differ_by_case_only(table: LakeTable) -> None:

@@ -98,6 +98,17 @@ def test_a_plan_is_as_good_as_a_local_one(lake: Path, small_ranges: None) -> Non
     assert sum(degrees.counts) == sum(local.manifest.sharing.share_degrees.counts)
 
 
+def test_its_counts_are_a_local_plans(lake: Path, small_ranges: None) -> None:
+    """Of rows that are cut, and of a partition that isn't there."""
+    cut = {"prompt": {"truncate": {"document": "middle"}}, "engine": {"max_model_len": 140}}
+    for spec, ds in ((job(lake, **cut), DS), (job(lake, on_empty="commit"), "2026-02-01")):
+        local, counts = (make(spec, ds).manifest.counts for make in (plan_job, plan_on_spark))
+        for name in ("num_rows", "num_truncated_rows", "num_rejected_rows", "num_requests"):
+            assert getattr(counts, name) == getattr(local, name), name
+        assert counts.num_logical_tokens == local.num_logical_tokens
+        assert counts.num_truncated_rows == counts.num_rows
+
+
 def test_its_job_publishes_what_a_local_plan_does(lake: Path, small_ranges: None) -> None:
     """Rows that can't be prompted and duplicates included, with a filter."""
     rows = document_rows(12, 10)
@@ -122,17 +133,6 @@ def test_its_job_publishes_what_a_local_plan_does(lake: Path, small_ranges: None
     assert published[0] == published[1]
     faults = {row["row_key"]: row["status"] for row in published[1] if row["error"]}
     assert faults == {rows[7]["row_key"]: "rejected", rows[90]["row_key"]: "rejected"}
-
-
-def test_it_cuts_the_same_rows(lake: Path, small_ranges: None) -> None:
-    changes: dict[str, Any] = {
-        "prompt": {"truncate": {"document": "middle"}},
-        "engine": {"max_model_len": 140},
-    }
-    local, plan = plan_job(job(lake, **changes), DS), plan_on_spark(job(lake, **changes), DS)
-    for name in ("num_truncated_rows", "num_rejected_rows", "num_logical_tokens", "num_requests"):
-        assert getattr(plan.manifest.counts, name) == getattr(local.manifest.counts, name), name
-    assert plan.manifest.counts.num_truncated_rows == NUM_ROWS
 
 
 def test_planning_again_gives_the_same_bytes(lake: Path, small_ranges: None) -> None:
@@ -250,20 +250,14 @@ def test_a_partition_without_rows(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "data.parquet").num_rows == 0
 
 
-def test_a_partition_that_isnt_there(tmp_path: Path) -> None:
-    write_rows(tmp_path, document_rows(2, 2))
-    spec = job(tmp_path, on_empty="commit")
-    plans = [make(spec, "2026-02-01").manifest for make in (plan_job, plan_on_spark)]
-    assert [plan.counts for plan in plans[1:]] == [plans[0].counts]
-    assert [plan.counts.num_rows for plan in plans] == [0, 0]
-
-
 def test_a_partition_that_spark_wont_commit(
     lake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stage, "MOST_ROWS_OF_ONE_FILE", NUM_ROWS - 1)
     plan_on_spark(job(lake), DS)
     assert "Spark won't commit one of 120 rows; give the job an Iceberg" in caplog.text
+    with pytest.raises(SpecError, match="reuse_outputs"):
+        plan_on_spark(job(lake, reuse_outputs=True), DS)
 
 
 def test_a_table_that_changes_meanwhile_isnt_planned(
@@ -280,11 +274,6 @@ def test_a_table_that_changes_meanwhile_isnt_planned(
     with pytest.raises(StorageError, match="changed while it was read"):
         plan_on_spark(job(lake), DS)
     assert not list((lake / "out").rglob("*.parquet"))
-
-
-def test_settings_that_arent_for_spark(lake: Path) -> None:
-    with pytest.raises(SpecError, match="reuse_outputs"):
-        plan_on_spark(job(lake, reuse_outputs=True), DS)
 
 
 def test_tasks_see_the_drivers_variables_for_the_lake(

@@ -48,8 +48,10 @@ class Lake(Protocol):
     unreadable: Exception
     """What `read` raises then."""
 
-    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
-        """Another program adds a file of rows to a partition; None is null."""
+    def append(self, partition: Any, rows: pa.Table, **options: Any) -> None:
+        """Another program adds a file of rows to a partition: a text, or a scalar of another type
+        where the table is made by it; None is null.
+        """
 
     def create(self, columns: pa.Schema) -> None:
         """Another program creates the table, with these columns besides `ds`."""
@@ -82,7 +84,7 @@ class ParquetLake:
         self.read = (Folder, "find")
         self._num_files = 0
 
-    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: Any, rows: pa.Table, **options: Any) -> None:
         from urllib.parse import quote
 
         sink = io.BytesIO()
@@ -147,22 +149,22 @@ class IcebergLake:
         """The table, as pyiceberg has it."""
         return self.catalog.load_table(self.name)
 
-    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: Any, rows: pa.Table, **options: Any) -> None:
         from batchllm_operator.lake.iceberg.schema import storable_schema
 
         rows = rows.cast(storable_schema("test", rows.schema))
+        ds = _column(partition, rows.num_rows)
         if not self.catalog.table_exists(self.name):
-            self.create(rows.schema)
-        ds = pa.array([partition] * rows.num_rows, pa.string())
+            self.create(rows.schema, ds.type)
         self.load().append(rows.append_column("ds", ds))
 
-    def create(self, columns: pa.Schema) -> None:
+    def create(self, columns: pa.Schema, kind: pa.DataType | None = None) -> None:
         from pyiceberg.partitioning import PartitionField, PartitionSpec
         from pyiceberg.transforms import IdentityTransform
 
         from batchllm_operator.lake.iceberg.schema import iceberg_schema
 
-        schema = iceberg_schema(columns.append(pa.field("ds", pa.string())))
+        schema = iceberg_schema(columns.append(pa.field("ds", kind or pa.string())))
         field = PartitionField(schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds")
         self.catalog.create_table(self.name, schema, partition_spec=PartitionSpec(field))
 
@@ -198,10 +200,10 @@ class DeltaLake:
         is_s3 = uri.startswith("s3://")
         self._options = {"conditional_put": "etag", "allow_http": "true"} if is_s3 else {}
 
-    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: Any, rows: pa.Table, **options: Any) -> None:
         from deltalake import write_deltalake
 
-        rows = rows.append_column("ds", pa.array([partition] * rows.num_rows, pa.string()))
+        rows = rows.append_column("ds", _column(partition, rows.num_rows))
         write_deltalake(
             self.folder.uri,
             rows,
@@ -232,6 +234,11 @@ class DeltaLake:
             self.folder.remove(f"_delta_log/{version:020}.json")
 
 
+def _column(partition: Any, num_rows: int) -> pa.Array:
+    is_typed = isinstance(partition, pa.Scalar)
+    return pa.repeat(partition if is_typed else pa.scalar(partition, pa.string()), num_rows)
+
+
 LAKES: dict[str, Callable[..., Lake]] = {
     "parquet": ParquetLake,
     "iceberg": IcebergLake,
@@ -248,6 +255,13 @@ def of_plan(plan_id: str = "p1", partition: str = DS, job: str = "job") -> Publi
     return Publication(job, partition, plan_id)
 
 
+def published_file(path: Path, rows: pa.Table, whose: Publication) -> Path:
+    """A local file of rows as commit writes it."""
+    rows = rows.append_column("run_id", pa.array([whose.run_id] * rows.num_rows, pa.string()))
+    pq.write_table(rows.cast(published_schema(rows.schema, whose)), path)
+    return path
+
+
 def publish(
     table: LakeTable,
     rows: pa.Table,
@@ -257,12 +271,29 @@ def publish(
 ) -> None:
     """Publish rows as commit does, over what the partition holds unless `replaces` says else."""
     whose = whose or of_plan()
-    rows = rows.append_column("run_id", pa.array([whose.run_id] * rows.num_rows, pa.string()))
-    path = spool / f"{uuid.uuid4().hex}.parquet"
-    pq.write_table(rows.cast(published_schema(rows.schema, whose)), path)
+    path = published_file(spool / f"{uuid.uuid4().hex}.parquet", rows, whose)
     if "replaces" not in options:
         options["replaces"] = table.published(whose.partition)
     table.publish(whose, path, **options)
+
+
+def failing(error: Exception) -> Any:
+    """Around a function: it isn't called, and this is raised."""
+
+    def around(real: Any, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return around
+
+
+def losing(error: Exception) -> Any:
+    """Around a function: it is called, and instead of its answer this is raised."""
+
+    def around(real: Any, *args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        raise error
+
+    return around
 
 
 @contextmanager

@@ -63,8 +63,7 @@ class DeltaLog:
     def latest(self) -> TableVersion | None:
         """The table as it is now; None if there is none.
 
-        Raises:
-            TableError: the log is damaged, or needs a feature that can't be read.
+        Raises `TableError`: the log is damaged, or needs a feature that can't be read.
         """
         from deltalake.exceptions import TableNotFoundError
 

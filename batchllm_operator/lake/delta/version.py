@@ -79,8 +79,7 @@ class TableVersion:
     def files_of(self, column: str, partition: str) -> list[DataFile]:
         """A partition's files, by name.
 
-        Raises:
-            TableError: the table isn't partitioned by the column, or a file lies elsewhere.
+        Raises `TableError`: the table isn't partitioned by the column, or a file lies elsewhere.
         """
         self.check_partitioned_by(column)
         value = self.partition_value(column, partition)
@@ -106,8 +105,7 @@ class TableVersion:
     def partition_value(self, column: str, partition: str) -> str | int | date | None:
         """The partition column's value whose text is `partition`; None if there is none.
 
-        Raises:
-            TableError: the column doesn't hold strings, integers or dates.
+        Raises `TableError`: the column doesn't hold strings, integers or dates.
         """
         kind = self.schema.field(column).type
         if pa.types.is_string(kind):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -45,6 +45,7 @@ _FAULTS_OF_THE_TABLE = (
     ValidationException,
     IcebergValidationError,
 )
+_MISSING = (NoSuchIcebergTableError, NoSuchTableError)
 
 
 class CatalogTable:
@@ -65,11 +66,10 @@ class CatalogTable:
     def load(self) -> Table | None:
         """The table as it is now; None if there is none.
 
-        Raises:
-            TableError: the catalog has another kind of table there.
+        Raises `TableError`: the catalog has another kind of table there.
         """
         try:
-            with self._catalog_errors():
+            with iceberg_errors(self.uri, faults=(), passing=_MISSING):
                 return self._catalog.load_table(self._identifier)
         except NoSuchIcebergTableError as error:
             text, cause = without_secrets(error, self.uri)
@@ -83,17 +83,16 @@ class CatalogTable:
         A connection whose commit was refused (SQLite: database is locked) may keep the transaction
         open, and answer as if it were committed.
 
-        Raises:
-            TableError, StorageError: see `load`.
+        Raises `TableError`, `StorageError`: see `load`.
         """
-        with self._catalog_errors():
+        with iceberg_errors(self.uri, faults=()):
             self._catalog.close()
         self._catalog = self._open()
         return self.load()
 
     def check_create(self, rows: pa.Schema, partition_column: str) -> None:
         """Raise `TableError` if `create` would."""
-        with iceberg_errors(self.uri), self._namespace():
+        with self._creating():
             self._catalog.load_namespace_properties(self._identifier[:-1])
             schema, spec = self._described(rows, partition_column)
             new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location="")
@@ -101,10 +100,9 @@ class CatalogTable:
     def create(self, rows: pa.Schema, partition_column: str) -> Table:
         """Create the table for such rows, with a further partition column of strings.
 
-        Raises:
-            TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
+        Raises `TableError`: there is no such namespace, or a column's type isn't one of Iceberg's.
         """
-        with iceberg_errors(self.uri), self._namespace():
+        with self._creating():
             schema, spec = self._described(rows, partition_column)
             try:
                 return self._catalog.create_table(self._identifier, schema, partition_spec=spec)
@@ -126,7 +124,7 @@ class CatalogTable:
     def _open(self) -> Catalog:
         """Raises: see `__init__`."""
         try:
-            with self._catalog_errors(ValueError, NotInstalledError):
+            with iceberg_errors(self.uri, faults=(), passing=(ValueError, NotInstalledError)):
                 return load_catalog(self._name)
         except (ValueError, NotInstalledError) as error:
             text, cause = without_secrets(error, self.uri)
@@ -137,15 +135,11 @@ class CatalogTable:
                 f" variables such as {prefix}TYPE=rest and {prefix}URI=https://..."
             ) from cause
 
-    def _catalog_errors(self, *passing: type[Exception]) -> AbstractContextManager[None]:
-        """Turn errors into `StorageError`, except `passing` and those of a missing table."""
-        missing = (NoSuchIcebergTableError, NoSuchTableError)
-        return iceberg_errors(self.uri, faults=(), passing=(*missing, *passing))
-
     @contextmanager
-    def _namespace(self) -> Iterator[None]:
+    def _creating(self) -> Iterator[None]:
         try:
-            yield
+            with iceberg_errors(self.uri, passing=(NoSuchNamespaceError,)):
+                yield
         except NoSuchNamespaceError as error:
             namespace = ".".join(self._identifier[:-1])
             raise TableError(

@@ -33,9 +33,8 @@ class PartitionView:
 
     `schema` is the table's when the snapshot was pinned; `value` is the partition column's.
 
-    Raises:
-        TableError: the table isn't partitioned by the column, or the partition's name can't be a
-            value of it.
+    Raises `TableError`: the table isn't partitioned by the column, or the partition's name can't be
+    a value of it.
     """
 
     def __init__(
@@ -146,8 +145,7 @@ class PartitionView:
 def partition_names(table: Table, uri: str, column: str) -> list[str]:
     """Names of the partitions in the table's newest state, ascending.
 
-    Raises:
-        TableError: the table isn't partitioned by the column's values.
+    Raises `TableError`: the table isn't partitioned by the column's values.
     """
     field = _partition_field(table, uri, column, table.schema())
     names: set[str] = set()

@@ -65,8 +65,7 @@ class Replacement(Change[Table]):
     ) -> None:
         """`rows` are the columns `given` as Iceberg stores them, from `storable_schema`.
 
-        Raises:
-            TableError: such rows can't replace the partition.
+        Raises `TableError`: such rows can't replace the partition.
         """
         self._catalog, self._view, self._given = catalog, view, given
         self._most_file_bytes = most_file_bytes

@@ -43,8 +43,7 @@ def arrow_schema(schema: Schema) -> pa.Schema:
 def storable_schema(where: str, rows: pa.Schema) -> pa.Schema:
     """The columns of `rows` in Iceberg's types: wider integers, microseconds, UTC.
 
-    Raises:
-        TableError: Iceberg has no type for a column.
+    Raises `TableError`: Iceberg has no type for a column.
     """
     fields = []
     for field in rows:
@@ -63,8 +62,7 @@ def iceberg_schema(rows: pa.Schema) -> Schema:
 def partition_value(where: str, kind: Any, partition: str) -> str | int | datetime.date:
     """The column's value for a partition's name; each value has one name.
 
-    Raises:
-        TableError: the name isn't a value of type `kind`, or that type can't name partitions.
+    Raises `TableError`: the name isn't a value of type `kind`, or that type can't name partitions.
     """
     match kind:
         case StringType():

@@ -46,23 +46,6 @@ def is_visible(name: str) -> bool:
     return not hidden and not any(segment.startswith(".") for segment in (*folders, base))
 
 
-def visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The files that readers see, whatever their names end with: their footers tell what they hold.
-
-    Empty files stand for folders or mark a finished write, unless their names end with `.parquet`.
-    """
-    return {
-        name: details
-        for name, details in files.items()
-        if is_visible(name) and (details["size"] or has_suffix(name))
-    }
-
-
-def has_suffix(name: str) -> bool:
-    """Whether the file's name says that it is Parquet."""
-    return name.casefold().endswith(".parquet")
-
-
 @dataclass(frozen=True, slots=True)
 class Partitions:
     """The partitions of a table by one column, at any level of its folders."""
@@ -93,18 +76,17 @@ class Partitions:
     def files_near(self, partition: str) -> dict[str, dict[str, Any]]:
         """Files that readers see, by name: the partition's, or all if it has none.
 
-        Raises:
-            TableError: a file of the partition can't be read, and isn't skipped.
+        Raises `TableError`: a file of the partition can't be read, and isn't skipped.
         """
         files = {
             f"{name}/{below}": details
             for name in self.folders(partition)
             for below, details in self.folder.child(name).find().items()
         }
-        if not visible(files):
+        if not _data_files(files):
             files = self.folder.find()
         self._check(files, partition)
-        return visible(files)
+        return _data_files(files)
 
     def chosen(
         self, files: Mapping[str, dict[str, Any]], partition: str
@@ -117,8 +99,7 @@ class Partitions:
 
         Of a table that has partitions, only folders of other columns are looked at.
 
-        Raises:
-            TableError: there is Parquet that isn't in a partition.
+        Raises `TableError`: there is Parquet that isn't in a partition.
         """
         columns = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
         folders = [f"{name}/" for name, values in columns.items() if self.column not in values]
@@ -137,7 +118,7 @@ class Partitions:
         folder = self.folder.child(name.rstrip("/")) if name else self.folder
         for below, details in folder.find().items():
             if is_visible(f"{name}{below}") and (
-                has_suffix(below) or is_parquet(folder, below, int(details["size"]))
+                _has_suffix(below) or is_parquet(folder, below, int(details["size"]))
             ):
                 yield below
 
@@ -160,3 +141,19 @@ class Partitions:
                 name.encode()
             except UnicodeEncodeError as error:
                 raise TableError(f"{where}: the name of {name!r} isn't UTF-8; rename it") from error
+
+
+def _data_files(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The files that readers see, whatever their names end with: their footers tell what they hold.
+
+    Empty files stand for folders or mark a finished write, unless their names end with `.parquet`.
+    """
+    return {
+        name: details
+        for name, details in files.items()
+        if is_visible(name) and (details["size"] or _has_suffix(name))
+    }
+
+
+def _has_suffix(name: str) -> bool:
+    return name.casefold().endswith(".parquet")

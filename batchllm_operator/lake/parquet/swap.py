@@ -22,8 +22,7 @@ from batchllm_operator.storage import Folder, s3
 def exclusive(folder: Folder, name: str) -> Iterator[None]:
     """Lock the local file `name` against replacement; on S3 do nothing.
 
-    Raises:
-        StorageError: the folder can't be created, or can't hold a lock.
+    Raises `StorageError`: the folder can't be created, or can't hold a lock.
     """
     if not folder.is_local:
         yield

@@ -8,8 +8,9 @@ names the publication.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -41,6 +42,8 @@ DATA_FILE: Final = "data.parquet"
 _THREADS: Final = 16
 """Footers that are read at the same time: each is a request."""
 
+Details = Mapping[str, Any]
+"""fsspec's, of a file."""
 Item = TypeVar("Item")
 T = TypeVar("T")
 
@@ -79,9 +82,7 @@ class ParquetTable(FolderTable):
         schemas: dict[str, pa.Schema] = {}
         last: pa.Schema | None = None
         pinned: dict[InputFile, dict[str, str]] = {}
-        for schema, file in self._each(
-            chosen.items(), lambda item: self._look_into(*item, partition)
-        ):
+        for schema, file in self._each(chosen.items(), partial(self._pin, partition)):
             if last is None or not schema.equals(last, check_metadata=True):
                 schemas[file.name] = last = schema
             values = hive_values(file.name).items()
@@ -90,21 +91,20 @@ class ParquetTable(FolderTable):
         version = _listing_version(pinned)
         return Snapshot.of(partition, version, pinned, merged, self.partition_column)
 
-    def _look_into(
-        self, name: str, details: Mapping[str, Any], partition: str
-    ) -> tuple[pa.Schema, InputFile]:
-        footer, file = self._pin(name, details)
+    def _pin(self, partition: str, item: tuple[str, Details]) -> tuple[pa.Schema, InputFile]:
+        """A file's columns, and its entry in a snapshot."""
+        name, size_bytes = item[0], int(item[1]["size"])
+        footer, digest = read_footer(self._folder, name, size_bytes)
+        version = _etag_version(item[1]) or f"footer-sha256:{digest}"
         with self._reading(partition, name):
-            return file_schema(footer), file
+            return file_schema(footer), InputFile(name, size_bytes, footer.num_rows, version)
 
-    def _newest_schema(
-        self, files: Mapping[str, dict[str, Any]], partition: str
-    ) -> dict[str, pa.Schema]:
+    def _newest_schema(self, files: Mapping[str, Details], partition: str) -> dict[str, pa.Schema]:
         """The columns of an absent partition: those of the last readable file."""
         broken: TableError | None = None
-        for name, details in reversed(list(files.items())):
+        for item in reversed(list(files.items())):
             try:
-                return {name: self._look_into(name, details, partition)[0]}
+                return {item[0]: self._pin(partition, item)[0]}
             except TableError as error:
                 broken = broken or error
         assert broken is not None, "a table without files has been refused"
@@ -118,7 +118,18 @@ class ParquetTable(FolderTable):
         yield from self._read_file(file, scan, values, part)
 
     def check_unchanged(self, snapshot: Snapshot) -> None:
-        if not self._is_current(snapshot):
+        near = self._partitions.files_near(snapshot.partition)
+        now = self._partitions.chosen(near, snapshot.partition)
+        sizes = {name: int(details["size"]) for name, details in now.items()}
+
+        def is_same(file: InputFile) -> bool:
+            item = file.name, now[file.name]
+            version = _etag_version(item[1]) or self._pin(snapshot.partition, item)[1].version
+            return version == file.version
+
+        if sizes != {file.name: file.size_bytes for file in snapshot.files} or not all(
+            self._each(snapshot.files, is_same)
+        ):
             raise StorageError(
                 f"table {self.uri}, partition {snapshot.partition!r}: changed while it was read;"
                 " start again"
@@ -137,7 +148,7 @@ class ParquetTable(FolderTable):
             )
         self._folder.check_conditional_writes("IfNoneMatch", "IfMatch")
         self._partitions.check_apart()
-        known = self._published_schema(self._others(partition)) or columns
+        known = self._schema_beside(partition) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
         nullable = pa.schema([field.with_nullable(True) for field in columns])
         return StoredColumns(f"output {self.uri}", nullable, has_calendar=False)
@@ -181,13 +192,10 @@ class ParquetTable(FolderTable):
             )
         return folder, publication, etag
 
-    def _others(self, partition: str) -> list[str]:
-        return [name for name in self.partitions() if name != partition]
-
-    def _published_schema(self, partitions: Sequence[str]) -> pa.Schema | None:
-        """Columns of the last of these partitions that has a published file."""
-        for partition in reversed(partitions):
-            folder, files = self._partition_folder(partition)
+    def _schema_beside(self, partition: str) -> pa.Schema | None:
+        """Columns of the last other partition that has a published file."""
+        for name in reversed([name for name in self.partitions() if name != partition]):
+            folder, files = self._partition_folder(name)
             if DATA_FILE in files:
                 footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
                 return file_schema(footer)
@@ -212,33 +220,11 @@ class ParquetTable(FolderTable):
         ((name, files),) = holding.items() or ((own, {}),)
         return self._folder.child(name), files
 
-    def _is_current(self, snapshot: Snapshot) -> bool:
-        """Whether the partition still has the snapshot's files, unchanged."""
-        near = self._partitions.files_near(snapshot.partition)
-        now = self._partitions.chosen(near, snapshot.partition)
-        sizes = {name: int(details["size"]) for name, details in now.items()}
-        if sizes != {file.name: file.size_bytes for file in snapshot.files}:
-            return False
-
-        def is_same(file: InputFile) -> bool:
-            details = now[file.name]
-            version = _etag_version(details) or self._pin(file.name, details)[1].version
-            return version == file.version
-
-        return all(self._each(snapshot.files, is_same))
-
     def _each(self, items: Iterable[Item], work: Callable[[Item], T]) -> Iterator[T]:
         """`map(work, items)`; on S3 `_THREADS` at a time."""
         return (
             map(work, items) if self._folder.is_local else ahead(items, work, num_threads=_THREADS)
         )
-
-    def _pin(self, name: str, details: Mapping[str, Any]) -> tuple[pq.FileMetaData, InputFile]:
-        """A file's footer, and its entry in a snapshot."""
-        size_bytes = int(details["size"])
-        footer, digest = read_footer(self._folder, name, size_bytes)
-        version = _etag_version(details) or f"footer-sha256:{digest}"
-        return footer, InputFile(name, size_bytes, footer.num_rows, version)
 
     def _merge(self, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
         """One schema for all files, by name; the folders' columns are strings and win."""
@@ -262,7 +248,7 @@ class _Replacement:
         return replace_file(self._folder, self._source, DATA_FILE, etag=self._etag)
 
 
-def _etag_version(details: Mapping[str, Any]) -> str | None:
+def _etag_version(details: Details) -> str | None:
     """The version of a file with these details from `Folder.find`; None without ETags."""
     etag = str(details.get("ETag", "")).strip('"')
     return f"etag:{etag}" if etag else None

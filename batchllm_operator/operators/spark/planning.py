@@ -91,8 +91,7 @@ def spark_plan_operator(**arguments: Any) -> Any:
     `BatchLLMSparkKubernetesPlanOperator` if a SparkApplication is given (`application_file`,
     `template_spec`), else `BatchLLMSparkSubmitPlanOperator`.
 
-    Raises:
-        ImportError: it would be the latter, and Airflow's provider for Spark isn't installed.
+    Raises `ImportError`: it would be the latter, and Airflow's provider for Spark isn't installed.
     """
     where = "submit"
     if arguments.keys() & {"application_file", "template_spec"}:

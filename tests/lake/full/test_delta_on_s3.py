@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from lake.test_delta import (
     folder,
+    publish,
     table,
-    test_a_snapshot_pins_the_partitions_files,
-    test_commits_to_other_partitions_are_no_conflict,
     test_files_go_if_not_all_could_be_put,
     test_files_that_a_commit_was_tried_with_stay,
     test_many_files_are_one_version,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lake.test_delta import DS, by, outputs, values
+from lake.test_tables import numbers, values
 from support.benchmark_modules import load
+from support.lake_tables import DS, of_plan, publish
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.lake.delta.table import DeltaTable
@@ -65,9 +66,10 @@ def test_s3_that_loses_the_answer_to_a_commit(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
     table = DeltaTable(f"{s3_bucket}/table", "ds")
     if was_there:
-        table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+        publish(table, numbers(1), tmp_path, of_plan("a"))
     proxy.answers_to_lose = 1
-    table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a") if was_there else None)
+    before = of_plan("a") if was_there else None
+    publish(table, numbers(2), tmp_path, of_plan("b"), replaces=before)
     assert proxy.answers_to_lose == 0
     assert values(table) == [2]
     assert table.snapshot(DS).version == f"delta:{int(was_there)}"
@@ -75,17 +77,16 @@ def test_s3_that_loses_the_answer_to_a_commit(
 
 def test_s3_that_goes_away_in_a_commit(s3_bucket: str, proxy: LossyProxy, tmp_path: Path) -> None:
     table = DeltaTable(f"{s3_bucket}/table", "ds")
-    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    publish(table, numbers(1), tmp_path, of_plan("a"))
     proxy.answers_to_lose = 99
-    data = outputs(tmp_path, by("b"), 2)
     with pytest.raises(CommitUnknownError, match="can't be read; commit again to find out"):
-        table.publish(by("b"), data, replaces=by("a"))
+        publish(table, numbers(2), tmp_path, of_plan("b"), replaces=of_plan("a"))
     with pytest.raises(StorageError):
         table.published(DS)  # not "nothing"
     with pytest.raises(StorageError):
         table.partitions()
     proxy.is_cut, proxy.answers_to_lose = False, 0
-    table.publish(by("b"), data, replaces=by("a"))
+    publish(table, numbers(2), tmp_path, of_plan("b"), replaces=of_plan("a"))
     assert values(table) == [2]
     assert table.snapshot(DS).version == "delta:1"
 
@@ -97,7 +98,7 @@ def test_s3_that_refuses_requests(
 ) -> None:
     """An unreadable log is the storage's fault, and neither a damaged table nor none."""
     table = DeltaTable(f"{s3_bucket}/table", "ds")
-    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    publish(table, numbers(1), tmp_path, of_plan("a"))
     snapshot = table.snapshot(DS)
     proxy.refused = request_path
     proxy.errors["refused"] = (status, b"<Error><Code>SlowDown</Code></Error>")
