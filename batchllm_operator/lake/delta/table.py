@@ -1,34 +1,20 @@
-"""Delta tables on local disk or S3, partitioned by one column (ADR 18).
-
-A partition's new files are put beside the old ones; one commit then adds the new and removes the
-old. Files that a commit may refer to are never removed: those of a refused commit are left to the
-table's vacuum.
-"""
+"""Delta tables on local disk or S3, partitioned by one column (ADR 18)."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import quote
+from collections.abc import Iterator
 
 import pyarrow as pa
 
-from batchllm_operator.errors import StorageError, TableError
+from batchllm_operator.errors import TableError
 from batchllm_operator.lake.delta.log import DeltaLog
-from batchllm_operator.lake.delta.schema import FILE_PREFIX, FORBIDDEN_IN_NAMES, accepted
-from batchllm_operator.lake.delta.statistics import add_action
+from batchllm_operator.lake.delta.replacement import Replacement
 from batchllm_operator.lake.delta.version import DataFile, TableVersion
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
-from batchllm_operator.lake.publishing import Publication, RefusedCommit
 from batchllm_operator.lake.scanning import Scan
-from batchllm_operator.lake.staging import StagedFile, Staging
-from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
-from batchllm_operator.lake.versioned import Change, VersionedTable
+from batchllm_operator.lake.versioned import VersionedTable
 from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
 from batchllm_operator.storage import Folder
 
@@ -40,7 +26,7 @@ def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) 
 class DeltaTable(FolderTable, VersionedTable[TableVersion]):
     """A Delta table; its partition column holds strings, integers or dates."""
 
-    forbidden_in_names = FORBIDDEN_IN_NAMES
+    forbidden_in_names = " ,;{}()\n\t=\0"  # without column mapping
 
     def __init__(
         self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
@@ -108,82 +94,8 @@ class DeltaTable(FolderTable, VersionedTable[TableVersion]):
         return InputFile(file.name, file.size_bytes, num_rows, f"modified:{file.modified_ms}")
 
     def _change(
-        self,
-        version: TableVersion | None,
-        partition: str,
-        columns: pa.Schema,
-        *,
-        add_columns: bool,
-    ) -> _Replacement:
+        self, version: TableVersion | None, partition: str, columns: pa.Schema, *, add_columns: bool
+    ) -> Replacement:
+        place, most = (self.partition_column, partition), self.most_file_bytes
         self._folder.check_conditional_writes("IfNoneMatch")
-        place = (self.partition_column, partition)
-        stored, new = accepted(self._folder, version, place, columns, add_columns=add_columns)
-        return _Replacement(
-            log=self._log,
-            seen=version,
-            place=place,
-            rows=columns,
-            columns=StoredColumns(f"output {self.uri}", stored, has_calendar=False),
-            new=new,
-            holds_rows=version is not None and bool(version.files_of(*place)),
-            most_file_bytes=self.most_file_bytes,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Replacement(Change[TableVersion]):
-    """See `Change`: the version after `seen`."""
-
-    log: DeltaLog
-    seen: TableVersion | None
-    place: tuple[str, str]
-    """The partition column, and the partition."""
-    rows: pa.Schema
-    columns: StoredColumns
-    new: pa.Schema
-    """Columns that the table lacks."""
-    holds_rows: bool
-    most_file_bytes: int
-
-    def rehearse(self) -> None:
-        refused = self.log.rehearse(self.seen, self.place, self.new, replaces=self.holds_rows)
-        if refused is not None:
-            raise refused.error(self.log.uri, self.place[1])
-
-    def staging(self) -> Staging:
-        return _DeltaStaging(
-            uri=self.log.uri,
-            schema=self.rows,
-            stored=self.columns,
-            file_schema=self.columns.schema,
-            constants={},
-            options={"compression": "zstd"},
-            most_file_bytes=self.most_file_bytes,
-            folder=self.log.folder.uri,
-            prefix="=".join(quote(part, safe="") for part in self.place) + f"/{FILE_PREFIX}",
-        )
-
-    def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
-        if not (self.seen is None or files or self.new or self.holds_rows):
-            return None
-        actions = [add_action(file, dict([self.place])) for file in files]
-        return self.log.commit(self.seen, self.place, actions, self.new, publication.properties)
-
-
-@dataclass(frozen=True)
-class _DeltaStaging(Staging):
-    """See `Staging`."""
-
-    folder: str
-    prefix: str
-
-    def _new_name(self, stem: str) -> str:
-        return f"{self.prefix}{stem}-{uuid.uuid4().hex}.parquet"
-
-    def _put(self, path: Path, name: str) -> None:
-        Folder.open(self.folder).publish_file(path, name)
-
-    def remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            with suppress(StorageError):
-                Folder.open(self.folder).remove(name)
+        return Replacement(self._log, version, place, columns, most, add_columns=add_columns)

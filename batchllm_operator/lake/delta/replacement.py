@@ -1,0 +1,251 @@
+"""Replaces a partition of a Delta table by one version.
+
+Files that a commit may refer to are never removed: those of a refused commit are left to the
+table's vacuum.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from batchllm_operator.errors import StorageError, TableError
+from batchllm_operator.lake.delta.log import DeltaLog
+from batchllm_operator.lake.delta.version import TableVersion
+from batchllm_operator.lake.publishing import Publication, RefusedCommit
+from batchllm_operator.lake.schema import (
+    check_names,
+    check_own,
+    check_takes,
+    holds,
+    nested_type,
+    plain_type,
+)
+from batchllm_operator.lake.staging import StagedFile, Staging
+from batchllm_operator.lake.stored_columns import StoredColumns
+from batchllm_operator.lake.versioned import Change
+from batchllm_operator.storage import Folder
+
+if TYPE_CHECKING:
+    from deltalake.transaction import AddAction
+
+_FILE_PREFIX: Final = "batchllm-"
+_MOST_STATISTIC_CHARS: Final = 64
+_WIDER: Final = {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()}
+_AS_THEY_ARE: Final = (
+    types.is_boolean,
+    types.is_signed_integer,
+    types.is_float32,
+    types.is_float64,
+    types.is_decimal128,
+    types.is_string,
+    types.is_binary,
+    types.is_date32,
+)
+
+
+class Replacement(Change[TableVersion]):
+    """See `Change`: the version after `seen`."""
+
+    def __init__(
+        self,
+        log: DeltaLog,
+        seen: TableVersion | None,
+        place: tuple[str, str],
+        given: pa.Schema,
+        most_file_bytes: int,
+        *,
+        add_columns: bool,
+    ) -> None:
+        """`place` is the partition column, and the partition; `given` are the rows' columns.
+
+        Raises `TableError`: such rows can't be published there.
+        """
+        column, where = place[0], f"output {log.uri}"
+        check_own(where, column, given)
+        columns = pa.schema(
+            [(field.name, _delta_type(where, field, field.type)) for field in given]
+        )
+        if seen is None:
+            _check_free(log.folder, where)
+        else:
+            _check_partition(where, seen, *place)
+        table = None if seen is None else seen.schema
+        new = check_takes(where, table, column, columns, add_columns=add_columns)
+        if not (seen is None or seen.takes_local_time) and any(
+            holds(kind, lambda part: types.is_timestamp(part) and part.tz is None)
+            for kind in new.types
+        ):
+            raise TableError(
+                f"{where}: a new column holds timestamps without a time zone, for which the table"
+                " lacks the Delta feature timestampNtz; add it, or give the column a zone"
+            )
+        check_names(where, new, "\0")  # delta-rs writes all others
+        known = {field.name: field for field in [*(table or ()), *new]}
+        stored = pa.schema([known[name] for name in columns.names])
+        self.columns = StoredColumns(where, stored, has_calendar=False)
+        self._log, self._seen, self._place, self._new = log, seen, place, new
+        self._given, self._most_file_bytes = given, most_file_bytes
+        self._holds_rows = seen is not None and bool(seen.files_of(*place))
+
+    def rehearse(self) -> None:
+        refused = self._log.rehearse(self._seen, self._place, self._new, replaces=self._holds_rows)
+        if refused is not None:
+            raise refused.error(self._log.uri, self._place[1])
+
+    def staging(self) -> Staging:
+        return _DeltaStaging(
+            uri=self._log.uri,
+            schema=self._given,
+            stored=self.columns,
+            file_schema=self.columns.schema,
+            constants={},
+            options={"compression": "zstd"},
+            most_file_bytes=self._most_file_bytes,
+            folder=self._log.folder.uri,
+            prefix="=".join(quote(part, safe="") for part in self._place) + f"/{_FILE_PREFIX}",
+        )
+
+    def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
+        if not (self._seen is None or files or self._new or self._holds_rows):
+            return None
+        actions = [_add_action(file, dict([self._place])) for file in files]
+        properties = publication.properties
+        return self._log.commit(self._seen, self._place, actions, self._new, properties)
+
+
+@dataclass(frozen=True)
+class _DeltaStaging(Staging):
+    """See `Staging`."""
+
+    folder: str
+    prefix: str
+
+    def _new_name(self, stem: str) -> str:
+        return f"{self.prefix}{stem}-{uuid.uuid4().hex}.parquet"
+
+    def _put(self, path: Path, name: str) -> None:
+        Folder.open(self.folder).publish_file(path, name)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(StorageError):
+                Folder.open(self.folder).remove(name)
+
+
+def _check_partition(where: str, version: TableVersion, column: str, value: str) -> None:
+    """Refuse a table whose partition, or whose rules, are none for this package's rows."""
+    if version.partition_columns != (column,):
+        raise TableError(
+            f"{where}: is partitioned by {', '.join(version.partition_columns)}; outputs go to"
+            f" tables partitioned by {column!r} alone"
+        )
+    if version.partition_value(column, value) is None:
+        raise TableError(
+            f"{where}: partition column {column!r} holds {version.schema.field(column).type}, and"
+            f" {value!r} isn't how such a value is written"
+        )
+    if rules := list(version.rules()):
+        raise TableError(
+            f"{where}: has rules for new rows that this package doesn't apply:"
+            f" {', '.join(rules)}; drop them, or choose another output table"
+        )
+
+
+def _check_free(folder: Folder, where: str) -> None:
+    """Refuse to create a table among other files: they would not be part of it."""
+    for name in folder.find():
+        hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
+        if not hidden and not name.rpartition("/")[2].startswith(_FILE_PREFIX):
+            raise TableError(
+                f"{where}: holds {name!r}, but is no Delta table; move it away or choose another"
+                " output table"
+            )
+
+
+def _delta_type(where: str, column: pa.Field, kind: pa.DataType) -> pa.DataType:
+    """Delta's type for a column, or a part of it, of type `kind`.
+
+    Unsigned integers become wider signed ones, timestamps microseconds (in UTC if they have a
+    zone), 64-bit dates 32-bit ones.
+
+    Raises `TableError`: there is none.
+    """
+    plain = plain_type(kind)
+    if any(is_such(plain) for is_such in _AS_THEY_ARE) or types.is_null(plain):
+        return plain
+    if plain in _WIDER:
+        return _WIDER[plain]
+    if types.is_timestamp(plain):
+        return pa.timestamp("us", "UTC" if plain.tz else None)
+    if types.is_date(plain):
+        return pa.date32()
+    if types.is_fixed_size_binary(plain):
+        return pa.binary()
+    nested = nested_type(plain, partial(_delta_type, where, column))
+    if nested is not None:
+        return nested
+    raise TableError(
+        f"{where}: column {column.name!r} holds {column.type}, which Delta has no type for; cast it"
+        " in a view of the input"
+    )
+
+
+def _add_action(file: StagedFile, partition_values: Mapping[str, str | None]) -> AddAction:
+    """The action that adds the file to a version."""
+    from deltalake.transaction import AddAction
+
+    return AddAction(
+        path=file.name,  # deltalake escapes it
+        size=file.size_bytes,
+        partition_values=partition_values,
+        modification_time=time.time_ns() // 1_000_000,
+        data_change=True,
+        stats=_statistics(file.footer),
+    )
+
+
+def _statistics(footer: pq.FileMetaData) -> str:
+    """As JSON (Delta protocol, "Per-file Statistics"); bounds of integers, dates, short strings."""
+    lowest: dict[str, Any] = {}
+    highest: dict[str, Any] = {}
+    null_counts: dict[str, int] = {}
+    for name, groups in _flat_columns(footer):
+        if all(group is not None and group.has_null_count for group in groups):
+            null_counts[name] = sum(group.null_count for group in groups)
+        if not all(group is not None and group.has_min_max for group in groups):
+            continue
+        with suppress(OverflowError, ValueError):  # a date that Python doesn't know, or no groups
+            least, greatest = min(group.min for group in groups), max(group.max for group in groups)
+            if _is_bound(least) and _is_bound(greatest):
+                lowest[name], highest[name] = least, greatest
+    described = {"numRecords": footer.num_rows, "minValues": lowest, "maxValues": highest}
+    return json.dumps(described | {"nullCount": null_counts}, default=date.isoformat)
+
+
+def _is_bound(value: Any) -> bool:
+    return type(value) in (int, date) or (
+        type(value) is str and len(value) <= _MOST_STATISTIC_CHARS
+    )
+
+
+def _flat_columns(footer: pq.FileMetaData) -> Iterator[tuple[str, list[Any]]]:
+    """The statistics of each row group, for columns without nested values."""
+    for idx in range(footer.num_columns):
+        column = footer.schema.column(idx)
+        if column.path == column.name and not column.max_repetition_level:
+            groups = range(footer.num_row_groups)
+            yield column.name, [footer.row_group(group).column(idx).statistics for group in groups]
