@@ -150,7 +150,9 @@ def _joined(
     from pyspark.sql.functions import col
 
     fields = pa.schema([ROW_FIELD, *output_fields(part_schema(plan.manifest.spec))])
-    sent = pa.schema([pa.field("range", pa.int32()), *map(_plain, fields)])
+    # Spark's texts are `string`s.
+    kinds = [pa.string() if kind == pa.large_string() else kind for kind in fields.types]
+    sent = pa.schema([("range", pa.int32()), *zip(fields.names, kinds, strict=True)])
     plan_uri, num_rows = plan.folder.uri, plan.manifest.counts.num_rows
     most, bucket_rows = plan.manifest.spec.output.target_file_bytes, BUCKET_ROWS
 
@@ -211,8 +213,3 @@ def _pieces(
             for start, stop in pairwise([*starts, batch.num_rows]):
                 piece = batch.slice(start, stop - start)
                 yield int(numbers[start]), piece.drop_columns(["range"])
-
-
-def _plain(field: pa.Field) -> pa.Field:
-    """Spark's texts are `string`s."""
-    return field.with_type(pa.string()) if pa.types.is_large_string(field.type) else field

@@ -59,7 +59,10 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
     Raises `BatchLLMError`: as `plan_job`; or a setting isn't for Spark; or see `spark_session` and
     `reports_of`.
     """
-    _check(spec)
+    if spec.reuse_outputs:
+        raise SpecError(
+            "reuse_outputs: isn't for planner.engine: spark yet; leave it out, or plan locally"
+        )
     given = find_given(spec, ds)
     warn_of_doubled_start(given.spec, sample_tokens(given.spec, given.tokenizer), given.tokenizer)
     staging = Staging.beside(spec, ds)
@@ -76,13 +79,6 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
         raise
     finally:
         staging.remove()  # after the session's end
-
-
-def _check(spec: JobSpec) -> None:
-    if spec.reuse_outputs:
-        raise SpecError(
-            "reuse_outputs: isn't for planner.engine: spark yet; leave it out, or plan locally"
-        )
 
 
 def _warn_of_one_file(spec: JobSpec, num_rows: int) -> None:
@@ -121,10 +117,9 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
             rows, planned = plan_ranges(make_prompts(spark, task, parts), task)
         given.table.check_unchanged(given.snapshot)
         num_prompts = sum(result.planned.num_prompts for result in planned)
-        row_counts = {"num_rows": numbers.num_rows, "num_reused_rows": 0}
+        row_counts = {name: sum(part.counts[name] for part in rows) for name in rows[0].counts}
+        row_counts |= {"num_rows": numbers.num_rows, "num_reused_rows": 0}
         row_counts["num_rejected_rows"] = numbers.num_rows - num_prompts
-        for name in rows[0].counts:
-            row_counts[name] = sum(part.counts[name] for part in rows)
         written = WrittenRows(
             Folder.open(staging.uri), [part.file.name for part in rows], spec.input.key
         )

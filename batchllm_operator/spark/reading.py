@@ -217,7 +217,10 @@ def number_rows(
     from pyspark.sql.functions import col
 
     spec = reading.spec
-    num_buckets = max(1, _most_rows(parts) // _BUCKET_ROWS)
+    pieces = (piece for part in parts for piece in part.pieces)
+    # An upper bound: no filter, and no row deleted.
+    most_rows = sum(piece.file.num_rows for piece in pieces if piece.first_row == 0)
+    num_buckets = max(1, most_rows // _BUCKET_ROWS)
 
     def digest(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
@@ -236,18 +239,15 @@ def number_rows(
         for name, num in part["nulls"].items():
             nulls.note(name, num, [first + row for row in part["first"][name]])
     nulls.check(where)
-    repeats_found = [report for report in results if "part" not in report]
-    if num_repeated := sum(report["num"] for report in repeats_found):
-        places = sorted(place for report in repeats_found for place in report["places"])[:MAX_NAMED]
-        names = list(_names(reading, parts, places))
+    repeats = [report for report in results if "part" not in report]
+    if num_repeated := sum(report["num"] for report in repeats):
+        places = sorted(place for report in repeats for place in report["places"])[:MAX_NAMED]
+        names: list[str] = []
+        for number in sorted({place >> PLACE_BITS for place in places}):
+            scanned = reading.scan(parts[number], spec.input.key)
+            names += named_keys(scanned, parts[number].first_place, places)
         raise repeated_keys(names, num_repeated, spec.input.key, where)
     return RowNumbers(firsts)
-
-
-def _most_rows(parts: Sequence[Part]) -> int:
-    """Upper bound of the rows: no filter, and no row deleted."""
-    pieces = (piece for part in parts for piece in part.pieces)
-    return sum(piece.file.num_rows for piece in pieces if piece.first_row == 0)
 
 
 def _digests(
@@ -288,10 +288,3 @@ def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
             places = sorted([*places, two[0][1]])[:MAX_NAMED]
     if num:
         yield reported([json.dumps({"num": num, "places": places}).encode()])
-
-
-def _names(reading: Reading, parts: Sequence[Part], places: Sequence[int]) -> Iterator[str]:
-    """The keys of some rows, in order."""
-    for number in sorted({place >> PLACE_BITS for place in places}):
-        part = parts[number]
-        yield from named_keys(reading.scan(part, reading.spec.input.key), part.first_place, places)
