@@ -36,6 +36,7 @@ _REFERENCE = re.compile(
     r"^spark\.kubernetes\.(driver|executor)\.(secrets|secretKeyRef)\."
     r"|\.(file|path|provider|name|itemKey)$"
 )
+_NOTHING: Final = frozenset({"", "none", "null", "true", "false", "***"})
 _OPTION = re.compile(r"(?:^|\s)(?:-D|--?)?(?P<name>[A-Za-z][\w.\-]*)=(?P<value>\S+)")
 
 
@@ -113,13 +114,7 @@ def holds_credentials(value: str) -> bool:
 
 
 def _sets_secret(name: str, value: object) -> bool:
-    if not names_secret(name) or _REFERENCE.search(name):
+    """Whether a setting holds a secret itself; values of a map are checked one by one."""
+    if isinstance(value, Mapping | bool | None) or _REFERENCE.search(name):
         return False
-    if isinstance(value, Mapping):
-        return False  # its values are checked one by one
-    if isinstance(value, bool | None):
-        return False
-    return may_be_secret_text(name, value if isinstance(value, str) else str(value))
-
-
-_NOTHING: Final = frozenset({"", "none", "null", "true", "false", "***"})
+    return names_secret(name) and may_be_secret_text(name, str(value))

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, filterfalse
@@ -152,25 +153,21 @@ def _secrets(settings: Mapping[str, Any], is_secret: bool = False) -> Iterator[s
     """Yield values that must not be shown."""
     for name, value in settings.items():
         hidden = is_secret or (names_secret(str(name)) and name not in _FOLDERS)
-        if isinstance(value, str) and value.lstrip().startswith("{"):  # an Airflow connection
-            value = _parsed(value)
-            if isinstance(value, Mapping):  # also has hosts, projects and schemas
-                yield from _secrets(value)
-                if hidden:
-                    yield from (each for each in _secrets(value, True) if not _is_ordinary(each))
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             yield from _secrets(value, hidden)
-        if isinstance(value, str):
-            if hidden:
-                yield value
-            yield from _uri_secrets(value)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+            continue
+        if not isinstance(value, str):
+            continue
+        if value.lstrip().startswith("{"):  # an Airflow connection
+            with suppress(ValueError, RecursionError):
+                fields = json.loads(value)  # also has hosts, projects and schemas
+                yield from _secrets(fields)
+                if hidden:
+                    yield from (text for text in _secrets(fields, True) if not _is_ordinary(text))
+                continue
+        if hidden:
+            yield value
+        yield from _uri_secrets(value)
 
 
 def _uri_secrets(uri: str) -> Iterator[str]:

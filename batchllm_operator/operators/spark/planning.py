@@ -93,9 +93,8 @@ def spark_plan_operator(**arguments: Any) -> Any:
 
     Raises `ImportError`: it would be the latter, and Airflow's provider for Spark isn't installed.
     """
-    where = "submit"
-    if arguments.keys() & {"application_file", "template_spec"}:
-        where = "kubernetes"
+    is_given = bool(arguments.keys() & {"application_file", "template_spec"})
+    where = "kubernetes" if is_given else "submit"
     try:
         module = import_module(f"batchllm_operator.operators.spark.{where}")
     except ModuleNotFoundError as error:
