@@ -50,13 +50,13 @@ def table(folder: Folder) -> DeltaTable:
 
 
 @pytest.fixture
-def publish(table: DeltaTable, tmp_path: Path) -> Publish:
+def publish(table: DeltaTable) -> Publish:
     """Publishes numbers, and other columns, as the outputs of a plan."""
 
     def publish(plan_id: str, *values: int, partition: str = DS, **columns: Any) -> None:
         options = {key: columns.pop(key) for key in ("add_columns", "replaces") if key in columns}
         given = pa.table({"n": pa.array(values, pa.int64()), **columns})
-        publish_rows(table, given, tmp_path, of_plan(plan_id, partition), **options)
+        publish_rows(table, given, of_plan(plan_id, partition), **options)
 
     return publish
 
@@ -300,13 +300,11 @@ def test_a_commit_outlives_a_crash_of_the_machine(
         assert synced[-3:] == [f"{log}/{number:020}.json", log, folder.path]
 
 
-def test_rows_are_copied_a_few_at_a_time_when_types_differ(
-    table: DeltaTable, tmp_path: Path
-) -> None:
+def test_rows_are_copied_a_few_at_a_time_when_types_differ(table: DeltaTable) -> None:
     num_rows = 20_000
     texts = pa.array([f"{n:05}" * 200 for n in range(num_rows)]).dictionary_encode()
     data = pa.table({"n": pa.array(range(num_rows), pa.uint32()), "text": texts})
-    publish_rows(table, data, tmp_path)
+    publish_rows(table, data)
     batches = list(table.scan(table.snapshot(DS), ["n", "text"]))
     assert [n for batch in batches for n in batch["n"].to_pylist()] == list(range(num_rows))
     assert pa.chunked_array([batch["text"] for batch in batches]) == pa.chunked_array(
@@ -489,18 +487,18 @@ def test_a_commit_that_never_arrives(folder: Folder, publish: Publish) -> None:
     assert [name for name in folder.find() if "batchllm-" in name]  # a commit might refer to it
 
 
-def publish_many(uri: str, partitions: list[str], plan: str, folder: str, start: Any) -> None:
+def publish_many(uri: str, partitions: list[str], plan: str, start: Any) -> None:
     """In a process of its own: publish each partition once, or find another's there."""
     table = DeltaTable(uri, "ds")
     start.wait()
     for partition in partitions:
         mine = of_plan(plan, partition)
         with contextlib.suppress(ConflictError):
-            publish_rows(table, numbers(1, 2), Path(folder), mine, replaces=None)
+            publish_rows(table, numbers(1, 2), mine, replaces=None)
 
 
 def test_processes_that_race_for_partitions_of_a_new_table(
-    folder: Folder, table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, table: DeltaTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each partition is published once, by one of them."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # from where processes load this file
@@ -509,7 +507,7 @@ def test_processes_that_race_for_partitions_of_a_new_table(
     start = context.Barrier(2)
     processes = []
     for plan in ("a", "b"):
-        args = (folder.uri, partitions, plan, str(tmp_path), start)
+        args = (folder.uri, partitions, plan, start)
         processes.append(context.Process(target=publish_many, args=args))
     for process in processes:
         process.start()
@@ -527,11 +525,11 @@ def test_processes_that_race_for_partitions_of_a_new_table(
 
 
 @pytest.mark.parametrize("name", ["a b", "ü", "a+b", "a=b&c"])
-def test_places_with_unusual_names(lake_uri: str, tmp_path: Path, name: str) -> None:
+def test_places_with_unusual_names(lake_uri: str, name: str) -> None:
     table = DeltaTable(f"{lake_uri}/{name}", "ds")
-    publish_rows(table, numbers(1), tmp_path)
+    publish_rows(table, numbers(1))
     raw(Folder.open(f"{lake_uri}/{name}")).create_checkpoint()
-    publish_rows(table, numbers(2), tmp_path, of_plan("b"))
+    publish_rows(table, numbers(2), of_plan("b"))
     assert values(table) == [2]
 
 

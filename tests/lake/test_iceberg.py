@@ -141,12 +141,12 @@ def test_a_snapshot_is_not_read_by_a_later_schema_that_looks_the_same(
         assert tuple(batch.to_pylist()[0].values()) == expected
 
 
-def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable, tmp_path: Path) -> None:
+def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable) -> None:
     """In slices too. pyiceberg would make empty lists of null ones, reading as well as writing."""
     lists = [[{"x": 1}], None, [], [None], [{"x": None}]] * 2000
     maps = [[("k", {"x": 1})], None, [], [("k", None)], None] * 2000
     column = pa.array(lists, pa.list_(pa.struct([("x", pa.int64())])))
-    publish(table, pa.table({"l": column, "m": pa.array(maps, MAP)}), tmp_path)
+    publish(table, pa.table({"l": column, "m": pa.array(maps, MAP)}))
     with lake.load().update_schema() as update:
         update.rename_column(("l", "x"), "z").rename_column(("m", "x"), "z")
     found = rows(table, ["l", "m"])
@@ -171,7 +171,7 @@ def test_hidden_partitioning_is_read_by_rows_and_not_written(
     assert rows(table, ["n"], [FilterTerm(column="n", value=14)], partition="2026-01-15")
     assert rows(table, ["n", "ds"], partition="2026-02-01") == []
     with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
-        publish(table, numbers(1), tmp_path, of_plan(partition="2026-02-01"))
+        publish(table, numbers(1), of_plan(partition="2026-02-01"))
     with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
         table.check_outputs("2026-02-01", numbers().schema)
     with pytest.raises(TableError, match="isn't partitioned by the values"):
@@ -248,8 +248,8 @@ def delete_rows(lake: IcebergLake, places: list[int]) -> None:
     transaction.commit_transaction()
 
 
-def test_deleted_rows_stay_deleted(lake: IcebergLake, table: LakeTable, tmp_path: Path) -> None:
-    publish(table, numbers(*range(10_000)), tmp_path)
+def test_deleted_rows_stay_deleted(lake: IcebergLake, table: LakeTable) -> None:
+    publish(table, numbers(*range(10_000)))
     delete_rows(lake, [0, 5, 9_999])
     left = [n for n in range(10_000) if n not in (0, 5, 9_999)]
     assert values(table) == left
@@ -257,7 +257,7 @@ def test_deleted_rows_stay_deleted(lake: IcebergLake, table: LakeTable, tmp_path
         {"n": n} for n in (1, 2, 3, 4, 6)
     ]
     assert table.published(DS) == of_plan()
-    publish(table, numbers(*range(100)), tmp_path, of_plan("p2"))
+    publish(table, numbers(*range(100)), of_plan("p2"))
     assert values(table) == list(range(100))
     assert lake.load().scan().to_arrow().num_rows == 100
 
@@ -269,10 +269,10 @@ class FailingFile(io.BytesIO):
 
 @pytest.mark.parametrize("what", ["reading", "deletes", "opening"])
 def test_storage_that_fails_while_rows_are_read(
-    lake: IcebergLake, table: LakeTable, tmp_path: Path, what: str
+    lake: IcebergLake, table: LakeTable, what: str
 ) -> None:
     """Its errors have no errno: they aren't taken for those of damaged files, which are final."""
-    publish(table, numbers(*range(100)), tmp_path)
+    publish(table, numbers(*range(100)))
     if what == "deletes":
         delete_rows(lake, [0])
     snapshot = table.snapshot(DS)
@@ -290,11 +290,11 @@ def test_storage_that_fails_while_rows_are_read(
 # Commits
 
 
-def test_a_publish_is_one_snapshot_that_names_the_job(lake: IcebergLake, tmp_path: Path) -> None:
+def test_a_publish_is_one_snapshot_that_names_the_job(lake: IcebergLake) -> None:
     table = open_table(lake.address, "ds", 20_000)
-    publish(table, numbers(1), tmp_path, of_plan(partition="other"))
+    publish(table, numbers(1), of_plan(partition="other"))
     for number, plan_id in enumerate(("p1", "p2")):
-        publish(table, numbers(*range(5000)), tmp_path, of_plan(plan_id))
+        publish(table, numbers(*range(5000)), of_plan(plan_id))
         assert values(table) == list(range(5000))
         files = table.snapshot(DS).files
         assert len(files) > 2 and max(file.size_bytes for file in files) <= 20_000
@@ -308,10 +308,8 @@ def test_a_publish_is_one_snapshot_that_names_the_job(lake: IcebergLake, tmp_pat
     assert {"n", "run_id", "ds"} == set(found.column_names)
 
 
-def test_statistics_are_written_for_other_readers(
-    lake: IcebergLake, table: LakeTable, tmp_path: Path
-) -> None:
-    publish(table, numbers(3, 1, 2), tmp_path)
+def test_statistics_are_written_for_other_readers(lake: IcebergLake, table: LakeTable) -> None:
+    publish(table, numbers(3, 1, 2))
     [task] = lake.load().scan("n >= 3").plan_files()
     assert task.file.record_count == 3
     assert list(lake.load().scan("n > 3").plan_files()) == []
@@ -323,9 +321,9 @@ def test_statistics_are_written_for_other_readers(
 
 
 def test_a_refused_commit_leaves_no_files(
-    lake: IcebergLake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    publish(table, numbers(0), of_plan("p0"))
     before = {name for name in lake.folder.find() if not name.endswith(".metadata.json")}
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     tries: list[int] = []
@@ -335,16 +333,16 @@ def test_a_refused_commit_leaves_no_files(
         raise CommitFailedException("somebody else was faster")
 
     with wrapped(lake.commit, refuse), pytest.raises(StorageError, match="commit again"):
-        publish(table, numbers(1), tmp_path)
+        publish(table, numbers(1))
     assert len(tries) > 3
     assert {n for n in lake.folder.find() if not n.endswith(".metadata.json")} == before
 
 
 def test_a_commit_that_was_never_answered_keeps_its_files(
-    lake: IcebergLake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still happen, whatever the table looks like now."""
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    publish(table, numbers(0), of_plan("p0"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     late: list[Any] = []
 
@@ -353,22 +351,22 @@ def test_a_commit_that_was_never_answered_keeps_its_files(
         raise TimeoutError
 
     with wrapped(lake.commit, delay), pytest.raises(Exception, match="commit again"):
-        publish(table, numbers(1), tmp_path)
+        publish(table, numbers(1))
     assert values(table) == [0]
     real, args = late[0]
     real(*args)
     assert values(table) == [1]
     with pytest.raises(CommitFailedException):
         late[1][0](*late[1][1])
-    publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))
+    publish(table, numbers(1), replaces=of_plan("p0"))
     assert values(table) == [1]
 
 
 def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
-    lake: IcebergLake, table: LakeTable, tmp_path: Path
+    lake: IcebergLake, table: LakeTable
 ) -> None:
     """The table's history tells that it happened, when its rows no longer do."""
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    publish(table, numbers(0), of_plan("p0"))
     lost: list[str] = []
 
     def lose_answer(real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -376,11 +374,11 @@ def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
         if lost:
             return answer
         lost.append("the answer")
-        publish(open_lake(lake), numbers(2), tmp_path, of_plan("p2"))
+        publish(open_lake(lake), numbers(2), of_plan("p2"))
         raise lake.lost
 
     with wrapped(lake.commit, lose_answer):
-        publish(table, numbers(1), tmp_path)
+        publish(table, numbers(1))
     assert lost and values(table) == [2]
     assert table.published(DS) == of_plan("p2")
 
@@ -389,7 +387,7 @@ def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
     lake: IcebergLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection that asked sees what it could not commit, until it is closed."""
-    publish(open_lake(lake), numbers(1), tmp_path)
+    publish(open_lake(lake), numbers(1))
     database = tmp_path / "catalog.db"
     uri = f"sqlite:///{database}?timeout=0.1"
     monkeypatch.setenv("PYICEBERG_CATALOG__TESTS__URI", uri)
@@ -410,21 +408,19 @@ def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
                 reader.execute("ROLLBACK")
 
     with contextlib.closing(reader), wrapped(lake.commit, commit):
-        publish(open_lake(lake), numbers(2, 3), tmp_path, whose=of_plan("b" * 16))
+        publish(open_lake(lake), numbers(2, 3), whose=of_plan("b" * 16))
     assert len(refused) == 2 and "database is locked" in refused[0]
     assert lake.load().scan().to_arrow()["n"].to_pylist() == [2, 3]
     assert len(lake.load().snapshots()) == 2
 
 
-def test_a_value_that_a_type_cannot_hold(
-    lake: IcebergLake, table: LakeTable, tmp_path: Path
-) -> None:
+def test_a_value_that_a_type_cannot_hold(lake: IcebergLake, table: LakeTable) -> None:
     exact = pa.array([1_000], pa.timestamp("ns"))
-    publish(table, pa.table({"n": exact}), tmp_path)
+    publish(table, pa.table({"n": exact}))
     with pytest.raises(TableError, match="'n' has a value that doesn't fit the table's type"):
-        publish(table, pa.table({"n": pa.array([1], pa.timestamp("ns"))}), tmp_path, of_plan("p2"))
+        publish(table, pa.table({"n": pa.array([1], pa.timestamp("ns"))}), of_plan("p2"))
     with pytest.raises(TableError, match="no type for uint64"):
-        publish(table, pa.table({"n": pa.array([1], pa.uint64())}), tmp_path, of_plan("p2"))
+        publish(table, pa.table({"n": pa.array([1], pa.uint64())}), of_plan("p2"))
     assert len(lake.data_files()) == 1
 
 
@@ -490,14 +486,13 @@ def test_secrets_of_a_catalog_that_cannot_be_reached(
 def test_secrets_that_a_server_repeats(
     lake: IcebergLake,
     table: LakeTable,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name in ("S3__SECRET_ACCESS_KEY", "S3__SESSION_TOKEN", "HEADER__AUTHORIZATION"):
         monkeypatch.setenv(f"PYICEBERG_CATALOG__TESTS__{name}", f"SECRET/{name}")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    publish(table, numbers(0), of_plan("p0"))
     echo = "no SECRET/S3__SECRET_ACCESS_KEY, SECRET/HEADER__AUTHORIZATION, ftp://me:SECRET@host"
     for target, kind in (
         (lake.commit, CommitFailedException),
@@ -509,7 +504,7 @@ def test_secrets_that_a_server_repeats(
         error = kind(echo)
         error.__cause__ = RuntimeError("SECRET/S3__SESSION_TOKEN")
         with wrapped(target, failing(error)), pytest.raises(BatchLLMError) as caught:
-            publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))
+            publish(table, numbers(1), replaces=of_plan("p0"))
         assert "no ***, ***, ftp://***@host" in str(caught.value)
         assert "SECRET" not in "".join(traceback.format_exception(caught.value))
     assert "***" in caplog.text
@@ -523,11 +518,11 @@ def test_what_is_no_iceberg_table(lake: IcebergLake, table: LakeTable) -> None:
         table.published(DS)
 
 
-def test_a_namespace_that_is_not_there(lake: IcebergLake, tmp_path: Path) -> None:
+def test_a_namespace_that_is_not_there(lake: IcebergLake) -> None:
     table = open_table("iceberg://tests/no.table", "ds")
     assert table.partitions() == []
     with pytest.raises(TableError, match=r"create namespace no` or.* `CREATE NAMESPACE tests.no`"):
-        publish(table, numbers(1), tmp_path)
+        publish(table, numbers(1))
     with pytest.raises(TableError, match="no such namespace"):
         table.check_outputs(DS, numbers().schema)
 

@@ -379,11 +379,9 @@ def test_s3_that_goes_away_under_a_scan(s3_bucket: str, monkeypatch: pytest.Monk
 # Publishing
 
 
-def test_publish_makes_a_partition_that_any_reader_reads(
-    folder: Folder, table: LakeTable, tmp_path: Path
-) -> None:
+def test_publish_makes_a_partition_that_any_reader_reads(folder: Folder, table: LakeTable) -> None:
     assert table.published(DS) is None
-    publish(table, numbers(1, 2), tmp_path)
+    publish(table, numbers(1, 2))
     assert table.published(DS) == of_plan()
     assert list(folder.find()) == [f"ds={DS}/data.parquet"]
     plain = pq.read_table(
@@ -403,14 +401,14 @@ FOREIGN: dict[str, Callable[[], tuple[str, bytes]]] = {
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_partition_is_neither_replaced_nor_added_to(
-    folder: Folder, table: LakeTable, tmp_path: Path, make: Callable[[], tuple[str, bytes]]
+    folder: Folder, table: LakeTable, make: Callable[[], tuple[str, bytes]]
 ) -> None:
     name, data = make()
     folder.write_bytes(f"ds={DS}/{name}", data)
     with pytest.raises(TableError, match=name):
         table.published(DS)
     with pytest.raises(TableError, match=name):
-        publish(table, numbers(1), tmp_path)
+        publish(table, numbers(1))
     assert list(folder.find()) == [f"ds={DS}/{name}"]
     assert folder.read_bytes(f"ds={DS}/{name}") == data
 
@@ -424,49 +422,47 @@ def test_a_foreign_partition_is_neither_replaced_nor_added_to(
     ],
 )
 def test_a_folder_whose_name_another_program_has_escaped(
-    folder: Folder, table: LakeTable, tmp_path: Path, partition: str, own: str, name: str
+    folder: Folder, table: LakeTable, partition: str, own: str, name: str
 ) -> None:
     """To readers it is the partition itself: theirs, or ours once it was moved and renamed."""
     put(folder, f"{name}/part-0.parquet", numbers(5))
     for use in (
         lambda: table.published(partition),
-        lambda: publish(table, numbers(1), tmp_path, of_plan(partition=partition)),
+        lambda: publish(table, numbers(1), of_plan(partition=partition)),
     ):
         with pytest.raises(TableError, match=r"part-0\.parquet.*no job of this package"):
             use()
     folder.remove(f"{name}/part-0.parquet")
-    publish(table, numbers(1), tmp_path, of_plan(partition=partition))
+    publish(table, numbers(1), of_plan(partition=partition))
     folder.write_bytes(f"{name}/data.parquet", folder.read_bytes(f"{own}/data.parquet"))
     with pytest.raises(TableError, match="lies in two folders"):
         table.published(partition)
     folder.remove(f"{own}/data.parquet")
-    publish(table, numbers(2), tmp_path, of_plan("p2", partition))
+    publish(table, numbers(2), of_plan("p2", partition))
     assert list(folder.find()) == [f"{name}/data.parquet"]
     assert rows(table, ["n"], partition=partition) == [{"n": 2}]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "region=eu/a.parquet"])
 def test_another_table_in_the_place_of_a_new_one(
-    folder: Folder, table: LakeTable, tmp_path: Path, name: str
+    folder: Folder, table: LakeTable, name: str
 ) -> None:
     put(folder, name, numbers(5))
     folder.write_bytes("notes.txt", b"")
     with pytest.raises(TableError, match=f"holds '{name}', but isn't partitioned by 'ds'"):
-        publish(table, numbers(1), tmp_path)
+        publish(table, numbers(1))
     folder.remove(name)
     folder.write_bytes("_batchllm/plan/rows.parquet", b"")
-    publish(table, numbers(1), tmp_path)
+    publish(table, numbers(1))
 
 
-def test_markers_beside_the_data_are_left_alone(
-    folder: Folder, table: LakeTable, tmp_path: Path
-) -> None:
+def test_markers_beside_the_data_are_left_alone(folder: Folder, table: LakeTable) -> None:
     folder.write_bytes(f"ds={DS}/_SUCCESS", b"")
-    publish(table, numbers(1), tmp_path)
+    publish(table, numbers(1))
     assert list(folder.find()) == [f"ds={DS}/_SUCCESS", f"ds={DS}/data.parquet"]
 
 
-def test_folder_markers_on_s3_are_no_files(s3_bucket: str, tmp_path: Path) -> None:
+def test_folder_markers_on_s3_are_no_files(s3_bucket: str) -> None:
     """Consoles and Hadoop leave an object `folder/` without content for a folder."""
     folder = Folder.open(f"{s3_bucket}/table")
     bucket = s3_bucket.removeprefix("s3://")
@@ -474,7 +470,7 @@ def test_folder_markers_on_s3_are_no_files(s3_bucket: str, tmp_path: Path) -> No
         folder.fs.call_s3("put_object", Bucket=bucket, Key=key, Body=b"")
     table = ParquetTable(folder, "ds")
     assert table.published(DS) is None
-    publish(table, numbers(1), tmp_path)
+    publish(table, numbers(1))
     assert rows(table, ["n"]) == [{"n": 1}]
     assert table.snapshot("2026-02-01").files == ()
 

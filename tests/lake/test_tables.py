@@ -88,14 +88,14 @@ def test_a_snapshot_pins_the_partitions_files(lake: Lake, table: LakeTable) -> N
         assert file.size_bytes == found[name]
 
 
-def test_a_table_that_is_not_partitioned_by_the_column(lake: Lake, tmp_path: Path) -> None:
+def test_a_table_that_is_not_partitioned_by_the_column(lake: Lake) -> None:
     lake.append(DS, numbers(1))
     other = open_table(lake.address, "n")
     with pytest.raises(TableError, match="isn't partitioned by 'n'"):
         other.snapshot("1")
     if lake.has_versions:
         with pytest.raises(TableError, match="partitioned by"):
-            publish(other, pa.table({"x": [1]}), tmp_path, replaces=None)
+            publish(other, pa.table({"x": [1]}), replaces=None)
 
 
 def test_columns_come_as_they_were_asked_for(lake: Lake, table: LakeTable) -> None:
@@ -212,9 +212,7 @@ RULED_OUT: list[tuple[str, Any, Any]] = [
 """Conditions that rows of a second file can't meet."""
 
 
-def test_a_file_that_its_statistics_rule_out_is_not_read(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
+def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: LakeTable) -> None:
     """By statistics of another writer, and by ours."""
     if not lake.has_versions:
         pytest.skip("plain Parquet has statistics in the files' own footers")
@@ -223,7 +221,7 @@ def test_a_file_that_its_statistics_rule_out_is_not_read(
     lake.append(DS, pa.table({**first, "run_id": ["theirs"] * 2}))
     kept = set(lake.data_files())
     lake.append(DS, pa.table({**second, "run_id": ["theirs"] * 2}))
-    publish(table, pa.table(second), tmp_path, of_plan(partition="ours"))
+    publish(table, pa.table(second), of_plan(partition="ours"))
     for path in set(lake.data_files()) - kept:
         lake.remove(path)
     for column, op, value in RULED_OUT:
@@ -247,13 +245,11 @@ def test_a_row_group_that_its_statistics_rule_out_is_not_decoded(
 # Versions
 
 
-def test_a_later_write_is_not_seen_or_is_an_error(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
-    publish(table, numbers(1, 2), tmp_path)
+def test_a_later_write_is_not_seen_or_is_an_error(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(1, 2))
     snapshot = table.snapshot(DS)
     assert table.snapshot(DS) == snapshot
-    publish(open_lake(lake), numbers(7), tmp_path, of_plan("p2"))
+    publish(open_lake(lake), numbers(7), of_plan("p2"))
     assert table.snapshot(DS).version != snapshot.version
     if lake.has_versions:
         assert [row["n"] for b in table.scan(snapshot, ["n"]) for row in b.to_pylist()] == [1, 2]
@@ -278,12 +274,12 @@ def test_a_write_while_rows_are_read_is_not_seen_or_is_an_error(
             list(batches)
 
 
-def test_a_vanished_snapshot(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_a_vanished_snapshot(lake: Lake, table: LakeTable) -> None:
     if not lake.has_versions:
         pytest.skip("plain Parquet has no versions")
-    publish(table, numbers(1), tmp_path)
+    publish(table, numbers(1))
     snapshot = table.snapshot(DS)
-    publish(table, numbers(2), tmp_path, of_plan("p2"))
+    publish(table, numbers(2), of_plan("p2"))
     lake.forget()
     number = snapshot.version.partition(":")[2]
     with pytest.raises(TableError, match=f"{number} is gone"):
@@ -316,11 +312,11 @@ AWKWARD = [
 ]
 
 
-def test_any_partition_value(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_any_partition_value(lake: Lake, table: LakeTable) -> None:
     for first, plan_id in enumerate(("p1", "p2")):
         for number, value in enumerate(AWKWARD, 100 * first):
             whose = of_plan(plan_id, value)
-            publish(table, numbers(number), tmp_path, whose)
+            publish(table, numbers(number), whose)
             assert table.published(value) == whose
     assert table.partitions() == in_order(AWKWARD)
     neighbours = {f"{quote(value)}!": -number for number, value in enumerate(AWKWARD)}
@@ -332,19 +328,17 @@ def test_any_partition_value(lake: Lake, table: LakeTable, tmp_path: Path) -> No
         assert rows(table, ["n", "ds"], partition=value) == [{"n": number, "ds": value}]
 
 
-def test_a_partition_without_a_name(table: LakeTable, tmp_path: Path) -> None:
+def test_a_partition_without_a_name(table: LakeTable) -> None:
     """It would be null in one format, and nobody's rows in the others."""
     for _ in range(2):
         with pytest.raises(TableError, match="needs a name"):
-            publish(table, numbers(1), tmp_path, of_plan(partition=""))
-        publish(table, numbers(1), tmp_path)
+            publish(table, numbers(1), of_plan(partition=""))
+        publish(table, numbers(1))
     assert table.partitions() == [DS]
 
 
-def test_rows_without_a_partition_value_are_in_none(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
-    publish(table, numbers(1), tmp_path)
+def test_rows_without_a_partition_value_are_in_none(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(1))
     lake.append(None, pa.table({"n": [2], "run_id": ["theirs"]}))
     assert table.partitions() == [DS]
     assert values(table) == [1]
@@ -352,15 +346,15 @@ def test_rows_without_a_partition_value_are_in_none(
         assert table.snapshot(name).files == ()
 
 
-def test_the_name_that_folders_have_for_null(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_the_name_that_folders_have_for_null(lake: Lake, table: LakeTable) -> None:
     """Where partitions are known by their folders, nobody could tell it from null."""
     if lake.has_versions:
-        publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
+        publish(table, numbers(1), of_plan(partition=HIVE_NULL))
         assert rows(table, ["n", "ds"], partition=HIVE_NULL) == [{"n": 1, "ds": HIVE_NULL}]
         assert table.partitions() == [HIVE_NULL]
     else:
         with pytest.raises(TableError, match="means null"):
-            publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
+            publish(table, numbers(1), of_plan(partition=HIVE_NULL))
         assert lake.data_files() == []
 
 
@@ -375,7 +369,6 @@ def test_the_name_that_folders_have_for_null(lake: Lake, table: LakeTable, tmp_p
 def test_partition_columns_of_other_types(
     lake: Lake,
     table: LakeTable,
-    tmp_path: Path,
     value: Any,
     kind: pa.DataType,
     name: str,
@@ -390,15 +383,15 @@ def test_partition_columns_of_other_types(
     assert rows(table, ["n", "ds"], partition=name) == [{"n": 1, "ds": value}]
     for other in ("tomorrow", *others):
         with pytest.raises(TableError, match=f"{re.escape(repr(other))}.* isn't"):
-            publish(table, numbers(5), tmp_path, of_plan(partition=other), replaces=None)
-    publish(table, numbers(5), tmp_path, of_plan("b", name))
+            publish(table, numbers(5), of_plan(partition=other), replaces=None)
+    publish(table, numbers(5), of_plan("b", name))
     assert rows(table, ["n", "ds"], partition=name) == [{"n": 5, "ds": value}]
 
 
 @pytest.mark.parametrize("column", ["a b", "a/b", "../x", "ä", "a=b", "a%20b", "_ds", "DS"])
-def test_any_partition_column(lake: Lake, tmp_path: Path, column: str) -> None:
+def test_any_partition_column(lake: Lake, column: str) -> None:
     table = open_table(lake.address, column)
-    publish(table, numbers(7), tmp_path)
+    publish(table, numbers(7))
     assert rows(table, ["n", column]) == [{"n": 7, column: DS}]
     assert (table.partitions(), table.published(DS)) == ([DS], of_plan())
 
@@ -429,13 +422,13 @@ def same(value: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Discarding nonzero nanoseconds")
-def test_values_of_all_kinds_come_back(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
-    publish(table, pa.table({"n": [1, 2], **KINDS}), tmp_path)
+def test_values_of_all_kinds_come_back(table: LakeTable) -> None:
+    publish(table, pa.table({"n": [1, 2], **KINDS}))
     found = rows(table, list(KINDS))
     for kind, column in KINDS.items():
         assert [same(row[kind]) for row in found] == [same(each) for each in column.to_pylist()]
-    publish(table, pa.table({"n": [3, 4], **KINDS}), tmp_path, of_plan("p2"))
-    publish(table, pa.table({"n": [3, 4], **KINDS}), tmp_path, of_plan(partition="other"))
+    publish(table, pa.table({"n": [3, 4], **KINDS}), of_plan("p2"))
+    publish(table, pa.table({"n": [3, 4], **KINDS}), of_plan(partition="other"))
 
 
 def test_timestamps_as_spark_writes_them(lake: Lake, table: LakeTable) -> None:
@@ -452,18 +445,18 @@ def test_timestamps_as_spark_writes_them(lake: Lake, table: LakeTable) -> None:
     assert [row["s"]["at"] for row in rows(table, ["s"])] == years
 
 
-def test_column_names(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_column_names(table: LakeTable) -> None:
     names = ["a b", "a.b", "ü", "1st", "select", "a/b", "Ab"]
     columns = {name: [2 * number, 2 * number + 1] for number, name in enumerate(names)}
-    publish(table, pa.table({**columns, "n": [3, 4]}), tmp_path)
+    publish(table, pa.table({**columns, "n": [3, 4]}))
     for name, (first, second) in columns.items():
         assert rows(table, [name]) == [{name: first}, {name: second}]
         assert rows(table, ["n"], [FilterTerm(column=name, value=second)]) == [{"n": 4}]
 
 
-def test_batches_stay_small(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_batches_stay_small(table: LakeTable) -> None:
     text = pa.array(["x" * 2000] * 20_000)
-    publish(table, pa.table({"n": range(20_000), "text": text}), tmp_path)
+    publish(table, pa.table({"n": range(20_000), "text": text}))
     batches = list(table.scan(table.snapshot(DS), ["n", "text"]))
     assert sum(batch.num_rows for batch in batches) == 20_000
     assert all(batch.num_rows <= 4096 for batch in batches)
@@ -473,58 +466,54 @@ def test_batches_stay_small(lake: Lake, table: LakeTable, tmp_path: Path) -> Non
 # Publishing
 
 
-def test_publish_replaces_its_partition_and_no_other(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
+def test_publish_replaces_its_partition_and_no_other(lake: Lake, table: LakeTable) -> None:
     assert table.published(DS) is None
-    publish(table, numbers(1, 2, 3), tmp_path)
-    publish(table, numbers(9), tmp_path, of_plan(partition="2026-02-01"))
-    publish(table, numbers(4), tmp_path, of_plan("p2"))
+    publish(table, numbers(1, 2, 3))
+    publish(table, numbers(9), of_plan(partition="2026-02-01"))
+    publish(table, numbers(4), of_plan("p2"))
     assert values(open_lake(lake)) == [4]
     assert table.published(DS) == of_plan("p2")
     assert values(table, "2026-02-01") == [9]
     assert table.partitions() == [DS, "2026-02-01"]
 
 
-def test_publishing_again_changes_nothing(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_publishing_again_changes_nothing(lake: Lake, table: LakeTable) -> None:
     for seen in (None, None, of_plan()):
-        publish(table, numbers(1, 2), tmp_path, replaces=seen)
+        publish(table, numbers(1, 2), replaces=seen)
         version = table.snapshot(DS).version
         assert len(lake.data_files()) == 1
     assert values(table) == [1, 2]
-    publish(table, numbers(1, 2), tmp_path, replaces=of_plan("p0"))
+    publish(table, numbers(1, 2), replaces=of_plan("p0"))
     assert table.snapshot(DS).version == version
 
 
-def test_an_empty_partition(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_an_empty_partition(table: LakeTable) -> None:
     for _ in range(2):
-        publish(table, numbers(), tmp_path)
+        publish(table, numbers())
         assert rows(table) == []
-    publish(table, numbers(1), tmp_path, of_plan("p2"))
+    publish(table, numbers(1), of_plan("p2"))
     assert values(table) == [1]
     for _ in range(2):
-        publish(table, numbers(), tmp_path, of_plan("p3"))
+        publish(table, numbers(), of_plan("p3"))
         assert rows(table) == []
 
 
 @pytest.mark.parametrize("seen", [None, of_plan("p0")])
-def test_somebody_else_has_published(
-    lake: Lake, table: LakeTable, tmp_path: Path, seen: Any
-) -> None:
+def test_somebody_else_has_published(lake: Lake, table: LakeTable, seen: Any) -> None:
     if seen:
-        publish(table, numbers(0), tmp_path, seen)
-    publish(table, numbers(1), tmp_path, of_plan("p1"), replaces=seen)
+        publish(table, numbers(0), seen)
+    publish(table, numbers(1), of_plan("p1"), replaces=seen)
     files = lake.data_files()
     with pytest.raises(ConflictError, match="p1"):
-        publish(open_lake(lake), numbers(2), tmp_path, of_plan("p2"), replaces=seen)
+        publish(open_lake(lake), numbers(2), of_plan("p2"), replaces=seen)
     assert (values(table), table.published(DS)) == ([1], of_plan("p1"))
     assert lake.data_files() == files
 
 
-def test_nothing_is_there_where_something_was(table: LakeTable, tmp_path: Path) -> None:
-    publish(table, numbers(1), tmp_path, of_plan(partition="other"))
+def test_nothing_is_there_where_something_was(table: LakeTable) -> None:
+    publish(table, numbers(1), of_plan(partition="other"))
     with pytest.raises(ConflictError, match="holds nothing where"):
-        publish(table, numbers(2), tmp_path, of_plan("p2"), replaces=of_plan("p1"))
+        publish(table, numbers(2), of_plan("p2"), replaces=of_plan("p1"))
     assert values(table) == []
 
 
@@ -542,62 +531,54 @@ def first_call(action: Callable[[], None]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("seen", [None, of_plan("p0")])
-def test_two_publishers_race(lake: Lake, table: LakeTable, tmp_path: Path, seen: Any) -> None:
+def test_two_publishers_race(lake: Lake, table: LakeTable, seen: Any) -> None:
     """The winner comes between the loser's look at the table and its commit."""
     if seen:
-        publish(table, numbers(0), tmp_path, seen)
+        publish(table, numbers(0), seen)
     if lake.address.startswith("/") and not lake.has_versions:
         pytest.skip("the lock keeps the winner out until the loser has won")
 
     def win() -> None:
-        publish(open_lake(lake), numbers(1), tmp_path, of_plan("winner"), replaces=seen)
+        publish(open_lake(lake), numbers(1), of_plan("winner"), replaces=seen)
 
     with wrapped(lake.commit, first_call(win)), pytest.raises(ConflictError, match="winner"):
-        publish(table, numbers(2), tmp_path, of_plan("loser"), replaces=seen)
+        publish(table, numbers(2), of_plan("loser"), replaces=seen)
     assert (values(table), table.published(DS)) == ([1], of_plan("winner"))
 
 
 @pytest.mark.parametrize("seen", [None, of_plan("p0")])
-def test_another_program_adds_rows_meanwhile(
-    lake: Lake, table: LakeTable, tmp_path: Path, seen: Any
-) -> None:
+def test_another_program_adds_rows_meanwhile(lake: Lake, table: LakeTable, seen: Any) -> None:
     if not lake.has_versions:
         pytest.skip("plain Parquet has no commits that other programs take part in")
-    publish(table, numbers(0), tmp_path, seen or of_plan(partition="other"))
+    publish(table, numbers(0), seen or of_plan(partition="other"))
     theirs = pa.table({"n": [9], "run_id": ["theirs"]})
     with (
         wrapped(lake.commit, first_call(lambda: lake.append(DS, theirs))),
         pytest.raises(TableError, match="no job of this"),
     ):
-        publish(table, numbers(1), tmp_path, replaces=seen)
+        publish(table, numbers(1), replaces=seen)
     assert sorted(values(table)) == ([0, 9] if seen else [9])
 
 
-def test_another_partition_is_published_meanwhile(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+def test_another_partition_is_published_meanwhile(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(0), of_plan("p0"))
     other = of_plan(partition="other")
-    with wrapped(
-        lake.commit, first_call(lambda: publish(open_lake(lake), numbers(9), tmp_path, other))
-    ):
-        publish(table, numbers(1), tmp_path)
+    with wrapped(lake.commit, first_call(lambda: publish(open_lake(lake), numbers(9), other))):
+        publish(table, numbers(1))
     assert (values(table), values(table, "other")) == ([1], [9])
     if lake.has_versions:
         assert len(lake.data_files()) == 3  # put there once for both tries
 
 
-def test_a_lost_answer_of_a_commit_that_has_happened(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+def test_a_lost_answer_of_a_commit_that_has_happened(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(0), of_plan("p0"))
     with wrapped(lake.commit, losing(lake.lost)):
-        publish(table, numbers(1, 2), tmp_path)
+        publish(table, numbers(1, 2))
     assert (values(table), table.published(DS)) == ([1, 2], of_plan())
 
 
-def test_an_unknown_outcome_is_not_cleaned_up(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+def test_an_unknown_outcome_is_not_cleaned_up(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(0), of_plan("p0"))
     is_lost: list[int] = []
 
     def lose_all(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -615,24 +596,24 @@ def test_an_unknown_outcome_is_not_cleaned_up(lake: Lake, table: LakeTable, tmp_
         wrapped(lake.commit, lose_answer),
         pytest.raises(CommitUnknownError, match="commit again"),
     ):
-        publish(table, numbers(1, 2), tmp_path)
+        publish(table, numbers(1, 2))
     assert (values(table), table.published(DS)) == ([1, 2], of_plan())
-    publish(table, numbers(1, 2), tmp_path, replaces=of_plan("p0"))
+    publish(table, numbers(1, 2), replaces=of_plan("p0"))
     assert values(table) == [1, 2]
 
 
 def test_a_failed_commit_leaves_the_table_as_it_was(
-    lake: Lake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lake: Lake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    publish(table, numbers(0), of_plan("p0"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with (
         wrapped(lake.commit, failing(lake.lost)),
         pytest.raises((StorageError, CommitUnknownError), match=DS),
     ):
-        publish(table, numbers(1), tmp_path)
+        publish(table, numbers(1))
     assert (values(table), table.published(DS)) == ([0], of_plan("p0"))
-    publish(table, numbers(1), tmp_path)
+    publish(table, numbers(1))
     assert values(table) == [1]
 
 
@@ -649,7 +630,7 @@ FOREIGN: dict[str, pa.Array | None] = {
 
 @pytest.mark.parametrize("message", FOREIGN)
 def test_foreign_rows_are_neither_replaced_nor_taken_for_ours(
-    lake: Lake, table: LakeTable, tmp_path: Path, message: str
+    lake: Lake, table: LakeTable, message: str
 ) -> None:
     run_ids = FOREIGN[message]
     lake.append(DS, pa.table({"n": [5, 6]} | ({} if run_ids is None else {"run_id": run_ids})))
@@ -657,60 +638,56 @@ def test_foreign_rows_are_neither_replaced_nor_taken_for_ours(
     with pytest.raises(TableError, match=f"no job of this{why}"):
         table.published(DS)
     with pytest.raises(TableError, match="no job of this"):
-        publish(table, numbers(1), tmp_path, replaces=None)
+        publish(table, numbers(1), replaces=None)
     assert values(table) == [5, 6]
 
 
-def test_rows_that_another_program_adds_to_ours(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
-    publish(table, numbers(1), tmp_path)
+def test_rows_that_another_program_adds_to_ours(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(1))
     lake.append(DS, pa.table({"n": [5], "run_id": ["theirs"]}))
     with pytest.raises(TableError, match="no job of this"):
-        publish(table, numbers(2), tmp_path, of_plan("p2"), replaces=of_plan())
+        publish(table, numbers(2), of_plan("p2"), replaces=of_plan())
     assert sorted(values(table)) == [1, 5]
 
 
 # Schemas
 
 
-def test_columns_of_another_type_are_refused(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
-    publish(table, numbers(1), tmp_path, of_plan(partition="2026-01-01"))
+def test_columns_of_another_type_are_refused(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(1), of_plan(partition="2026-01-01"))
     files = lake.data_files()
     other = pa.table({"n": ["1"]})
     for add_columns in (False, True):
         with pytest.raises(TableError, match=r"column 'n' holds int64.*string"):
-            publish(table, other, tmp_path, add_columns=add_columns)
+            publish(table, other, add_columns=add_columns)
         with pytest.raises(TableError, match=r"column 'n' holds int64.*string"):
             table.check_outputs(DS, other.schema, add_columns=add_columns)
     assert lake.data_files() == files
 
 
-def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
-    publish(table, numbers(1), tmp_path, of_plan(partition="2026-01-01"))
+def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable) -> None:
+    publish(table, numbers(1), of_plan(partition="2026-01-01"))
     wide = pa.table({"n": [2], "word": ["x"], "nested": [{"a": [1]}]})
     with pytest.raises(TableError, match=r"no column 'word' nor 'nested'.*add_columns"):
-        publish(table, wide, tmp_path)
+        publish(table, wide)
     with pytest.raises(TableError, match=r"no column 'word' nor 'nested'.*add_columns"):
         table.check_outputs(DS, wide.schema)
     table.check_outputs(DS, wide.schema, add_columns=True)
-    publish(table, wide, tmp_path, add_columns=True)
+    publish(table, wide, add_columns=True)
     assert rows(table, ["n", "word", "nested"]) == wide.to_pylist()
     assert values(table, "2026-01-01") == [1]
     if lake.has_versions:
         assert rows(table, ["word"], partition="2026-01-01") == [{"word": None}]
 
 
-def test_a_column_of_nulls_takes_the_tables_type(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
+def test_a_column_of_nulls_takes_the_tables_type(lake: Lake, table: LakeTable) -> None:
     if not lake.has_versions:
         pytest.skip("a file of plain Parquet may hold a column without a type")
     without_type = pa.table({"n": [1], "x": pa.nulls(1)})
     with pytest.raises(TableError, match="no row has a value in a new column, 'x'"):
-        publish(table, without_type, tmp_path)
-    publish(table, pa.table({"n": [1], "x": ["a"]}), tmp_path, of_plan(partition="2026-01-01"))
-    publish(table, without_type, tmp_path)
+        publish(table, without_type)
+    publish(table, pa.table({"n": [1], "x": ["a"]}), of_plan(partition="2026-01-01"))
+    publish(table, without_type)
     assert rows(table, ["x"]) == [{"x": None}]
 
 
@@ -732,13 +709,13 @@ def test_columns_of_one_job_that_differ_by_case_only(table: LakeTable) -> None:
             table.check_outputs(DS, columns)
 
 
-def test_a_column_that_differs_by_case_only(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+def test_a_column_that_differs_by_case_only(table: LakeTable) -> None:
     """Most engines couldn't read a table with both."""
-    publish(table, pa.table({"Word": ["x"]}), tmp_path, of_plan(partition="2026-01-01"))
+    publish(table, pa.table({"Word": ["x"]}), of_plan(partition="2026-01-01"))
     for add_columns in (False, True):
         with pytest.raises(TableError, match="'word' differs from 'Word' by case only"):
-            publish(table, pa.table({"word": ["x"]}), tmp_path, add_columns=add_columns)
-    publish(table, pa.table({"Word": ["y"]}), tmp_path)
+            publish(table, pa.table({"word": ["x"]}), add_columns=add_columns)
+    publish(table, pa.table({"Word": ["y"]}))
     assert rows(table, ["Word"]) == [{"Word": "y"}]
 
 
@@ -751,7 +728,7 @@ REQUIRED: dict[str, tuple[pa.DataType, Any]] = {
 
 
 @pytest.mark.parametrize("kind", REQUIRED)
-def test_what_may_not_be_null(lake: Lake, table: LakeTable, tmp_path: Path, kind: str) -> None:
+def test_what_may_not_be_null(lake: Lake, table: LakeTable, kind: str) -> None:
     """What another program demanded of its table. Parts of columns aren't looked into."""
     if not lake.has_versions:
         pytest.skip("plain Parquet makes no demands")
@@ -760,34 +737,30 @@ def test_what_may_not_be_null(lake: Lake, table: LakeTable, tmp_path: Path, kind
     lake.create(pa.schema([pa.field(*field) for field in fields]))
     with_null = pa.table({"n": [1], "x": pa.array([value], plain_type(column))})
     with pytest.raises(TableError, match=r"'x' .*(may not be null|non-nullable)"):
-        publish(table, with_null, tmp_path)
+        publish(table, with_null)
     assert lake.data_files() == []
     if kind == "column":
         with pytest.raises(TableError, match=r"'x' .*(may not be null|non-nullable)"):
-            publish(table, numbers(1), tmp_path)
-        publish(table, pa.table({"n": [1], "x": [2]}), tmp_path)
+            publish(table, numbers(1))
+        publish(table, pa.table({"n": [1], "x": [2]}))
         assert values(table) == [1]
 
 
-def test_a_column_that_is_no_longer_written_is_null(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
+def test_a_column_that_is_no_longer_written_is_null(lake: Lake, table: LakeTable) -> None:
     wide = pa.table({"n": [2], "word": ["x"]})
-    publish(table, wide, tmp_path, of_plan(partition="2026-01-01"))
-    publish(table, numbers(1), tmp_path)
+    publish(table, wide, of_plan(partition="2026-01-01"))
+    publish(table, numbers(1))
     assert values(table) == [1]
     if lake.has_versions:
         assert rows(table, ["n", "word"]) == [{"n": 1, "word": None}]
 
 
-def test_equal_types_that_arrow_holds_otherwise_fit(
-    lake: Lake, table: LakeTable, tmp_path: Path
-) -> None:
+def test_equal_types_that_arrow_holds_otherwise_fit(table: LakeTable) -> None:
     words = pa.array(["x", "y"])
     for number, kind in enumerate(
         (pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string()))
     ):
         whose = of_plan(partition=f"p{number}")
-        publish(table, pa.table({"word": words.cast(kind)}), tmp_path, whose)
+        publish(table, pa.table({"word": words.cast(kind)}), whose)
         found = [row["word"] for row in rows(table, ["word"], partition=whose.partition)]
         assert found == ["x", "y"]

@@ -133,7 +133,7 @@ def test_what_commit_refuses_of_a_column_plan_refuses_with_the_same_error(
         rows = write_input(tmp_path, {name_of(case): values})
         names = ["row_key", name_of(case)]
         kept = pq.read_table(tmp_path / "documents" / f"ds={DS}" / "a.parquet").select(names)
-        said = refusal(publish, open_lake(lake), kept, tmp_path, replaces=None)
+        said = refusal(publish, open_lake(lake), kept, replaces=None)
         forget(lake)
         assert refusal(plan_job, spec_of(lake, tmp_path, names[1:]), DS) == said, case
         if said is None:
@@ -147,7 +147,7 @@ def test_what_commit_refuses_of_a_column_plan_refuses_with_the_same_error(
 @pytest.mark.parametrize("case", ["nanoseconds", "UUIDs", "uint64", "durations", "a time before 1"])
 def test_what_commit_refuses_of_a_key_plan_refuses(lake: Lake, tmp_path: Path, case: str) -> None:
     rows = write_input(tmp_path, {"col": COLUMNS[case]})
-    said = refusal(publish, open_lake(lake), rows.select(["col"]), tmp_path, replaces=None)
+    said = refusal(publish, open_lake(lake), rows.select(["col"]), replaces=None)
     forget(lake)
     spec = spec_of(lake, tmp_path, [], input={"uri": f"{tmp_path}/documents", "key": "col"})
     assert refusal(plan_job, spec, DS) == said
@@ -220,7 +220,7 @@ def test_what_delta_rs_cannot_write_plan_refuses_with_the_error_of_commit(
     protocol, configuration = PROTOCOLS[case]
     delta_table(lake, protocol, **configuration)
     rows = write_input(tmp_path, {}).select(["row_key"])
-    said = refusal(publish, open_lake(lake), rows, tmp_path, replaces=None)
+    said = refusal(publish, open_lake(lake), rows, replaces=None)
     assert said is not None
     found = refusal(plan_job, spec_of(lake, tmp_path, [], output={"add_columns": True}), DS)
     assert sorted(found or "") == sorted(said)  # delta-rs lists features in any order

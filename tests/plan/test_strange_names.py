@@ -161,7 +161,7 @@ def test_other_readers_see_the_same_partitions(
     table = open_lake(lake)
     rows = pa.table({"row_key": ["k"]})
     for name in NAMES:
-        publish(table, rows, tmp_path, of_plan(partition=name))
+        publish(table, rows, of_plan(partition=name))
     found = pds.dataset(tmp_path / "out", partitioning="hive")
     assert set(found.to_table(columns=["ds"])["ds"].to_pylist()) == set(NAMES)
     assert table.partitions() == in_order(NAMES)

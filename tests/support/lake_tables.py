@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-import uuid
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -263,18 +263,14 @@ def published_file(path: Path, rows: pa.Table, whose: Publication) -> Path:
 
 
 def publish(
-    table: LakeTable,
-    rows: pa.Table,
-    spool: Path,
-    whose: Publication | None = None,
-    **options: Any,
+    table: LakeTable, rows: pa.Table, whose: Publication | None = None, **options: Any
 ) -> None:
     """Publish rows as commit does, over what the partition holds unless `replaces` says else."""
     whose = whose or of_plan()
-    path = published_file(spool / f"{uuid.uuid4().hex}.parquet", rows, whose)
     if "replaces" not in options:
         options["replaces"] = table.published(whose.partition)
-    table.publish(whose, path, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        table.publish(whose, published_file(Path(folder, "rows"), rows, whose), **options)
 
 
 def failing(error: Exception) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,6 @@ def proxy(
 def test_s3_that_loses_the_answer_to_a_commit(
     s3_bucket: str,
     proxy: LossyProxy,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     attempts: str,
     was_there: bool,
@@ -66,27 +64,27 @@ def test_s3_that_loses_the_answer_to_a_commit(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
     table = DeltaTable(f"{s3_bucket}/table", "ds")
     if was_there:
-        publish(table, numbers(1), tmp_path, of_plan("a"))
+        publish(table, numbers(1), of_plan("a"))
     proxy.answers_to_lose = 1
     before = of_plan("a") if was_there else None
-    publish(table, numbers(2), tmp_path, of_plan("b"), replaces=before)
+    publish(table, numbers(2), of_plan("b"), replaces=before)
     assert proxy.answers_to_lose == 0
     assert values(table) == [2]
     assert table.snapshot(DS).version == f"delta:{int(was_there)}"
 
 
-def test_s3_that_goes_away_in_a_commit(s3_bucket: str, proxy: LossyProxy, tmp_path: Path) -> None:
+def test_s3_that_goes_away_in_a_commit(s3_bucket: str, proxy: LossyProxy) -> None:
     table = DeltaTable(f"{s3_bucket}/table", "ds")
-    publish(table, numbers(1), tmp_path, of_plan("a"))
+    publish(table, numbers(1), of_plan("a"))
     proxy.answers_to_lose = 99
     with pytest.raises(CommitUnknownError, match="can't be read; commit again to find out"):
-        publish(table, numbers(2), tmp_path, of_plan("b"), replaces=of_plan("a"))
+        publish(table, numbers(2), of_plan("b"), replaces=of_plan("a"))
     with pytest.raises(StorageError):
         table.published(DS)  # not "nothing"
     with pytest.raises(StorageError):
         table.partitions()
     proxy.is_cut, proxy.answers_to_lose = False, 0
-    publish(table, numbers(2), tmp_path, of_plan("b"), replaces=of_plan("a"))
+    publish(table, numbers(2), of_plan("b"), replaces=of_plan("a"))
     assert values(table) == [2]
     assert table.snapshot(DS).version == "delta:1"
 
@@ -94,11 +92,11 @@ def test_s3_that_goes_away_in_a_commit(s3_bucket: str, proxy: LossyProxy, tmp_pa
 @pytest.mark.parametrize("status", [403, 500, 503])
 @pytest.mark.parametrize("request_path", ["list-type=2", ".json"])
 def test_s3_that_refuses_requests(
-    s3_bucket: str, proxy: LossyProxy, tmp_path: Path, status: int, request_path: str
+    s3_bucket: str, proxy: LossyProxy, status: int, request_path: str
 ) -> None:
     """An unreadable log is the storage's fault, and neither a damaged table nor none."""
     table = DeltaTable(f"{s3_bucket}/table", "ds")
-    publish(table, numbers(1), tmp_path, of_plan("a"))
+    publish(table, numbers(1), of_plan("a"))
     snapshot = table.snapshot(DS)
     proxy.refused = request_path
     proxy.errors["refused"] = (status, b"<Error><Code>SlowDown</Code></Error>")
