@@ -104,6 +104,17 @@ def notes(values: Values, *, namespace: str = NAMESPACE) -> str:
     return str(texts[f"{RELEASE}/templates/NOTES.txt"])
 
 
+def of_kind(objects: list[Rendered], kind: str) -> dict[str, Any]:
+    """Contents by name."""
+    return {each.name: each.content for each in objects if each.kind == kind}
+
+
+def pod_specs(objects: list[Rendered]) -> list[Any]:
+    """Of all pods: those of templates and those of Jobs."""
+    specs = [each.content["spec"] for each in pod_templates(objects)]
+    return specs + [each["spec"]["template"]["spec"] for each in of_kind(objects, "Job").values()]
+
+
 def pod_templates(objects: list[Rendered]) -> Iterator[Rendered]:
     """The pods in ConfigMaps, as the operator makes them of the templates."""
     for each in _templates(objects, "Pod"):

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helm_chart.rendering import NAMESPACE, Rendered, examples, notes, pod_templates, render
+from helm_chart.rendering import (
+    NAMESPACE,
+    Rendered,
+    examples,
+    notes,
+    of_kind,
+    pod_specs,
+    pod_templates,
+    render,
+)
 
 WORKER = {
     "pods": {"create", "get", "list", "patch", "delete"},
@@ -25,11 +34,6 @@ DRIVER = {
 }
 SECRETS = {"secrets": {"create", "delete"}}
 EXAMPLES = sorted(examples())
-
-
-def of_kind(objects: list[Rendered], kind: str) -> dict[str, Any]:
-    """Contents by name."""
-    return {each.name: each.content for each in objects if each.kind == kind}
 
 
 def verbs(role: dict[str, Any]) -> dict[str, set[str]]:
@@ -99,8 +103,7 @@ def test_no_pod_gets_a_token_but_sparks(example: str) -> None:
     assert "batchllm-gpu" in accounts
     for name, account in accounts.items():
         assert account["automountServiceAccountToken"] is (name == "batchllm-spark")
-    specs = [each.content["spec"] for each in pod_templates(objects)]
-    specs += [each["spec"]["template"]["spec"] for each in of_kind(objects, "Job").values()]
+    specs = pod_specs(objects)
     assert specs
     assert all(spec["automountServiceAccountToken"] is False for spec in specs)
 

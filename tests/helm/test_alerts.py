@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helm_chart import check
-from helm_chart.rendering import ALERTS, NAMESPACE, RUNBOOKS, examples, render
+from helm_chart.rendering import ALERTS, NAMESPACE, RUNBOOKS, examples, of_kind, render
 
 VALUES = examples()["monitoring"]
 FILES = sorted(path.stem for path in ALERTS.glob("*.yaml"))
@@ -15,11 +15,8 @@ FILES = sorted(path.stem for path in ALERTS.glob("*.yaml"))
 def rules(**alerts: Any) -> dict[str, Any]:
     """The rendered rules by name."""
     monitoring = {**VALUES["monitoring"], "alerts": {**VALUES["monitoring"]["alerts"], **alerts}}
-    [found] = [
-        each.content
-        for each in render({**VALUES, "monitoring": monitoring})
-        if each.kind == "PrometheusRule"
-    ]
+    objects = render({**VALUES, "monitoring": monitoring})
+    [found] = of_kind(objects, "PrometheusRule").values()
     [group] = found["spec"]["groups"]
     return {rule["alert"]: rule for rule in group["rules"]}
 
@@ -56,7 +53,7 @@ def test_alerts_can_be_left_out() -> None:
 
 def test_alerts_of_what_isnt_there_are_left_out() -> None:
     minimal = {"monitoring": VALUES["monitoring"]}
-    [found] = [each.content for each in render(minimal) if each.kind == "PrometheusRule"]
+    [found] = of_kind(render(minimal), "PrometheusRule").values()
     names = {rule["alert"] for rule in found["spec"]["groups"][0]["rules"]}
     assert set(FILES) - names == {
         "BatchLLMModelCacheAlmostFull",

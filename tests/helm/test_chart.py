@@ -17,6 +17,8 @@ from helm_chart.rendering import (
     chart,
     examples,
     notes,
+    of_kind,
+    pod_specs,
     pod_templates,
     render,
     spark_applications,
@@ -32,7 +34,7 @@ MODEL = {"repo": "org/model", "revision": "0" * 40}
 
 def one(objects: list[Rendered], kind: str) -> Any:
     """The content of the only object of a kind."""
-    [found] = [each.content for each in objects if each.kind == kind]
+    [found] = of_kind(objects, kind).values()
     return found
 
 
@@ -69,10 +71,7 @@ def test_the_chart_is_of_the_packages_version() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_pod_is_confined(example: str) -> None:
-    objects = render(examples()[example])
-    specs = [each.content["spec"] for each in pod_templates(objects)]
-    specs += [each.content["spec"]["template"]["spec"] for each in objects if each.kind == "Job"]
-    for spec in specs:
+    for spec in pod_specs(render(examples()[example])):
         pod = spec["securityContext"]
         assert pod["runAsNonRoot"] is True
         assert pod["runAsUser"] > 0
@@ -92,9 +91,7 @@ def test_every_pod_is_confined(example: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_image_is_pinned(example: str) -> None:
-    objects = render(examples()[example])
-    specs = [each.content["spec"] for each in pod_templates(objects)]
-    specs += [each.content["spec"]["template"]["spec"] for each in objects if each.kind == "Job"]
+    specs = pod_specs(render(examples()[example]))
     images = [container["image"] for spec in specs for container in spec["containers"]]
     assert images
     for image in images:
@@ -321,7 +318,7 @@ def test_pods_share_an_account_that_one_of_them_makes() -> None:
             "cpu": {"enabled": True, "serviceAccount": {**shared, "create": False}},
         }
     )
-    assert [each.name for each in objects if each.kind == "ServiceAccount"] == ["batch"]
+    assert list(of_kind(objects, "ServiceAccount")) == ["batch"]
     assert {each.content["spec"]["serviceAccountName"] for each in pod_templates(objects)} == {
         "batch"
     }
@@ -383,8 +380,7 @@ def test_further_volumes_are_in_every_pod() -> None:
     objects = render(values)
     pods = [*pod_templates(objects), *spark_applications(objects)]
     assert [error for each in [*objects, *pods] for error in errors_of(each)] == []
-    specs = [each.content["spec"] for each in pod_templates(objects)]
-    specs.append(one(objects, "Job")["spec"]["template"]["spec"])
+    specs = pod_specs(objects)
     assert len(specs) == 4
     for spec in specs:
         assert spec["volumes"][-2:] == volumes

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from helm_chart.rendering import Rendered, Values, pod_templates, render
+from helm_chart.rendering import Values, of_kind, pod_templates, render
 from helm_python import HelmError
 from support.shard_progress import shard_progress
 
@@ -32,10 +32,6 @@ def main(pod: dict[str, Any]) -> dict[str, Any]:
 
 def variable(pod: dict[str, Any]) -> list[str]:
     return [each["value"] for each in main(pod)["env"] if each["name"] == ADDRESS_VARIABLE]
-
-
-def of_kind(objects: list[Rendered], kind: str) -> list[Any]:
-    return [each.content for each in objects if each.kind == kind]
 
 
 def test_by_default_nothing_is_served() -> None:
@@ -75,7 +71,7 @@ def test_annotations_are_added_where_they_are_wanted() -> None:
 
 
 def test_only_prometheus_may_connect() -> None:
-    [policy] = of_kind(render(ENABLED), "NetworkPolicy")
+    [policy] = of_kind(render(ENABLED), "NetworkPolicy").values()
     assert policy["spec"]["ingress"] == [
         {
             "from": [
@@ -94,13 +90,13 @@ def test_a_pod_monitor_needs_metrics() -> None:
     with pytest.raises(HelmError, match=r"monitoring\.metrics\.enabled"):
         render({"monitoring": {"podMonitor": {"enabled": True}}})
     monitoring = {**ENABLED["monitoring"], "podMonitor": {"enabled": True}}
-    [monitor] = of_kind(render({"monitoring": monitoring}), "PodMonitor")
+    [monitor] = of_kind(render({"monitoring": monitoring}), "PodMonitor").values()
     [place] = monitor["spec"]["podMetricsEndpoints"]
     assert place == {"port": "metrics", "interval": "30s"}
 
 
 def stalled(values: Values) -> list[dict[str, Any]]:
-    [rules] = of_kind(render(values), "PrometheusRule")
+    [rules] = of_kind(render(values), "PrometheusRule").values()
     [group] = rules["spec"]["groups"]
     return [rule for rule in group["rules"] if rule["alert"] == "BatchLLMShardStalled"]
 

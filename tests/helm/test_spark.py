@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
-from helm_chart.rendering import NAMESPACE, ROOT, examples, render, spark_applications
+from helm_chart.rendering import NAMESPACE, ROOT, examples, of_kind, render, spark_applications
 from helm_chart.validation import errors_of
 
 from batchllm_operator import __version__
@@ -59,7 +59,7 @@ def test_own_settings_win() -> None:
 
 
 def test_driver_and_executors_reach_each_other_and_no_others_reach_them() -> None:
-    policies = {each.name: each.content for each in render(VALUES) if each.kind == "NetworkPolicy"}
+    policies = of_kind(render(VALUES), "NetworkPolicy")
     spec = policies["batchllm-spark"]["spec"]
     ours = {"app.kubernetes.io/name": "batchllm", "app.kubernetes.io/component": "spark"}
     assert spec["podSelector"]["matchLabels"] == ours
