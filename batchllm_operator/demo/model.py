@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.demo.table import demo_documents
 from batchllm_operator.errors import ModelError
 
 if TYPE_CHECKING:
@@ -63,6 +62,8 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
         ModelError: `documents` holds no text to train the tokenizer on.
     """
     if documents is None:
+        from batchllm_operator.demo.table import demo_documents
+
         documents = [document.text for document in demo_documents()]
     if not any(documents):
         raise ModelError(f"demo model {folder}: there is no text to train the tokenizer on")
