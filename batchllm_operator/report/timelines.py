@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.stored_plan.run_report import Timeline
-from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
+from batchllm_operator.vllm_plugin.scheduler.trace import in_valley
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

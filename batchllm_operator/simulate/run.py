@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from batchllm_operator.cost import StepWork
 from batchllm_operator.prefixes import saving_ratio
-from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
+from batchllm_operator.vllm_plugin.scheduler.trace import in_valley
 
 
 @dataclass(frozen=True, slots=True, eq=False)

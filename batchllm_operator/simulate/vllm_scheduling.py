@@ -28,8 +28,8 @@ from batchllm_operator.simulate.machine import ARRIVALS_PER_S, Machine, Policy
 from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
-from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
+from batchllm_operator.vllm_plugin.scheduler.pacing import most_in_flight, num_to_feed
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
 _SPARE: Final = 4

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
+from batchllm_operator.vllm_plugin.scheduler.trace import in_valley
 
 _COLUMNS: Final = {
     **dict.fromkeys(("begin_s", "done_s"), np.float64),

@@ -1,11 +1,20 @@
-"""The rate of prefill at which memory stays full."""
+"""The rate of prefill at which memory stays full, and of requests at which an engine stays busy."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
-from batchllm_operator.vllm_plugin.scheduler.pacing import AverageRequest, Pace, Waiting, fill_share
+from batchllm_operator.vllm_plugin.scheduler.pacing import (
+    AverageRequest,
+    Pace,
+    Waiting,
+    fill_share,
+    most_in_flight,
+    num_to_feed,
+)
 
 # 320 prompt tokens in 20 blocks, and 160 output tokens in 10 more, 5 on average.
 REQUEST = AverageRequest(
@@ -39,9 +48,7 @@ def test_longer_outputs_than_estimated_take_more_block_steps() -> None:
 
 
 def test_what_is_taken_out_of_the_sums_is_gone() -> None:
-    sums = waiting(7)
-    sums.add(waiting(4), sign=-1)
-    assert sums == waiting(3)
+    assert waiting(7).plus(waiting(4), sign=-1) == waiting(3)
 
 
 def test_the_rate_fills_memory_by_littles_law() -> None:
@@ -124,3 +131,40 @@ def test_the_cost_of_a_step_is_at_least_reading_the_weights() -> None:
     cost = StepCost(token_s=2e-6, weights_s=4e-3, overhead_s=1e-3)
     assert cost.seconds(1) == cost.seconds(2000) == pytest.approx(5e-3)
     assert cost.seconds(4000) == pytest.approx(9e-3)
+
+
+def test_an_engine_begins_with_a_few_and_takes_some_more_in_each_step() -> None:
+    held = 0
+    fed: list[int] = []
+    while len(fed) < 64:
+        fed.append(num_to_feed(held, 0, 2048))
+        held += fed[-1]
+    assert fed == [64, *[32] * 62, 0]
+    assert held == 2048 == most_in_flight(1024)
+
+
+@pytest.mark.parametrize(
+    ("num_in_flight", "num_finished", "most", "expected"),
+    [
+        (2048 - 500, 500, 2048, 500),
+        (300, 500, 2048, 532),
+        (0, 500, 2048, 532),  # of short prompts without outputs
+        (10, 3, 2048, 54),
+        (0, 0, most_in_flight(1), 2),
+        (1, 1, most_in_flight(1), 1),
+    ],
+)
+def test_what_a_step_finishes_is_replaced(
+    num_in_flight: int, num_finished: int, most: int, expected: int
+) -> None:
+    assert num_to_feed(num_in_flight, num_finished, most) == expected
+
+
+@given(num_in_flight=st.integers(0, 3000), num_finished=st.integers(0, 3000), data=st.data())
+def test_never_too_many_and_none_only_if_full(
+    num_in_flight: int, num_finished: int, data: st.DataObject
+) -> None:
+    most = data.draw(st.integers(max(num_in_flight, 1), 4000))
+    num = num_to_feed(num_in_flight, num_finished, most)
+    assert 0 <= num <= most - num_in_flight
+    assert num > 0 or num_in_flight == most

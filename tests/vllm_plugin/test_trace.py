@@ -12,8 +12,7 @@ from support.engine_steps import EngineSteps
 
 from batchllm_operator.vllm_plugin.scheduler import trace as trace_module
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
-from batchllm_operator.vllm_plugin.scheduler.trace import TRACE_SCHEMA, StepTrace
+from batchllm_operator.vllm_plugin.scheduler.trace import TRACE_SCHEMA, StepRow, StepTrace
 
 
 def row(step: int) -> StepRow:
@@ -24,7 +23,7 @@ def test_rows_come_out_in_order_over_several_row_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_module, "_ROWS_IN_MEMORY", 10)
-    with closing(StepTrace(tmp_path / "trace.parquet")) as trace:
+    with closing(StepTrace(tmp_path / "trace.parquet", 64)) as trace:
         for step in range(25):
             trace.add(row(step))
     file = pq.ParquetFile(tmp_path / "trace.parquet")
@@ -36,7 +35,7 @@ def test_rows_come_out_in_order_over_several_row_groups(
 
 
 def test_a_trace_of_nothing_can_be_read(tmp_path: Path) -> None:
-    trace = StepTrace(tmp_path / "trace.parquet")
+    trace = StepTrace(tmp_path / "trace.parquet", 64)
     trace.close()
     trace.close()
     assert pq.read_table(tmp_path / "trace.parquet").num_rows == 0

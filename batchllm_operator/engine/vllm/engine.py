@@ -24,8 +24,8 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.engine.vllm.logs import configure_logs, one_line, without_llvmlite
 from batchllm_operator.errors import EngineError, ModelError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
-from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.pacing import most_in_flight, num_to_feed
 
 # vLLM reads these when it is imported. The first keeps the engine in this process, the others keep
 # a batch job from phoning home. A user's own setting wins.

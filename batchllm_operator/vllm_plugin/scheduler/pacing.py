@@ -1,4 +1,4 @@
-"""Prompt tokens per step, chosen so that batches are even and memory stays full.
+"""Prompt tokens per step, chosen so that batches are even and memory stays full; requests fed.
 
 By Little's law, requests that each hold w block-steps (blocks, summed over the steps that they
 are held) fill M blocks if M / w of them are admitted per step. So prefill is paced at
@@ -15,12 +15,16 @@ the pace has caught up.
 
 Filling memory at that rate takes as long as one output. For a job only a few times as large as
 memory that is too long, so it is admitted faster, in waves: see `fill_share`.
+
+Adding a request takes vLLM about 0.39 ms, in the process that steps. So an engine begins with a
+few, and takes the others while it works, a few more than have finished: 32 take 12 ms, about a
+step's time, in which the device is busy with the step before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
@@ -31,13 +35,37 @@ leave room for outputs that turn out longer than estimated."""
 _SHARES: Final = 64
 _PREFILL_SHARE: Final = 1 / 16  # most steps of a prefill, as a share of its output's steps
 _MOST_STEPS_SAVED: Final = 2.0  # longest carry-over of unused or excess prefill, in steps
+_FIRST_FED: Final = 64
+_MORE_FED: Final = 32
+_LOOK_AHEAD: Final = 2
+"""Requests held by the engine, as a multiple of the most that it runs at a time, so that its
+scheduler never runs dry."""
 
 
-@dataclass(slots=True)
-class Waiting:
+def most_in_flight(max_num_seqs: int) -> int:
+    """Requests that an engine holds at most, if it runs `max_num_seqs` at a time."""
+    return _LOOK_AHEAD * max_num_seqs
+
+
+def num_to_feed(num_in_flight: int, num_finished: int, most: int) -> int:
+    """Requests to add before the next step.
+
+    Steps that finish many requests are followed by ones that get as many.
+
+    Args:
+        num_in_flight: requests that the engine holds.
+        num_finished: requests that the last step has finished; 0 before the first.
+        most: see `most_in_flight`.
+    """
+    return min(max(_FIRST_FED - num_in_flight, num_finished + _MORE_FED), most - num_in_flight)
+
+
+class Waiting(NamedTuple):
     """Sums over waiting requests. Each member of a group counts for its part of the prefix."""
 
     num_requests: int = 0
+    num_guessed: int = 0
+    """Those whose output's length is a guess."""
     num_prefill_tokens: float = 0.0
     num_prompt_blocks: float = 0.0
     num_output_tokens: int = 0
@@ -47,14 +75,9 @@ class Waiting:
     num_output_block_steps: float = 0.0
     """The same for the blocks of the output as it grows."""
 
-    def add(self, other: Waiting, sign: int = 1) -> None:
-        """Add other requests, or remove them with a `sign` of -1."""
-        self.num_requests += sign * other.num_requests
-        self.num_prefill_tokens += sign * other.num_prefill_tokens
-        self.num_prompt_blocks += sign * other.num_prompt_blocks
-        self.num_output_tokens += sign * other.num_output_tokens
-        self.num_prompt_block_steps += sign * other.num_prompt_block_steps
-        self.num_output_block_steps += sign * other.num_output_block_steps
+    def plus(self, other: Waiting, sign: int = 1) -> Waiting:
+        """The sums with other requests, or without them with a `sign` of -1."""
+        return Waiting(*(mine + sign * theirs for mine, theirs in zip(self, other, strict=True)))
 
     def average(
         self, scale: float, block_size: int, tokens_per_step: float = 1.0
@@ -184,32 +207,28 @@ class Pace:
                 request, num_requests, self._num_blocks, self._most_tokens, self._cost
             )
         now = self.next_step(request, is_prefilling=is_prefilling)
-        return int(now), int(max(self.rate(request), self.least(request)))
+        return int(now), int(max(self.rate(request), _least(request)))
 
     def rate(self, request: AverageRequest) -> float:
         """Prompt tokens per step at which requests like this one fill memory."""
         num_running = max(1.0, self._num_blocks / _held_blocks(request, self.fill_share))
         return num_running * request.prefill_tokens / (self.fill_share * request.output_steps)
 
-    def least(self, request: AverageRequest) -> float:
-        """Fewest prompt tokens of a step while a prompt is being prefilled."""
-        part = request.prefill_tokens / (_PREFILL_SHARE * request.output_steps)
-        return max(1.0, min(part, request.prefill_tokens))
-
     def next_step(self, request: AverageRequest, *, is_prefilling: bool = False) -> float:
-        """Prompt tokens that the next step may have.
-
-        Args:
-            request: the average of all that wait.
-            is_prefilling: whether a prompt is partly prefilled.
-        """
+        """Prompt tokens that the next step may have; see `tokens`."""
         rate = self.rate(request)
         most = max(_MOST_STEPS_SAVED * rate, request.prefill_tokens)
         self._allowance = min(max(self._allowance, -most) + rate, most)
         if self._allowance > 0 or is_prefilling:
-            return max(self._allowance, self.least(request))
+            return max(self._allowance, _least(request))
         return 0.0
 
     def used(self, num_tokens: int) -> None:
         """Note how many prompt tokens the step has used."""
         self._allowance -= num_tokens
+
+
+def _least(request: AverageRequest) -> float:
+    """Fewest prompt tokens of a step while a prompt is being prefilled."""
+    part = request.prefill_tokens / (_PREFILL_SHARE * request.output_steps)
+    return max(1.0, min(part, request.prefill_tokens))

@@ -8,8 +8,7 @@ only when others have ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 _FIRST_STEPS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """The blocks of one request beyond those that it shares.
 
     In step s it holds the blocks of `num_tokens + (s - start) * tokens_per_step` tokens, less
@@ -43,17 +41,13 @@ class BlockProjection:
         self._block_size = block_size
         self._blocks = np.zeros(_FIRST_STEPS, dtype=np.int64)  # by step - first
         self._first = 0
-        self._now = 0
-        self._num_held = 0
-
-    @property
-    def now(self) -> int:
+        self.now = 0
         """The current step."""
-        return self._now
+        self._num_held = 0
 
     def advance(self, now: int) -> None:
         """Move to a later step, and drop the earlier ones."""
-        self._now = now
+        self.now = now
         if now - self._first > len(self._blocks) // 2:
             rest = self._blocks[now - self._first :]
             self._blocks[: len(rest)] = rest
@@ -67,14 +61,14 @@ class BlockProjection:
 
     def add(self, growth: Growth, sign: int = 1) -> None:
         """Add a request's blocks from now on, or remove them with a `sign` of -1."""
-        if self._now < growth.end:
+        if self.now < growth.end:
             self._reach(growth.end)
-            ahead = self._blocks[self._now - self._first : growth.end - self._first]
+            ahead = self._blocks[self.now - self._first : growth.end - self._first]
             ahead += sign * self._of(growth)
 
     def hold(self, num_blocks: int, begin: int, until: int) -> None:
         """Add blocks in those of the steps [begin, until) that aren't over."""
-        begin = max(begin, self._now)
+        begin = max(begin, self.now)
         if begin < until:
             self._reach(until)
             self._blocks[begin - self._first : until - self._first] += num_blocks
@@ -85,7 +79,7 @@ class BlockProjection:
 
     def num_blocks(self) -> int:
         """Blocks in use in the current step."""
-        return int(self._blocks[self._now - self._first]) + self._num_held
+        return int(self._blocks[self.now - self._first]) + self._num_held
 
     def peak_with(self, growth: Growth, num_blocks: int = 0) -> int:
         """The most blocks in use in any step from now on, with one more request.
@@ -95,10 +89,10 @@ class BlockProjection:
             num_blocks: blocks that it adds for others to share, while it runs.
         """
         self._reach(growth.end)
-        ahead = self._blocks[self._now - self._first :]
+        ahead = self._blocks[self.now - self._first :]
         most = int(ahead.max())  # after it has ended
-        if self._now < growth.end:
-            with_it = ahead[: growth.end - self._now] + self._of(growth)
+        if self.now < growth.end:
+            with_it = ahead[: growth.end - self.now] + self._of(growth)
             most = max(most, int(with_it.max()) + num_blocks)
         return most + self._num_held
 
@@ -106,11 +100,11 @@ class BlockProjection:
         """Blocks of a request, [steps from now to its end]."""
         if growth.tokens_per_step == 1.0:
             first = growth.num_tokens - growth.start
-            tokens = np.arange(first + self._now, first + growth.end, dtype=np.int64)
+            tokens = np.arange(first + self.now, first + growth.end, dtype=np.int64)
         else:
-            steps = np.arange(self._now - growth.start, growth.end - growth.start)
+            steps = np.arange(self.now - growth.start, growth.end - growth.start)
             tokens = growth.num_tokens + np.ceil(steps * growth.tokens_per_step).astype(np.int64)
-        if self._now < growth.start:
+        if self.now < growth.start:
             np.maximum(tokens, growth.num_tokens, out=tokens)
         return np.asarray(-(-tokens // self._block_size) - growth.num_shared_blocks)
 

@@ -27,6 +27,7 @@ _SPEED_STEPS: Final = 8  # weight of the first guess of speed, in steps of one t
 class _Entry:
     """One request, waiting or admitted."""
 
+    request: Request
     group: Group
     num_prefix_tokens: int
     estimate: int
@@ -42,11 +43,11 @@ class _Entry:
     outgrown: int = 0
     """Its output's length when it last outgrew its estimate."""
 
-    @property
-    def end(self) -> int:
-        """Step in which an admitted request is expected to have ended."""
-        assert self.growth is not None, "only an admitted request ends"
-        return self.growth.end
+    def learn(self) -> None:
+        """Let the estimates learn from the output's length."""
+        num_tokens = self.request.num_output_tokens
+        self.estimates.learn(self.estimate, num_tokens, self.outgrown)
+        self.outgrown = num_tokens
 
 
 class Reservations:
@@ -81,9 +82,8 @@ class Reservations:
         self._given = OutputEstimates()
         self._guessed = OutputEstimates(_GUESS_REQUESTS)
         self._entries: dict[str, _Entry] = {}
-        self._ends: defaultdict[int, list[str]] = defaultdict(list)
+        self._ends: defaultdict[int, list[_Entry]] = defaultdict(list)
         self._waiting = Waiting()
-        self._num_guessed = 0  # waiting requests without an estimate
         self._num_to_come = num_requests or 0
         self._num_steps, self._num_tokens = _SPEED_STEPS, _SPEED_STEPS
 
@@ -99,7 +99,7 @@ class Reservations:
 
     def average_waiting(self) -> AverageRequest:
         """The average waiting request; there must be one."""
-        share = self._num_guessed / self._waiting.num_requests
+        share = self._waiting.num_guessed / self._waiting.num_requests
         scale = share * self._guessed.scale + (1 - share) * self._given.scale
         return self._waiting.average(scale, self.block_size, self._speed)
 
@@ -129,6 +129,7 @@ class Reservations:
         num_blocks = request.num_prompt_tokens / size - group.num_prefix_blocks + part
         share = Waiting(
             num_requests=1,
+            num_guessed=int(is_guess),
             num_prefill_tokens=num_blocks * size,
             num_output_tokens=estimate,
             num_prompt_blocks=num_blocks + 0.5,  # the last one isn't full
@@ -136,10 +137,11 @@ class Reservations:
             num_output_block_steps=estimate**2 / (2 * size),
         )
         estimates = self._guessed if is_guess else self._given
-        entry = _Entry(group, hints.num_prefix_tokens, estimate, estimates, share)
-        self._entries[request.request_id] = entry
+        self._entries[request.request_id] = _Entry(
+            request, group, hints.num_prefix_tokens, estimate, estimates, share
+        )
         self._num_to_come = max(0, self._num_to_come - 1)
-        self._add_waiting(entry, 1)
+        self._waiting = self._waiting.plus(share)
 
     def group_of(self, request: Request) -> Group:
         """The group of a request."""
@@ -147,7 +149,7 @@ class Reservations:
 
     def num_to_prefill(self, request: Request) -> int:
         """Tokens of a waiting request without KV in the cache."""
-        group = self._entries[request.request_id].group
+        group = self.group_of(request)
         num_found = group.num_prefix_blocks - self.groups.num_new_blocks(group, request)
         if group.num_counted and not group.is_complete:
             num_found = 0  # its leader went before the end of the prefix
@@ -158,38 +160,43 @@ class Reservations:
         entry = self._entries.get(request.request_id)
         return entry.num_prefix_tokens if entry is not None else 0
 
+    def computed_work(self, request: Request) -> int:
+        """Tokens that a running request would have to compute again after a preemption."""
+        group = self.group_of(request)
+        shared = group.num_prefix_blocks * self.block_size if group.num_running > 1 else 0
+        return max(request.num_computed_tokens - shared, 0)
+
     def peak_with(self, request: Request, start: int) -> int:
         """Peak of blocks in use from now on, if the request is prefilled by step `start`."""
         entry = self._entries[request.request_id]
         num_prefix_blocks = self.groups.num_new_blocks(entry.group, request)
-        return self.projection.peak_with(self._growth(request, entry, start), num_prefix_blocks)
-
-    def admit(self, request: Request, start: int) -> None:
-        """Reserve the blocks of a waiting request that will be prefilled by step `start`."""
-        entry = self._entries[request.request_id]
-        self._reserve(request, entry, start)
-        self.groups.admitted(entry.group, request, entry.end)
-        self._add_waiting(entry, -1)
+        return self.projection.peak_with(self._growth(entry, start), num_prefix_blocks)
 
     def is_admitted(self, request: Request) -> bool:
         """Whether blocks are reserved for a request."""
         entry = self._entries.get(request.request_id)
         return entry is not None and entry.growth is not None
 
+    def admit(self, request: Request, start: int) -> None:
+        """Reserve the blocks of a waiting request that will be prefilled by step `start`."""
+        entry = self._entries[request.request_id]
+        end = self._reserve(entry, start)
+        self.groups.admitted(entry.group, request, end)
+        self._waiting = self._waiting.plus(entry.share, -1)
+
     def reschedule(self, request: Request, start: int) -> None:
         """Reserve again: an admitted request will be prefilled by step `start`."""
         entry = self._entries[request.request_id]
         if entry.growth is not None:
             self.projection.add(entry.growth, sign=-1)
-        self._reserve(request, entry, start)
-        self.groups.ends_at(entry.group, entry.end)
+        self.groups.ends_at(entry.group, self._reserve(entry, start))
 
     def requeue(self, request: Request) -> None:
         """Give an admitted request's blocks back: it waits again."""
         entry = self._entries[request.request_id]
         self._release(entry)
         self.groups.preempted(entry.group, request)
-        self._add_waiting(entry, 1)
+        self._waiting = self._waiting.plus(entry.share)
 
     def finish(self, request: Request, next_one: Request | None, *, aborted: bool) -> None:
         """Remove a request, waiting or admitted, that still holds its blocks.
@@ -202,51 +209,42 @@ class Reservations:
         if entry is None:
             return
         if entry.growth is None:
-            self._add_waiting(entry, -1)
+            self._waiting = self._waiting.plus(entry.share, -1)
             self.groups.remove_waiting(entry.group)
         else:
             if not aborted:
-                self._learn(request, entry)
+                self._learn(entry)
             self._release(entry)
             self.groups.finished(entry.group, request, next_one)
         if not self._entries:
             self.groups.forget_all()
 
-    def computed_work(self, request: Request) -> int:
-        """Tokens that a running request would have to compute again after a preemption."""
-        group = self._entries[request.request_id].group
-        shared = group.num_prefix_blocks * self.block_size if group.num_running > 1 else 0
-        return max(request.num_computed_tokens - shared, 0)
-
     # All requests.
 
-    def extend_overdue(self, requests: dict[str, Request], prefilling: Iterable[str]) -> None:
+    def extend_overdue(self, prefilling: Iterable[str]) -> None:
         """Extend running requests that should have ended by now."""
         step = self.projection.now
-        for request_id in self._ends.pop(step, ()):
-            entry, request = self._entries.get(request_id), requests.get(request_id)
-            if entry is None or request is None or entry.growth is None or entry.end > step:
+        for entry in self._ends.pop(step, ()):
+            if entry.growth is None or entry.growth.end > step:
                 continue
-            if request_id not in prefilling:
-                entry.estimates.learn(entry.estimate, request.num_output_tokens, entry.outgrown)
-                entry.outgrown = request.num_output_tokens
-            self.reschedule(request, max(step, entry.growth.start))
+            if entry.request.request_id not in prefilling:
+                entry.learn()
+            self.reschedule(entry.request, max(step, entry.growth.start))
 
-    def recount(self, requests: dict[str, Request]) -> None:
+    def recount(self) -> None:
         """Count everything again with the current estimates; steps may also have been missed."""
-        step = self.projection.now
         self.projection.clear()
         self._ends.clear()
         admitted = [
-            (requests[request_id], entry, entry.growth.start)
-            for request_id, entry in self._entries.items()
+            (entry, entry.growth.start)
+            for entry in self._entries.values()
             if entry.growth is not None
         ]
-        for _, entry, _ in admitted:
+        for entry, _ in admitted:
             entry.group.last_end = 0
-        for request, entry, start in admitted:
-            self._reserve(request, entry, max(step, start))
-            entry.group.last_end = max(entry.group.last_end, entry.end)
+        for entry, start in admitted:
+            end = self._reserve(entry, max(self.projection.now, start))
+            entry.group.last_end = max(entry.group.last_end, end)
         self.groups.recount()
 
     @property
@@ -254,42 +252,34 @@ class Reservations:
         """Tokens per step of a decoding request."""
         return self._num_tokens / self._num_steps if self._has_drafts else 1.0
 
-    def _growth(self, request: Request, entry: _Entry, start: int) -> Growth:
-        on_its_way = request.num_output_placeholders
+    def _growth(self, entry: _Entry, start: int) -> Growth:
+        request, on_its_way = entry.request, entry.request.num_output_placeholders
         num_output = request.num_output_tokens + on_its_way
         longest = entry.estimates.rather_long(entry.estimate, request.max_tokens)
         if longest <= num_output:
             longest = entry.estimates.extended(num_output, request.max_tokens)
-        num_steps = math.ceil((longest - num_output) / self._speed)
-        shared = entry.group.num_prefix_blocks
-        return Growth(
-            start,
-            start + num_steps + self._delay,
-            request.num_tokens + on_its_way,
-            shared,
-            self._speed,
-        )
+        end = start + math.ceil((longest - num_output) / self._speed) + self._delay
+        num_tokens = request.num_tokens + on_its_way
+        return Growth(start, end, num_tokens, entry.group.num_prefix_blocks, self._speed)
 
-    def _reserve(self, request: Request, entry: _Entry, start: int) -> None:
-        """Count an admitted request's blocks in the projection, which doesn't have them yet."""
+    def _reserve(self, entry: _Entry, start: int) -> int:
+        """Count a request's blocks in the projection, which doesn't have them; returns its end."""
         if entry.growth is None or entry.growth.start > self.projection.now:
             entry.begun = start
-        entry.growth = self._growth(request, entry, start)
+        entry.growth = self._growth(entry, start)
         self.projection.add(entry.growth)
-        self._ends[entry.end].append(request.request_id)
+        self._ends[entry.growth.end].append(entry)
+        return entry.growth.end
 
     def _release(self, entry: _Entry) -> None:
         if entry.growth is not None:
             self.projection.add(entry.growth, sign=-1)
         entry.growth = None
 
-    def _learn(self, request: Request, entry: _Entry) -> None:
-        entry.estimates.learn(entry.estimate, request.num_output_tokens, entry.outgrown)
+    def _learn(self, entry: _Entry) -> None:
+        """Learn from an output that has ended."""
+        entry.learn()
         num_steps = self.projection.now - entry.begun
         if self._has_drafts and num_steps > 0:
             self._num_steps += num_steps
-            self._num_tokens += max(num_steps, request.num_output_tokens)
-
-    def _add_waiting(self, entry: _Entry, sign: int) -> None:
-        self._waiting.add(entry.share, sign)
-        self._num_guessed += sign * (entry.estimates is self._guessed)
+            self._num_tokens += max(num_steps, entry.request.num_output_tokens)

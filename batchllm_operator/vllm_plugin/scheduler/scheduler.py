@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,12 +29,13 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.compat import is_ready
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace
-from batchllm_operator.vllm_plugin.scheduler.preemption import choose_victims, put_decodes_first
 from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow, StepState
-
-if TYPE_CHECKING:
-    from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+from batchllm_operator.vllm_plugin.scheduler.step import (
+    StepState,
+    choose_victims,
+    put_decodes_first,
+)
+from batchllm_operator.vllm_plugin.scheduler.trace import StepRow, StepTrace
 
 _RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step longer than planned
@@ -94,9 +95,6 @@ class BatchLLMScheduler(AsyncScheduler):
         self._started_at: float | None = None
         self._trace = None
         if settings.trace_path is not None:
-            # Only a trace needs pyarrow.
-            from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
-
             self._trace = StepTrace(Path(settings.trace_path), self.chunk_size)
 
     def _num_blocks_to_plan(self, threshold: float | None) -> int:
@@ -243,9 +241,9 @@ class BatchLLMScheduler(AsyncScheduler):
         self._step += 1
         self._now = StepState(self.chunk_size, self.chunk_size, self._now.num_prefill_ahead)
         self._reservations.projection.advance(self._step)
-        self._reservations.extend_overdue(self.requests, self._prefilling)
+        self._reservations.extend_overdue(self._prefilling)
         if self._step % _RECOUNT_STEPS == 0:
-            self._reservations.recount(self.requests)
+            self._reservations.recount()
         put_decodes_first(self.running, self._prefilling)
         self._limit_tokens()
         self._make_room_for_first()

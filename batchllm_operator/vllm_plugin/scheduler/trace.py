@@ -1,22 +1,51 @@
-"""A Parquet file with a row per scheduler step."""
+"""A row per scheduler step, in a Parquet file."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+from numpy.typing import NDArray
 
 _log = logging.getLogger(__name__)
 _ROWS_IN_MEMORY: Final = 1 << 14
+CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
+"""Key in the file's metadata: most tokens of a step, in decimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step, counted after it has been scheduled and before it runs."""
+
+    step: int
+    start_s: float
+    """When scheduling began, since the first step."""
+    scheduling_s: float
+    num_decode_tokens: int
+    num_distinct_tokens: int
+    """Prompt tokens after their group's prefix, and recomputed tokens of preempted requests."""
+    num_prefix_tokens: int
+    """Prompt tokens of a group's prefix."""
+    num_cached_tokens: int
+    """Tokens of requests admitted in this step that were in the cache."""
+    num_scheduled: int
+    """Requests with tokens in the step."""
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_used_blocks: int
+    num_held_blocks: int
+    """Used blocks held for future members of groups without a running one."""
+    num_blocks: int
+    """Blocks of the KV cache."""
 
 
 TRACE_SCHEMA: Final = pa.schema(
@@ -27,8 +56,18 @@ TRACE_SCHEMA: Final = pa.schema(
 )
 
 
-CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
-"""Key in the file's metadata: most tokens of a step, in decimal digits."""
+def in_valley(
+    num_tokens: NDArray[Any], num_waiting: NDArray[Any], chunk_size: int
+) -> NDArray[np.bool_]:
+    """Whether each step is a valley: under half of the chunk size while requests wait (Fig. 2).
+
+    Args:
+        num_tokens: of each step, [num_steps].
+        num_waiting: requests still waiting after the step was scheduled, [num_steps].
+        chunk_size: most tokens of a step.
+    """
+    is_valley: NDArray[np.bool_] = (2 * num_tokens < chunk_size) & (num_waiting > 0)
+    return is_valley
 
 
 class StepTrace:
@@ -42,10 +81,8 @@ class StepTrace:
         chunk_size: most tokens of a step, noted in the file's metadata.
     """
 
-    def __init__(self, path: Path, chunk_size: int | None = None) -> None:
-        self._schema = TRACE_SCHEMA
-        if chunk_size is not None:
-            self._schema = TRACE_SCHEMA.with_metadata({CHUNK_SIZE_KEY: str(chunk_size).encode()})
+    def __init__(self, path: Path, chunk_size: int) -> None:
+        self._schema = TRACE_SCHEMA.with_metadata({CHUNK_SIZE_KEY: str(chunk_size).encode()})
         self._rows: list[StepRow] = []
         self._writer: pq.ParquetWriter | None = None
         with self._warning("steps aren't traced"):
