@@ -20,7 +20,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,15 +62,13 @@ class Outputs:
 
     def save(self, path: Path) -> None:
         """As a NumPy archive."""
-        np.savez_compressed(
-            path, tokens=self.tokens, likely_tokens=self.likely_tokens, logprobs=self.logprobs
-        )
+        np.savez_compressed(path, **asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> Outputs:
         """What `save` wrote."""
         with np.load(path) as arrays:
-            return cls(arrays["tokens"], arrays["likely_tokens"], arrays["logprobs"])
+            return cls(**arrays)
 
 
 def compare(reference: Outputs, other: Outputs) -> dict[str, Any]:
@@ -154,13 +152,13 @@ def generate(task: Task, workload: str) -> Outputs:
     tokens, likely_tokens, logprobs = [], [], []
     for idx in range(len(by_idx)):
         tokens.append(list(by_idx[idx].token_ids))
-        ranked = [
-            sorted(((found.logprob, token) for token, found in each.items()), reverse=True)
-            for each in by_idx[idx].logprobs
-        ]
         # A sampled token that isn't among the likeliest comes on top of them.
-        likely_tokens.append([[token for _, token in each[:_NUM_LOGPROBS]] for each in ranked])
-        logprobs.append([[logprob for logprob, _ in each[:_NUM_LOGPROBS]] for each in ranked])
+        ranked = [
+            sorted(((other.logprob, token) for token, other in place.items()), reverse=True)
+            for place in by_idx[idx].logprobs
+        ]
+        likely_tokens.append([[token for _, token in place[:_NUM_LOGPROBS]] for place in ranked])
+        logprobs.append([[logprob for logprob, _ in place[:_NUM_LOGPROBS]] for place in ranked])
     return Outputs(
         np.array(tokens, dtype=np.int64),
         np.array(likely_tokens, dtype=np.int64),

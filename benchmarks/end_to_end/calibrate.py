@@ -47,13 +47,13 @@ class RunWork:
     workload: str
     policy: str
     settings: str
+    num_requests: int
+    steps: Sequence[StepWork]
+    model: ModelShape
     measured_s: float
     """Median, from the first step to the last output."""
     measured_steps: float
     measured_prefill_tokens: float
-    num_requests: int
-    steps: Sequence[StepWork]
-    model: ModelShape
 
     @classmethod
     def of(
@@ -61,15 +61,12 @@ class RunWork:
     ) -> RunWork:
         """Repetitions of a run, and what the simulator says its steps do."""
         return cls(
-            workload=rows[0]["workload"],
-            policy=rows[0]["policy"],
-            settings=rows[0]["settings"],
+            *(rows[0][name] for name in ("workload", "policy", "settings", "num_requests")),
+            steps=steps,
+            model=model,
             measured_s=statistics.median(row["generate_s"] - row["admission_s"] for row in rows),
             measured_steps=statistics.median(row["num_steps"] for row in rows),
             measured_prefill_tokens=statistics.median(row["num_prefill_tokens"] for row in rows),
-            num_requests=rows[0]["num_requests"],
-            steps=steps,
-            model=model,
         )
 
     @property

@@ -15,9 +15,7 @@ through vLLM's scheduler and ours for an H200. `--measured` runs them with a tin
 
 The policies take turns, each in a process of its own. Probabilities must be equal within 1e-4, or
 there are no figures. `wall_of_ours` is a policy's time over that of `batchllm`, the median of the
-repetitions' ratios. Then a job whose answers have a JSON schema of six fields runs against
-`LLM.generate` with the same schema: how many of the answers that end by themselves parse, and
-scheduling time a step, bitmasks included. The last line is one JSON object.
+repetitions' ratios. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import print_last_line, provenance_of_another_process
-from benchmarks.scoring.formed import formed
 from benchmarks.scoring.measured import TEMPLATES, GateError, measured, prepare
 from benchmarks.scoring.simulated import GPU, MODEL, simulated, targets
 
@@ -58,12 +55,9 @@ def main() -> None:
                     rows = measured(shape, args.repetitions)
                 except GateError as error:
                     sys.exit(f"gate: {error}; no figures")
-                if name == next(iter(TEMPLATES)):
-                    report["json_schema"] = formed(shape, args.repetitions)
             report["measured"] += rows
             for row in rows:
                 _print(row, "wall_s", "wall_of_ours", "cpu_s", "computed_tokens", "steps")
-        print("json_schema", "  ".join(f"{k} {v}" for k, v in report["json_schema"].items()))
     print_last_line(report | provenance_of_another_process(), args.json)
 
 

@@ -35,19 +35,17 @@ class Stopwatch:
     def watch(self, scheduler: Any) -> None:
         """Time the scheduler's own work in each step, from now on."""
         self.scheduling_s, self.num_steps = 0.0, 0
-        for name in ("schedule", "get_grammar_bitmask"):
-            setattr(scheduler, name, self._timed(getattr(scheduler, name), name == "schedule"))
+        schedule = scheduler.schedule
 
-    def _timed(self, call: Any, is_step: bool) -> Any:
         def timed(*args: Any, **options: Any) -> Any:
             began_s = time.thread_time()
             try:
-                return call(*args, **options)
+                return schedule(*args, **options)
             finally:
                 self.scheduling_s += time.thread_time() - began_s
-                self.num_steps += is_step
+                self.num_steps += 1
 
-        return timed
+        scheduler.schedule = timed
 
     def result(self) -> dict[str, float]:
         return {
@@ -61,31 +59,25 @@ class Stopwatch:
 def stock(job: dict[str, Any]) -> dict[str, Any]:
     """`LLM.generate` over the prompts, in their order."""
     from vllm import LLM, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
     sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
     llm = LLM(disable_log_stats=True, **job["engine"])
-    given = dict(job["params"])
-    if schema := given.pop("schema", None):
-        given["structured_outputs"] = StructuredOutputsParams(json=schema)
-    params = SamplingParams(temperature=0.0, **given)
+    params = SamplingParams(temperature=0.0, **job["params"])
     llm.generate(["warm-up"], params, use_tqdm=False)
-    prompts = [{"prompt_token_ids": each} for each in job["prompts"]]
+    prompts = [{"prompt_token_ids": token_ids} for token_ids in job["prompts"]]
     watch = Stopwatch()
     core: Any = llm.llm_engine.engine_core
     watch.watch(core.engine_core.scheduler)
     with watch:
         outputs: Any = llm.generate(prompts, params, use_tqdm=False)
-    wanted = given.get("logprob_token_ids") or ()
+    wanted = job["params"].get("logprob_token_ids") or ()
     return {
         **watch.result(),
-        "texts": [each.outputs[0].text for each in outputs],
         "logprobs": [
-            [each.outputs[0].logprobs[0][token_id].logprob for token_id in wanted]
-            for each in outputs
+            [output.outputs[0].logprobs[0][token_id].logprob for token_id in wanted]
+            for output in outputs
         ],
-        "finish_reasons": [each.outputs[0].finish_reason for each in outputs],
-        "num_cached_tokens": sum(each.num_cached_tokens or 0 for each in outputs),
+        "num_cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
     }
 
 

@@ -104,17 +104,18 @@ def measured(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
         "stock_sorted_text": (in_order, {"max_tokens": 4, "ignore_eos": True}),
         "stock_sorted_json": (in_order, {"max_tokens": 24, "ignore_eos": True}),
     }
-    found: dict[str, list[dict[str, Any]]] = {}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("batchllm", *stock)}
     for repetition in range(repetitions):
-        ours = _ours(shape, repetition)
-        found.setdefault("batchllm", []).append(ours)
+        runs["batchllm"].append(_ours(shape, repetition))
         for policy, (order, params) in stock.items():
-            found.setdefault(policy, []).append(_stock(shape, order, params))
+            job = {"engine": {**ENGINE, "model": str(shape.folder / "model")}, "params": params}
+            job["prompts"] = [shape.prompts[idx] for idx in order]
+            runs[policy].append(run_child(shape.folder, job))
+    probabilities = runs["batchllm"][-1]["probabilities"]
     for policy in ("stock_sorted", "stock_given"):
-        order = stock[policy][0]
-        for theirs in found[policy]:
-            _compare(ours["probabilities"], order, theirs["logprobs"])
-    return [_row(shape, policy, runs, found["batchllm"]) for policy, runs in found.items()]
+        for theirs in runs[policy]:
+            _compare(probabilities, stock[policy][0], theirs["logprobs"])
+    return [_row(shape, policy, runs[policy], runs["batchllm"]) for policy in runs]
 
 
 def _ours(shape: Shape, repetition: int) -> dict[str, Any]:
@@ -131,15 +132,6 @@ def _ours(shape: Shape, repetition: int) -> dict[str, Any]:
         "probabilities": [[row[label] for label in LABEL_VALUES] for row in probabilities],
         "num_cached_tokens": report.plan.num_logical_tokens - report.done.num_computed_tokens,
     }
-
-
-def _stock(shape: Shape, order: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
-    job = {
-        "engine": {**ENGINE, "model": str(shape.folder / "model")},
-        "params": params,
-        "prompts": [shape.prompts[idx] for idx in order],
-    }
-    return run_child(shape.folder, job)
 
 
 def run_child(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
@@ -183,6 +175,11 @@ def _row(
     shape: Shape, policy: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]]
 ) -> dict[str, Any]:
     num_tokens = sum(map(len, shape.prompts))
+
+    def of_ours(name: str) -> float:
+        ratios = [run[name] / our[name] for run, our in zip(runs, ours, strict=True)]
+        return round(median(ratios), 3)
+
     return {
         "workload": shape.name,
         "policy": policy,
@@ -193,14 +190,7 @@ def _row(
             name: round(median(run[name] for run in runs), 3)
             for name in ("wall_s", "cpu_s", "steps", "sched_ms_per_step")
         },
-        **{
-            f"{name}_of_ours": round(
-                median(
-                    run[f"{name}_s"] / our[f"{name}_s"] for run, our in zip(runs, ours, strict=True)
-                ),
-                3,
-            )
-            for name in ("wall", "cpu")
-        },
+        "wall_of_ours": of_ours("wall_s"),
+        "cpu_of_ours": of_ours("cpu_s"),
         "all_wall_s": [run["wall_s"] for run in runs],
     }

@@ -113,12 +113,6 @@ def test_the_first_step_comes_after_a_few_requests() -> None:
     assert [each.request_idx for each in outputs] == list(range(1000))
 
 
-def test_steps_that_finish_all_get_ever_more() -> None:
-    engine = DoubledEngine(1024, [5000])
-    assert len(list(engine.stream(requests(0, 400)))) == 400
-    assert engine.llm.held_at_steps == [64, 96, 128, 112]
-
-
 @given(
     num_requests=st.integers(0, 300),
     max_num_seqs=st.integers(1, 60),
@@ -138,13 +132,6 @@ def test_each_request_has_one_output_and_no_more_are_held_than_allowed(
     assert engine.llm.held == []
 
 
-def test_requests_that_are_all_refused_do_not_end_the_stream() -> None:
-    engine = DoubledEngine(1024, [1])
-    outputs = list(engine.stream(requests(0, 201, frozenset(range(200)))))
-    assert [each.error is None for each in outputs] == [False] * 200 + [True]
-    assert engine.llm.held_at_steps == [1]
-
-
 def test_of_several_answers_each_is_a_request_of_vllm() -> None:
     engine = SamplingEngine(max_num_seqs=20)
     outputs = list(engine.stream(requests(0, 50)))
@@ -154,12 +141,6 @@ def test_of_several_answers_each_is_a_request_of_vllm() -> None:
     held = engine.llm.held_at_steps
     assert max(held) in range(40, 40 + 3)
     assert all(each > 20 for each in held[: -2 * 20])  # it never runs dry
-
-
-def test_a_stream_that_ends_at_once_takes_no_step() -> None:
-    engine = DoubledEngine(1024, [1])
-    assert list(engine.stream(iter(()))) == []
-    assert engine.llm.held_at_steps == []
 
 
 def test_a_generator_that_ends_early_is_not_asked_again() -> None:
@@ -187,11 +168,3 @@ def test_the_next_shard_is_claimed_before_the_last_requests_of_this_one_have_end
     assert [each.request_idx for each in outputs] == list(range(200))
     assert in_flight[0] > 0
     assert min(engine.llm.held_at_steps[:-1]) > 10, "the engine never ran dry"
-
-
-def test_a_stream_that_is_closed_leaves_its_requests_to_the_engine() -> None:
-    engine = DoubledEngine(1024, [1])
-    stream = engine.stream(requests(0, 100))
-    assert next(stream).request_idx == 0
-    stream.close()
-    assert len(engine.llm.held) == 63

@@ -232,19 +232,6 @@ def test_developers_are_the_system_to_templates_that_do_not_know_them(tmp_path: 
     ]
 
 
-def test_chats_share_the_tokens_of_the_turns_they_share(tmp_path: Path) -> None:
-    spec = chat_job(tmp_path, CHAT_TEMPLATE)
-    tokenizer = load(spec, DS)
-    first = [USER, {"role": "assistant", "content": "yes?"}]
-    rows = [[*first, {"role": "user", "content": text}] for text in ("one", "two")]
-    one, two = tokenizer.encode(texts_of(spec, rows)).to_lists()
-    shared = tokenizer.encode(
-        [f"{START}user\nhello{END}\n{START}assistant\nyes?{END}\n{START}user\n"]
-    )
-    length = shared.lengths[0]
-    assert one[:length] == two[:length] == shared.to_lists()[0]
-
-
 def test_a_chat_that_the_template_refuses_fails_its_row_only(tmp_path: Path) -> None:
     spec = chat_job(tmp_path, STRICT)
     batch = pa.record_batch({"chat": [json.dumps(row) for row in ([USER], [USER, USER], [USER])]})
@@ -256,13 +243,6 @@ def test_a_chat_that_the_template_refuses_fails_its_row_only(tmp_path: Path) -> 
             "the model's chat template refuses them: roles must alternate",
         )
     }
-
-
-def test_an_error_of_the_templates_own_fails_its_row_only(tmp_path: Path) -> None:
-    spec = chat_job(tmp_path, "{{ 1 + messages[1].content }}")
-    batch = pa.record_batch({"chat": [json.dumps([USER, USER])]})
-    rendered = rendered_by(spec, batch)
-    assert str(rendered.errors[0]).startswith("invalid_messages: the model's chat template refuses")
 
 
 def test_turns_whose_roles_the_template_refuses_are_refused_at_once(tmp_path: Path) -> None:
