@@ -10,18 +10,14 @@ import pyarrow as pa
 from pyarrow import types
 
 from batchllm_operator.model import ChatRefusedError, ChatTemplate
-from batchllm_operator.prompts.control_tokens import (
-    CONTROL_TOKEN,
-    ControlTokenError,
-    ControlTokens,
-)
+from batchllm_operator.prompts.control_tokens import CONTROL_TOKEN, ControlTokens
 from batchllm_operator.prompts.template import (
     NULL_VALUE,
     PromptRenderer,
     RenderedPrompts,
     system_message,
 )
-from batchllm_operator.prompts.values import NOT_UTF8, has_text, is_string, text_column
+from batchllm_operator.prompts.values import NOT_UTF8, NoTextError, has_text, is_string, text_column
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import PromptSpec
 from batchllm_operator.spec.limits import shown
@@ -65,7 +61,7 @@ class ChatRenderer:
         chat: ChatTemplate | None = None,
     ) -> None:
         self._control, self._chat = control or ControlTokens(), chat
-        self._column, self._head = prompt.messages, system_message(prompt)
+        self._column, self._head = prompt.messages or "", system_message(prompt)
         self._turns = [
             (turn.role, PromptRenderer(PromptSpec(template=turn.template, constant=True), control))
             for turn in prompt.turns or ()
@@ -103,30 +99,29 @@ class ChatRenderer:
         self, batch: pa.RecordBatch, errors: dict[int, RowError], control_rows: set[int]
     ) -> dict[int, Messages]:
         """See `_of_turns`."""
-        column, where = batch.column(self._column), f"column {self._column!r}"
+        column = batch.column(self._column)
         known = text_column(column) if has_text(column.type) else None
-        for row, fault in known.faults.items() if known is not None else ():
-            errors[row] = RowError(fault.code, f"{where} {fault.reason}")
+        faults = {} if known is None else known.faults
         chats: dict[int, Messages] = {}
         for row, value in enumerate(column if known is None else known.texts):
             try:
-                if row not in errors:
-                    given = value.as_py()
-                    loaded = _loaded(given) if known is not None else _without_nulls(given)
-                    messages, spells_control = self._control.in_messages(messages_of(loaded))
-                    control_rows |= {row} if spells_control else set()
-                    head = [] if messages[0]["role"] in SYSTEM_ROLES else self._head
-                    _as_text(messages)
-                    chats[row] = head + messages
-            except ControlTokenError as error:
-                control_rows.add(row)
-                errors[row] = RowError(CONTROL_TOKEN, f"{where} {error}")
+                if row in faults:
+                    raise faults[row]
+                if not value.is_valid:
+                    raise NoTextError(NULL_VALUE, "is null")
+                given = _without_nulls(value.as_py()) if known is None else _loaded(value.as_py())
+                messages, spells_control = self._control.in_messages(messages_of(given))
+                control_rows |= {row} if spells_control else set()
+                head = [] if messages[0]["role"] in SYSTEM_ROLES else self._head
+                _as_text(messages)
+                chats[row] = head + messages
             except UnicodeDecodeError as error:
-                errors[row] = RowError(NOT_UTF8, f"{where} isn't valid UTF-8: {error.reason}")
-            except InvalidMessagesError as error:
-                is_null = not value.is_valid
-                code = NULL_VALUE if is_null else INVALID_MESSAGES
-                errors[row] = RowError(code, f"{where} {'is null' if is_null else error}")
+                errors[row] = NoTextError(NOT_UTF8, f"isn't valid UTF-8: {error.reason}").of(
+                    self._column
+                )
+            except NoTextError as error:
+                control_rows |= {row} if error.code == CONTROL_TOKEN else set()
+                errors[row] = error.of(self._column)
         return chats
 
     def _texts(self, chats: dict[int, Messages], errors: dict[int, RowError]) -> dict[int, str]:
@@ -151,27 +146,25 @@ def _as_text(messages: Messages) -> str:
     """The JSON of a chat, which keeps the order of its fields.
 
     Raises:
-        InvalidMessagesError: it holds what no tokenizer or JSON has.
+        NoTextError: it holds what no tokenizer or JSON has.
     """
     try:
         text = json.dumps(messages, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidMessagesError("holds half a surrogate pair, which is no character") from None
+        raise _invalid("holds half a surrogate pair, which is no character") from None
     except (ValueError, RecursionError):
-        raise InvalidMessagesError("holds NaN or an infinity, or is too deep") from None
+        raise _invalid("holds NaN or an infinity, or is too deep") from None
     return text
 
 
-def _loaded(text: str | None) -> object:
+def _loaded(text: str) -> object:
     try:
-        return None if text is None else json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidMessagesError(f"isn't JSON: {error}") from None
+        raise _invalid(f"isn't JSON: {error}") from None
     except (ValueError, RecursionError):
-        raise InvalidMessagesError(
-            "is JSON with a number of thousands of digits, or too deep"
-        ) from None
+        raise _invalid("is JSON with a number of thousands of digits, or too deep") from None
 
 
 def _without_nulls(value: Any) -> Any:
@@ -195,43 +188,43 @@ def _is_json(kind: pa.DataType) -> bool:
     return bool(is_number or types.is_boolean(kind) or types.is_null(kind)) or is_string(kind)
 
 
-class InvalidMessagesError(ValueError):
-    """Something that isn't a chat; the text says what is wrong, after the column's name."""
+def _invalid(reason: str) -> NoTextError:
+    return NoTextError(INVALID_MESSAGES, reason)
 
 
 def messages_of(value: object) -> Messages:
     """The messages of a chat, from what its JSON says.
 
     Raises:
-        InvalidMessagesError: it isn't a list of messages.
+        NoTextError: it isn't a list of messages.
     """
     if not isinstance(value, list):
-        raise InvalidMessagesError("isn't a list of messages")
+        raise _invalid("isn't a list of messages")
     if not value:
-        raise InvalidMessagesError("has no messages")
+        raise _invalid("has no messages")
     messages = []
     for number, message in enumerate(value, start=1):
         try:
             messages.append(_message(message))
-        except InvalidMessagesError as error:
-            raise InvalidMessagesError(f"message {number} {error}") from None
+        except NoTextError as fault:
+            raise _invalid(f"message {number} {fault.reason}") from None
     return messages
 
 
 def _message(given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise InvalidMessagesError("isn't an object with role and content")
+        raise _invalid("isn't an object with role and content")
     role, content = given.get("role"), given.get("content")
     if role not in _ROLES:
         has = "has no role" if role is None else f"has the role {_named(role)}"
-        raise InvalidMessagesError(f"{has}; roles are {', '.join(_ROLES)}")
+        raise _invalid(f"{has}; roles are {', '.join(_ROLES)}")
     message: dict[str, Any] = {"role": role}
     calls = _tool_calls(given.get("tool_calls")) if role == "assistant" else []
     if content is not None:
         _check_content(content)
         message["content"] = content
     elif not calls:
-        raise InvalidMessagesError("has no content")
+        raise _invalid("has no content")
     if calls:
         message["tool_calls"] = calls
     if role == "assistant" and given.get("reasoning") is not None:
@@ -246,15 +239,13 @@ def _message(given: object) -> dict[str, Any]:
 
 def _check_content(content: object) -> None:
     if not isinstance(content, str | list):
-        raise InvalidMessagesError("has a content that isn't text, nor a list of parts")
+        raise _invalid("has a content that isn't text, nor a list of parts")
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise InvalidMessagesError(
-                f"has a part of type {_named(kind)}; only text can be placed"
-            )
+            raise _invalid(f"has a part of type {_named(kind)}; only text can be placed")
         if not isinstance(part.get("text"), str):
-            raise InvalidMessagesError("has a part without text")
+            raise _invalid("has a part without text")
 
 
 def _tool_calls(given: object) -> list[dict[str, Any]]:
@@ -264,7 +255,7 @@ def _tool_calls(given: object) -> list[dict[str, Any]]:
         call = value if isinstance(value, dict) else {}
         function = call.get("function")
         if not isinstance(function, dict) or call.get("type", "function") != "function":
-            raise InvalidMessagesError("has tool_calls that aren't a list of calls of functions")
+            raise _invalid("has tool_calls that aren't a list of calls of functions")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:

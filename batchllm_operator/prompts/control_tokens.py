@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.prompts.values import Fault, TextColumn
+from batchllm_operator.prompts.values import NoTextError, TextColumn
 
 CONTROL_TOKEN: Final = "control_token"
 MARK: Final = "\ufdd0\ufdd1"
@@ -24,10 +24,6 @@ _WITHIN_DATA: Final = MARK[0] + MARK + MARK[1]  # dropping one leaves what the r
 _MOST_REPEATS: Final = 1000  # of a counted repetition in Arrow's expressions
 
 Mode = Literal["keep", "text", "reject"]
-
-
-class ControlTokenError(ValueError):
-    """A text spells a control token, and must not; the text says so, after the column's name."""
 
 
 class Spellings:
@@ -139,9 +135,9 @@ class ControlTokens:
             try:
                 texts[row], spells_token = self._placed(texts[row], spellings, within=within)
                 rows |= {row} if spells_token else set()
-            except ControlTokenError as error:
+            except NoTextError as fault:
                 rows.add(row)
-                texts[row], faults[row] = None, Fault(CONTROL_TOKEN, str(error))
+                texts[row], faults[row] = None, fault
         return TextColumn(pa.array(texts, pa.large_string()), faults), rows
 
     def in_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
@@ -150,7 +146,7 @@ class ControlTokens:
         What an assistant has said may hold tokens of the second kind: models write them.
 
         Raises:
-            ControlTokenError: see `in_column`.
+            NoTextError: a text spells a token, and must not.
         """
         spell_tokens = False
 
@@ -179,14 +175,13 @@ class ControlTokens:
             return text, bool(tokens)
         for token in tokens:
             if self._mode == "reject":
-                raise ControlTokenError(
-                    f"spells {token!r}, a control token of the model"
-                    " (prompt.special_tokens: reject)"
-                )
+                reason = "a control token of the model (prompt.special_tokens: reject)"
+                raise NoTextError(CONTROL_TOKEN, f"spells {token!r}, {reason}")
             if self._can_be_text is None or not self._can_be_text(token):
-                raise ControlTokenError(
-                    f"spells {token!r}, a control token of the model, of which its tokenizer can't"
-                    " make ordinary text (prompt.special_tokens: text)"
+                reason = "a control token of the model, of which its tokenizer can't make ordinary"
+                raise NoTextError(
+                    CONTROL_TOKEN,
+                    f"spells {token!r}, {reason} text (prompt.special_tokens: text)",
                 )
         if self._can_be_text is not None:
             text = spellings.marked(text, within=within)

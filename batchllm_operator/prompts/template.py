@@ -150,7 +150,7 @@ def _fault(values: dict[str, TextColumn], row: int) -> RowError:
     """The fault of the first column without a text in this row."""
     for name, column in values.items():
         if (fault := column.faults.get(row)) is not None:
-            return RowError(fault.code, f"column {name!r} {fault.reason}")
+            return fault.of(name)
         if not column.texts[row].is_valid:
             return RowError(NULL_VALUE, f"column {name!r} is null")
     raise AssertionError(row)

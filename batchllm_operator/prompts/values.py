@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from batchllm_operator.row_error import RowError
+
 NOT_UTF8: Final = "not_utf8"
 NOT_FINITE: Final = "not_finite"
 OUT_OF_RANGE: Final = "out_of_range"
@@ -28,12 +30,16 @@ _TICKS: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
 _INT64: Final = np.iinfo(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class NoTextError(ValueError):
     """Why a value has no text: a code, and the message after the column's name."""
 
-    code: str
-    reason: str
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code, self.reason = code, reason
+
+    def of(self, column: str) -> RowError:
+        """The error of a row with this value in a column."""
+        return RowError(self.code, f"column {column!r} {self.reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class TextColumn:
     """Texts of a column: large strings, null for null and for a value with a fault."""
 
     texts: pa.LargeStringArray
-    faults: dict[int, Fault]
+    faults: dict[int, NoTextError]
 
 
 def has_text(kind: pa.DataType) -> bool:
@@ -107,7 +113,7 @@ def _strings(column: pa.Array) -> TextColumn:
             try:
                 scalar.as_py()
             except UnicodeDecodeError as error:
-                faults[row] = Fault(NOT_UTF8, f"isn't valid UTF-8: {error.reason}")
+                faults[row] = NoTextError(NOT_UTF8, f"isn't valid UTF-8: {error.reason}")
     return TextColumn(_without(column, faults), faults)
 
 
@@ -122,7 +128,7 @@ def _floats(column: pa.Array) -> TextColumn:
             # numpy finds the fewest digits of each width; as a double they are the same.
             texts[row] = repr(float(str(number)))
         else:
-            faults[row] = Fault(NOT_FINITE, f"is {number}, which isn't a number to place")
+            faults[row] = NoTextError(NOT_FINITE, f"is {number}, which isn't a number to place")
     return TextColumn(pa.array(texts, pa.large_string()), faults)
 
 
@@ -160,14 +166,14 @@ def _trimmed(text: pa.Array) -> pa.Array:
     return pc.replace_substring_regex(text, r"(\.\d*[1-9])0+$|\.0+$", r"\1")
 
 
-def _in_range(column: pa.Array, first: int, end: int) -> tuple[pa.Array, dict[int, Fault]]:
+def _in_range(column: pa.Array, first: int, end: int) -> tuple[pa.Array, dict[int, NoTextError]]:
     """The stored integers, null with a fault if outside [first, end)."""
     stored = column.view(pa.int64() if column.type.bit_width == 64 else pa.int32())
     low, high = (pa.scalar(min(max(v, _INT64.min), _INT64.max)) for v in (first, end - 1))
     is_out = pc.or_(pc.less(stored, low), pc.greater(stored, high)).fill_null(False)
     reason = "holds no time of the years 1 to 9999, or of a day"
     rows = np.flatnonzero(is_out.to_numpy(zero_copy_only=False))
-    faults = dict.fromkeys(rows.tolist(), Fault(OUT_OF_RANGE, reason))
+    faults = dict.fromkeys(rows.tolist(), NoTextError(OUT_OF_RANGE, reason))
     return _without(stored, faults), faults
 
 
@@ -185,7 +191,7 @@ def _lists(column: pa.Array) -> TextColumn:
         None if size is None else f"[{', '.join(texts[end - size : end])}]"
         for size, end in zip(sizes, ends, strict=True)
     ]
-    faults: dict[int, Fault] = {}
+    faults: dict[int, NoTextError] = {}
     for idx, fault in elements.faults.items():
         faults.setdefault(bisect_right(ends, idx), fault)
     return TextColumn(_without(pa.array(lists, pa.large_string()), faults), faults)
@@ -198,7 +204,7 @@ def _is_bare(kind: pa.DataType) -> bool:
     return bool(is_number or types.is_boolean(kind))
 
 
-def _without(column: pa.Array, faults: dict[int, Fault]) -> pa.Array:
+def _without(column: pa.Array, faults: dict[int, NoTextError]) -> pa.Array:
     """`column`, null where there is a fault."""
     if not faults:
         return column

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchllm_operator.prompts.values import Fault, has_text, text_column
+from batchllm_operator.prompts.values import NoTextError, has_text, text_column
 
 BROKEN = pa.StringArray.from_buffers(
     2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
@@ -21,7 +21,7 @@ BROKEN = pa.StringArray.from_buffers(
 NOON = datetime(2026, 1, 31, 12, 30)
 
 
-def texts(column: pa.Array) -> list[str | Fault | None]:
+def texts(column: pa.Array) -> list[str | NoTextError | None]:
     """Of each value its text, its fault, or None for null."""
     found = text_column(column)
     assert found.texts.type == pa.large_string() and len(found.texts) == len(column)
@@ -98,7 +98,7 @@ def test_scalars_and_lists_of_them(values: list[Any], kind: pa.DataType, expecte
 def test_what_has_no_text_costs_its_row_only(array: pa.Array, code: str) -> None:
     first, second = texts(array)
     assert isinstance(first, str)
-    assert isinstance(second, Fault)
+    assert isinstance(second, NoTextError)
     assert second.code == code
 
 
