@@ -7,8 +7,8 @@ same `VLLMEngine`. `plan_s` is shown apart and is part of `total_s`, `requests_p
 engine start and warm-up aren't.
 
 Rows go to `DIR/rows.jsonl` as they are measured. The same command goes on where it stopped, so a
-lease may end at any time; with `--budget-s` it ends by itself, having begun nothing that it
-expects not to finish. Its report has all rows of the same code and device in that file, so that
+lease may end at any time; with `--budget-s` it ends by itself, and begins no run if one like it
+took longer than is left. Its report has all rows of the same code and device in that file, so that
 several commands may measure a part each. The exit code is 1 if an engine failed (but for vLLM's
 cascade attention where there is none), and 3 if something is left to measure.
 
@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.engine_run import Task, read_rows
-from benchmarks.end_to_end.models import MODELS, TINY
+from benchmarks.end_to_end.models import MODELS
 from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES
 from benchmarks.end_to_end.processes import end_on_sigterm, run_logged
 from benchmarks.end_to_end.targets import Summary, as_json, speedups, summarize, targets
 from benchmarks.provenance import provenance_of_another_process
-from benchmarks.workloads import WORKLOADS, least_prefill_tokens, scaled, shrunk
+from benchmarks.workloads import WORKLOADS
 
 FIRST = (
     "case_1",
@@ -63,8 +63,6 @@ _NO_TIME = "no time was left"
 _KILL_AFTER_S = 60.0  # beyond its budget: an engine that hangs
 _SETTLE_S = 10.0  # after a kill, until the driver has the memory back
 _START_S = 90.0  # of an engine, before one has been seen
-_PREFILL_TOKENS_PER_S = 20_000  # before a run has been seen: on the safe side of an H100
-_MARGIN = 1.3  # what a run may take beyond what one like it took
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -107,12 +105,10 @@ def wanted_runs(args: argparse.Namespace) -> list[Run]:
         if not args.settings or settings in args.settings
     ]
 
-    def turn(each: tuple[int, str, str]) -> tuple[bool, int]:
-        return each[1] not in _TOLD_BY_TARGETS, each[0]
-
+    chosen.sort(key=lambda each: (each[1] not in _TOLD_BY_TARGETS, each[0]))
     return [
         (policy, settings, workload, repetition)
-        for _, policy, settings in sorted(chosen, key=turn)
+        for _, policy, settings in chosen
         for repetition in range(args.repetitions)
         for workload in args.workloads
     ]
@@ -128,27 +124,6 @@ def is_of(row: Mapping[str, Any], args: argparse.Namespace, here: Mapping[str, A
     wanted = {"model": args.model, "seed": args.seed, "share": args.share, "engine": args.engine}
     wanted |= {name: here[name] for name in ("code", "device", "versions")}
     return all(row[name] == value for name, value in wanted.items())
-
-
-def expected_s(
-    workload: str, policy: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace
-) -> float:
-    """What a run will take at most, by what has been measured so far.
-
-    The longest run of this policy on this workload counts, else of any policy, twice for stock
-    vLLM with rows as given, which may save nothing; else the tokens.
-    """
-    alike = [row for row in rows if row["workload"] == workload]
-    same = [float(row["total_s"]) for row in alike if row["policy"] == policy]
-    if same:
-        return _MARGIN * max(same)
-    if alike:
-        factor = 2 if POLICIES[policy].order == "as_given" else 1
-        return factor * _MARGIN * max(float(row["total_s"]) for row in alike)
-    shape = scaled(WORKLOADS[workload], args.share)
-    if args.model == TINY:
-        shape = shrunk(shape)
-    return least_prefill_tokens(shape) / _PREFILL_TOKENS_PER_S + 0.05 * shape.output_tokens
 
 
 def run_all(
@@ -169,26 +144,16 @@ def run_all(
         runs = [run[2:] for run in wanted if run[:2] == (policy, settings) and run not in measured]
         if not runs:
             continue
-        expected = {name: expected_s(name, policy, rows, args) for name, _ in runs}
         budget_s = None
         if args.budget_s is not None:
             budget_s = args.budget_s - (time.monotonic() - began_at)
             start_s = max((row["engine_start_s"] for row in rows), default=_START_S)
-            if budget_s < start_s + expected[runs[0][0]]:
+            alike_s = [row["total_s"] for row in rows if row["workload"] == runs[0][0]]
+            if budget_s < start_s + max(alike_s, default=0.0):
                 continue
         print(f"== {policy}, {settings} settings", flush=True)
-        task = Task(
-            policy,
-            settings,
-            runs,
-            str(path),
-            args.model,
-            args.share,
-            args.seed,
-            budget_s,
-            expected,
-            args.engine,
-        )
+        of_all = (str(path), args.model, args.share, args.seed, budget_s, args.engine)
+        task = Task(policy, settings, runs, *of_all)
         if reason := run_engine(task, args.out):
             failed[f"{policy} {settings}"] = reason
             print(f"== failed: {reason}", flush=True)
@@ -205,10 +170,7 @@ def missing_runs(
         if (policy, settings, workload, repetition) not in measured:
             lacking.setdefault(f"{policy} {settings}", []).append(workload)
     return {
-        name: {
-            "reason": failed.get(name, _NO_TIME),
-            "workloads": list(dict.fromkeys(workloads)),
-        }
+        name: {"reason": failed.get(name, _NO_TIME), "workloads": list(dict.fromkeys(workloads))}
         for name, workloads in lacking.items()
     }
 

@@ -65,9 +65,7 @@ class Task:
     """Of each workload's requests."""
     seed: int = 0
     budget_s: float | None = None
-    """No run begins that is expected to end after so many seconds."""
-    expected_s: Mapping[str, float] | None = None
-    """What a run of each workload is expected to take."""
+    """No run begins that would end after so many seconds if it took as long as the longest one."""
     engine: Mapping[str, Any] | None = None
     """More fields of the spec's `engine`."""
 
@@ -157,19 +155,16 @@ def run(task: Task) -> None:
         session: _Session = _LLMSession(task)
     else:
         session = _EngineSession(task)
-    pace = 1.0  # what runs take here, as a share of what was expected
+    longest_s = 0.0
     try:
         session.warm_up(Prompts.of(task, task.runs[0][0]), time.monotonic() - began_at)
         for name, repetition in task.runs:
-            expected_s = pace * (task.expected_s or {}).get(name, 0.0)
-            if task.budget_s is not None:
-                left_s = task.budget_s - (time.monotonic() - began_at)
-                if left_s <= 0 or expected_s > left_s:
-                    print(f"no time is left for {name}, repetition {repetition}", flush=True)
-                    continue
+            ends_at = time.monotonic() - began_at + longest_s
+            if task.budget_s is not None and ends_at >= task.budget_s:
+                print(f"no time is left for {name}, repetition {repetition}", flush=True)
+                continue
             row = session.measure(name, repetition, Prompts.of(task, name))
-            if expected_s:
-                pace *= row["total_s"] / expected_s
+            longest_s = max(longest_s, row["total_s"])
             _append(Path(task.rows_file), row)
     finally:
         session.close()
