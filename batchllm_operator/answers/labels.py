@@ -255,8 +255,7 @@ def label_mass(logprobs: _Floats) -> _Floats:
 def low_mass_warning(spec: JobSpec, mean_mass: float, written: Counter[str]) -> str | None:
     """What a mean `label_mass` below `LOW_MASS` says of a job, and its cures; None above.
 
-    Args:
-        written: how often each token would have been the model's own answer.
+    `written` says how often each token would have been the model's own answer.
     """
     if mean_mass >= LOW_MASS:
         return None

@@ -20,11 +20,7 @@ _MAX_PARTS: Final = 20_000
 
 
 def parts(schema: Any, *, definitions: bool = False) -> Iterator[tuple[str, Any]]:
-    """The schemas directly inside one, each with its path from there.
-
-    Args:
-        definitions: whether those that it only defines belong to it.
-    """
+    """The schemas directly inside one, with their paths from there; maybe its definitions, too."""
     if not isinstance(schema, dict):
         return
     for name, content in schema.items():

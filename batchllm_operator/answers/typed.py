@@ -175,11 +175,7 @@ _matcher = lru_cache(maxsize=256)(matcher)
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueFaultError: it isn't JSON.
-    """
+    """The value of a JSON text, or a ValueFaultError."""
     try:
         # Grammars of vLLM's backends let tabs and other control characters into strings.
         return json.loads(text, parse_constant=_refuse, strict=False)
@@ -198,11 +194,7 @@ def _refuse(name: str) -> NoReturn:
 def property_columns(schema: Mapping[str, Any]) -> dict[str, JsonColumn]:
     """The columns of a schema's top-level properties, by name, in its order.
 
-    Args:
-        schema: without references; see `resolved`.
-
-    Raises:
-        SpecError: there are too many.
+    The schema has no references; see `resolved`. A SpecError refuses too many columns.
     """
     num_columns = 0
 

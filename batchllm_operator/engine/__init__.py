@@ -55,9 +55,6 @@ def check_format(spec: JobSpec) -> None:
 def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     """Start the engine that the spec names, so that a row that kills it costs only itself.
 
-    Args:
-        job: what the plan says about the work.
-
     Raises:
         SpecError: an argument of `engine.extra_args` is unknown or refused.
         MissingLibraryError: vLLM isn't installed.

@@ -26,13 +26,9 @@ class ChatRefusedError(ModelError):
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, with its arguments.
+    """The chat template of transformers' tokenizer for a model's path, with the spec's arguments.
 
-    Args:
-        tokenizer: transformers' tokenizer.
-        path: the model, in messages.
-        ds: the date, for templates that ask for it, so that a plan can be repeated.
-        prompt: the spec's, with arguments of the template, and the answer's beginning.
+    Templates that ask for the date get `ds`, so that a plan can be repeated.
 
     Raises:
         ModelError: there is no template, or there are several, and none is the default.

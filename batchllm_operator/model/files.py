@@ -24,11 +24,7 @@ _NUM_SAMPLES: Final = 256
 
 
 class ModelFiles:
-    """Names and contents of a model's files.
-
-    Args:
-        path: an absolute folder, or a name on the hub.
-        where: what the files are of, in messages.
+    """Names and contents of a model's files, in an absolute folder or by a name on the hub.
 
     Attributes:
         names: of the files in the folder itself; on the hub, of all files; in the hub's cache, of
@@ -38,7 +34,7 @@ class ModelFiles:
 
     Raises:
         ModelError: there is no such folder or name, or the hub can't be reached and its cache lacks
-            it; or `path` is a GGUF file.
+            it; or the path is a GGUF file. Later, a file can't be loaded or read.
     """
 
     def __init__(self, path: str, revision: str | None = None, where: str | None = None) -> None:
@@ -59,11 +55,7 @@ class ModelFiles:
         )
 
     def find(self, name: str) -> Path | None:
-        """The path of a file, such as `1_Pooling/config.json`; None if there is none.
-
-        Raises:
-            ModelError: it can't be loaded from the hub.
-        """
+        """The path of a file, such as `1_Pooling/config.json`; None if there is none."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
@@ -77,11 +69,7 @@ class ModelFiles:
             raise ModelError(f"{self.where}: {name} can't be loaded: {one_line(error)}") from error
 
     def read_json(self, name: str) -> Any:
-        """What a file of JSON holds; None if there is no such file.
-
-        Raises:
-            ModelError: it can't be read, or isn't JSON.
-        """
+        """What a file of JSON holds; None if there is no such file."""
         if (path := self.find(name)) is None:
             return None
         try:

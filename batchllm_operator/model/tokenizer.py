@@ -19,11 +19,7 @@ _TOKENIZERS: Final = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json
 
 
 def load_pretrained(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
-    """The tokenizer and the configuration of a model, of transformers' classes.
-
-    Raises:
-        ModelError: they can't be loaded.
-    """
+    """The tokenizer and the configuration of a model, of transformers' classes, or ModelError."""
     _check_format(files)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     from transformers import AutoConfig, AutoTokenizer  # seconds to import
@@ -51,11 +47,7 @@ def load_pretrained(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
 
 
 def _check_format(files: ModelFiles) -> None:
-    """Refuse what transformers fails at with a message of its own code.
-
-    Raises:
-        ModelError: the tokenizer or the configuration is in a format that isn't supported.
-    """
+    """Refuse formats at which transformers fails with a message of its own code."""
     has_config = files.read_json(_CONFIG_FILE) is not None
     if not has_config and any(name.lower().endswith(".gguf") for name in files.names):
         raise files.gguf_error()

@@ -35,9 +35,6 @@ _MAX_NAMED: Final = 3
 def check_weights(files: ModelFiles, load_format: str = "auto") -> None:
     """Refuse a model whose weights vLLM can't load, as far as names, sizes and headers tell.
 
-    Args:
-        load_format: vLLM's argument.
-
     Raises:
         ModelError: weights are missing, of another format, cut off or empty; names them.
     """
@@ -58,11 +55,7 @@ def check_weights(files: ModelFiles, load_format: str = "auto") -> None:
 
 
 def check_adapter_weights(files: ModelFiles) -> None:
-    """Refuse an adapter without weights; see `check_weights`.
-
-    Raises:
-        ModelError: they are missing, cut off or empty.
-    """
+    """Refuse an adapter without weights; see `check_weights`."""
     name = next((name for name in _ADAPTER if name in files.names), None)
     if name is None:
         raise ModelError(f"{files.where}: has no weights: there is no {_ADAPTER[0]}")
@@ -70,12 +63,7 @@ def check_adapter_weights(files: ModelFiles) -> None:
 
 
 def weight_shapes(path: Path) -> dict[str, list[int]]:
-    """Shapes of the weights in a safetensors file, by name.
-
-    Raises:
-        OSError: it can't be read.
-        SafetensorError: it isn't such a file, or is cut off.
-    """
+    """Shapes of the weights in a safetensors file, by name; raises OSError or SafetensorError."""
     with safe_open(path, framework="numpy") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 

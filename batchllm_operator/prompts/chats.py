@@ -143,11 +143,7 @@ class ChatRenderer:
 
 
 def _as_text(messages: Messages) -> str:
-    """The JSON of a chat, which keeps the order of its fields.
-
-    Raises:
-        NoTextError: it holds what no tokenizer or JSON has.
-    """
+    """The JSON of a chat; a NoTextError if it holds what no tokenizer or JSON has."""
     try:
         text = json.dumps(messages, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -193,11 +189,7 @@ def _invalid(reason: str) -> NoTextError:
 
 
 def messages_of(value: object) -> Messages:
-    """The messages of a chat, from what its JSON says.
-
-    Raises:
-        NoTextError: it isn't a list of messages.
-    """
+    """The messages of a chat, from what its JSON says, or a NoTextError."""
     if not isinstance(value, list):
         raise _invalid("isn't a list of messages")
     if not value:

@@ -101,12 +101,7 @@ class Tokenizer(ABC):
 
 
 class ModelTokenizer(Tokenizer):
-    """The model's own tokenizer.
-
-    Raises:
-        ModelError: the folder or hub name can't be loaded, or lacks a chat template
-            that the spec asks for.
-    """
+    """The model's own tokenizer; raises ModelError for a model that can't be loaded or used."""
 
     def __init__(self, spec: JobSpec, ds: str) -> None:
         model, prompt, where = spec.model, spec.prompt, f"model {spec.model.path}"
@@ -240,7 +235,7 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
     """The tokenizer of the spec's model or fake engine, for prompts of partition `ds`.
 
     Raises:
-        ModelError: see `ModelTokenizer`.
+        ModelError: the model can't be loaded, or lacks a chat template that the spec asks for.
     """
     is_fake = spec.engine.backend == "fake"
     if is_fake and spec.engine.extra_args.get("byte_tokens"):

@@ -29,9 +29,6 @@ _SEEDS: Final = 1 << 64
 class VLLMAnswers:
     """vLLM's parameters of a job's requests, and its outputs as ours.
 
-    Args:
-        splitter: takes reasoning and answer apart, if the job asks for it.
-
     Attributes:
         params: vLLM's parameters of each request.
         num_samples: vLLM's requests for each of ours.
@@ -129,12 +126,7 @@ def sampling_params(
     label_token_ids: Sequence[int] = (),
     form: ResponseFormat | None = None,
 ) -> SamplingParams:
-    """vLLM's sampling parameters, with finished outputs only.
-
-    Args:
-        label_token_ids: tokens whose log-probabilities it gives.
-        form: what the answers have to be.
-    """
+    """vLLM's sampling parameters, with finished outputs only, and the labels' log-probabilities."""
     fields = sampling.model_dump(exclude={"from_model"})  # they have vLLM's names
     lists = {name: list(fields[name]) for name in ("stop", "stop_token_ids")}
     return SamplingParams(
@@ -158,10 +150,6 @@ def pooling_params(spec: JobSpec) -> PoolingParams:
 
 class ReasoningSplitter:
     """Takes a model's reasoning and its answer apart, as vLLM's chat server does.
-
-    Args:
-        spec: the job's, with a `model.reasoning_parser`.
-        engine: vLLM's.
 
     Raises:
         SpecError: the parser doesn't suit the model.

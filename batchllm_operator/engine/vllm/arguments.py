@@ -33,13 +33,8 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     On a CPU: eager mode (compilation takes longer than a small job), 1 GiB of KV cache
     and blocks of 32 tokens, unless the spec says otherwise.
 
-    Args:
-        spec: the job's, after `check_arguments`.
-        max_model_len: most tokens of a prompt with its output.
-
     Raises:
-        SpecError: `engine.attention` or `engine.batch_invariant` is for other platforms; or see
-            `adapter_args`.
+        SpecError: a setting is for other platforms, or vLLM doesn't take the adapters.
         ModelError: see `find_adapters`.
     """
     engine = spec.engine
@@ -85,9 +80,6 @@ def attention_args(spec: JobSpec) -> dict[str, Any]:
     """The arguments that choose the spec's attention.
 
     None on a CPU: vLLM has one backend there, which ours replaces.
-
-    Raises:
-        SpecError: vLLM's platform has no place for ours.
     """
     if spec.engine.attention == "stock" or current_platform.is_cpu():
         return {}
@@ -105,12 +97,7 @@ def attention_args(spec: JobSpec) -> dict[str, Any]:
 
 
 def adapter_args(spec: JobSpec) -> dict[str, Any]:
-    """The arguments for a job's adapters.
-
-    Raises:
-        SpecError: one has more ranks than vLLM takes, or `extra_args` has too few slots for a CPU.
-        ModelError: see `find_adapters`.
-    """
+    """The arguments for a job's adapters."""
     adapters = find_adapters(spec.model)
     if not adapters:
         return {}

@@ -66,9 +66,6 @@ _log = logging.getLogger(__name__)
 class VLLMEngine:
     """vLLM's engine, fed in plan order with prefix caching on, under our scheduler.
 
-    Args:
-        job: its work.
-
     Raises:
         SpecError: vLLM refuses a setting or an adapter, or `engine.attention` doesn't support the
             model.
@@ -104,12 +101,7 @@ class VLLMEngine:
             self._chain = ChainedEngine(self._engine, self._unpaced)
 
     def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
-        """Begin another job with the same model and an empty prefix cache.
-
-        Args:
-            job: the next one; its prompts and outputs must fit into the first one's
-                `max_model_len`.
-            sampling: how its tokens are chosen.
+        """Begin another job of the same `max_model_len` with an empty prefix cache.
 
         Raises:
             SpecError: vLLM refuses the sampling parameters.

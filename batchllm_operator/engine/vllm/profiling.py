@@ -43,11 +43,7 @@ def find_profile(
     engine: Any,
     scheduler: BatchLLMScheduler,
 ) -> DeviceProfile | None:
-    """The device's profile, stored or measured now; None if none is needed.
-
-    Raises:
-        EngineError: a step failed.
-    """
+    """The device's profile, stored or measured now; None if none is needed."""
     wanted = spec.engine.profile
     if wanted is False or (wanted is None and current_platform.is_cpu()):
         return None
@@ -73,12 +69,9 @@ def scheduler_settings(
     settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
     if profile is not None:
         settings = replace(settings, chunk_size=profile.chunk_size, step_cost=profile.step_cost)
-    default = SchedulerSettings()
-    chosen = {field.name: getattr(wanted, field.name) for field in fields(SchedulerSettings)}
-    return replace(
-        settings,
-        **{name: value for name, value in chosen.items() if value != getattr(default, name)},
-    )
+    values = {field: getattr(wanted, field.name) for field in fields(wanted)}
+    chosen = {field.name: value for field, value in values.items() if value != field.default}
+    return replace(settings, **chosen)
 
 
 def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:
@@ -102,13 +95,8 @@ def measure_device(
 ) -> DeviceProfile:
     """Time steps of several sizes with made-up prompts that share nothing.
 
-    Takes some seconds. The engine must be idle, and is left idle, with an empty prefix cache
-    and the scheduler's settings changed.
-
-    Args:
-        engine: vLLM's `LLMEngine`, in this process.
-        scheduler: its scheduler.
-        subject: from `profile_subject`.
+    Takes some seconds. The engine (vLLM's `LLMEngine`, in this process) must be idle, and is left
+    idle, with an empty prefix cache and the scheduler's settings changed.
     """
     config = engine.vllm_config
     limit = min(

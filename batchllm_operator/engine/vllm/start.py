@@ -19,13 +19,10 @@ _POOLING_TASKS: Final = {"embed": "embed", "pool": "classify"}
 
 
 def configure(spec: JobSpec, config: Any) -> None:
-    """Choose what no engine argument chooses, and refuse what our attention doesn't support.
-
-    Args:
-        config: vLLM's, which is changed.
+    """Choose in vLLM's `config` what no engine argument chooses.
 
     Raises:
-        SpecError: the attention doesn't take the model or the GPU, or there is no such parser.
+        SpecError: our attention doesn't take the model or the GPU, or there is no such parser.
     """
     if spec.engine.attention == "batchllm":
         from batchllm_operator.vllm_plugin.attention import backend as attention
@@ -54,12 +51,8 @@ def _choose_parser(name: str, outputs: Any) -> None:
 def check_pooling(spec: JobSpec, job: EngineJob, engine: Any) -> None:
     """Refuse what the model can't, with vLLM's reason, before the first request.
 
-    Args:
-        engine: vLLM's `LLMEngine`.
-
     Raises:
-        SpecError: the model can't do the task or has no such dimensions, or its embeddings have
-            another size than planned.
+        SpecError: it can't do the task, or has no embeddings of the size asked for or planned.
     """
     config = engine.vllm_config
     task, known = _POOLING_TASKS[spec.task], engine.get_supported_tasks()
@@ -81,10 +74,7 @@ def check_pooling(spec: JobSpec, job: EngineJob, engine: Any) -> None:
 
 
 def start_attention(spec: JobSpec, engine: Any) -> str:
-    """Check the attention of an engine's layers, and warm ours up.
-
-    Returns:
-        One line for the log: what runs, and why.
+    """Check the attention of an engine's layers, and warm ours up; a line for the log.
 
     Raises:
         SpecError: ours was asked for, and some layers have another.
