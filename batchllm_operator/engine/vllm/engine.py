@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from vllm import EngineArgs, LLMEngine
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.inputs import TokensPrompt
+from vllm.usage.usage_lib import UsageContext
 
 from batchllm_operator.engine.protocol import (
     EngineDiedError,
@@ -21,41 +25,23 @@ from batchllm_operator.engine.protocol import (
     EngineOutput,
     EngineRequest,
 )
-from batchllm_operator.engine.vllm.logs import configure_logs, one_line, without_llvmlite
-from batchllm_operator.errors import EngineError, ModelError, SpecError
-from batchllm_operator.spec import JobSpec, SamplingSpec
-from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.scheduler.pacing import most_in_flight, num_to_feed
-
-# vLLM reads these when it is imported. The first keeps the engine in this process, the others keep
-# a batch job from phoning home. A user's own setting wins.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-for _name, _value in {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    # Pinning threads makes an engine many times slower when cores are shared.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}.items():
-    os.environ.setdefault(_name, _value)
-configure_logs()
-
-from vllm import EngineArgs, LLMEngine  # noqa: E402
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E402
-from vllm.inputs import TokensPrompt  # noqa: E402
-from vllm.usage.usage_lib import UsageContext  # noqa: E402
-
-from batchllm_operator.engine.vllm.answers import ReasoningSplitter, VLLMAnswers  # noqa: E402
-from batchllm_operator.engine.vllm.arguments import engine_args  # noqa: E402
-from batchllm_operator.engine.vllm.formats import check_planned  # noqa: E402
-from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings  # noqa: E402
-from batchllm_operator.engine.vllm.start import (  # noqa: E402
+from batchllm_operator.engine.vllm.answers import ReasoningSplitter, VLLMAnswers
+from batchllm_operator.engine.vllm.arguments import engine_args
+from batchllm_operator.engine.vllm.formats import check_planned
+from batchllm_operator.engine.vllm.logs import one_line, without_llvmlite
+from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings
+from batchllm_operator.engine.vllm.start import (
     check_pooling,
     configure,
     load_adapters,
     start_attention,
 )
-from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
-from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
+from batchllm_operator.errors import EngineError, ModelError, SpecError
+from batchllm_operator.spec import JobSpec, SamplingSpec
+from batchllm_operator.vllm_plugin.register import attention_chosen
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.pacing import most_in_flight, num_to_feed
+from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
 if TYPE_CHECKING:
     from batchllm_operator.runahead.meeting import PrefixChain

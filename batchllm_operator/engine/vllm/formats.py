@@ -12,20 +12,18 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Final
 
+from vllm import SamplingParams
+from vllm.config import StructuredOutputsConfig
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.structured_output.request import get_structured_output_key
+
 from batchllm_operator.answers.subschemas import parts, resolved
 from batchllm_operator.engine.limited import first_failure
-from batchllm_operator.engine.vllm.logs import configure_logs, one_line
+from batchllm_operator.engine.vllm.logs import one_line
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import ChoiceFormat, JobSpec, JsonSchemaFormat, ResponseFormat
 from batchllm_operator.spec.limits import shown
-
-configure_logs()
-
-from vllm import SamplingParams  # noqa: E402
-from vllm.config import StructuredOutputsConfig  # noqa: E402
-from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
-from vllm.tokenizers import get_tokenizer  # noqa: E402
-from vllm.v1.structured_output.request import get_structured_output_key  # noqa: E402
 
 _log = logging.getLogger(__name__)
 _CONFIG: Final = "structured_outputs_config"

@@ -1,7 +1,4 @@
-"""Filters vLLM's log lines that appear in every run, and clears what it stumbles over.
-
-Imported before vLLM, which reads the environment when it is imported.
-"""
+"""Filters vLLM's log lines that appear in every run, and clears what it stumbles over."""
 
 from __future__ import annotations
 
