@@ -18,8 +18,7 @@ from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, Holder, ShardTally
 from batchllm_operator.run.worker import Worker
-from batchllm_operator.shards.attempts import attempt_name
-from batchllm_operator.shards.progress import PROGRESS_FILE
+from batchllm_operator.shards.attempts import PROGRESS_FILE, attempt_name
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

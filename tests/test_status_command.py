@@ -23,7 +23,7 @@ from batchllm_operator.errors import EngineError, ExitCode, Interrupted
 from batchllm_operator.report import format_status, format_totals
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import job_status
-from batchllm_operator.shards.committed import Refusal
+from batchllm_operator.shards.reports import Refusal
 from batchllm_operator.shards.status import (
     JobStatus,
     ShardState,

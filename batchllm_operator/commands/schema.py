@@ -13,7 +13,7 @@ from batchllm_operator.secrets.masking import print_unmasked
 _MODELS: Final = {
     "job": "batchllm_operator.spec:JobSpec",
     "report": "batchllm_operator.stored_plan.run_report:RunReport",
-    "progress": "batchllm_operator.shards.progress:ShardProgress",
+    "progress": "batchllm_operator.shards.attempts:ShardProgress",
 }
 
 

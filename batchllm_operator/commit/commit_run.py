@@ -24,16 +24,16 @@ from batchllm_operator.errors import (
 )
 from batchllm_operator.lake import LakeTable, Publication, StagedRows, open_table
 from batchllm_operator.secrets.masking import Masker
-from batchllm_operator.shards.committed import (
+from batchllm_operator.shards.group_lengths import write_lengths
+from batchllm_operator.shards.parts import ShardParts, stored_shards
+from batchllm_operator.shards.reports import (
     COMMITTED_FILE,
     REFUSED_FILE,
     Committed,
     Refusal,
+    ShardReport,
     find_committed,
 )
-from batchllm_operator.shards.group_lengths import write_lengths
-from batchllm_operator.shards.parts import ShardParts, stored_shards
-from batchllm_operator.shards.report import ShardReport
 from batchllm_operator.shards.reuse_index import ReusedOutputs, write_index
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.spec import JobSpec

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 from batchllm_operator.row_error import RowError
-from batchllm_operator.shards.committed import COMMITTED_FILE, find_committed
 from batchllm_operator.shards.parts import ShardParts, part_schema, stored_shards
+from batchllm_operator.shards.reports import COMMITTED_FILE, find_committed
 from batchllm_operator.shards.row_errors import NUM_EXAMPLES, RowErrors, clip
 from batchllm_operator.shards.spills import OpenPart, read_spills
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import open_table
-from batchllm_operator.shards.committed import COMMITTED_FILE, find_committed
+from batchllm_operator.shards.reports import COMMITTED_FILE, find_committed
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder, StoredFile, list_files, remove_files
 from batchllm_operator.stored_plan.manifest import (

@@ -10,8 +10,7 @@ from urllib.parse import quote
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import DamagedFileError, IncompleteRunError, PlanError
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.shards.committed import find_committed
-from batchllm_operator.shards.report import WorkerReport
+from batchllm_operator.shards.reports import WorkerReport, find_committed
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_json import StoredJson

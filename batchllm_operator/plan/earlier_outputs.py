@@ -19,8 +19,8 @@ from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Publication, open_table
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.prefixes import TokenTable
-from batchllm_operator.shards.committed import find_committed
 from batchllm_operator.shards.parts import PART_SCHEMA
+from batchllm_operator.shards.reports import find_committed
 from batchllm_operator.shards.reuse_index import (
     BYTES_PER_ENTRY,
     FINGERPRINT_DTYPE,

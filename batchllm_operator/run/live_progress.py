@@ -12,7 +12,7 @@ from typing import Final
 from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.secrets.masking import Masker
-from batchllm_operator.shards.progress import MOST_INTERVAL_S, PROGRESS_FILE
+from batchllm_operator.shards.attempts import MOST_INTERVAL_S, PROGRESS_FILE
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Counts
 

@@ -26,8 +26,7 @@ from batchllm_operator.run.live_progress import interval_s
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_tally import Holder, Observe
 from batchllm_operator.run.worker import Start, Worker
-from batchllm_operator.shards.committed import find_committed
-from batchllm_operator.shards.report import WorkerReport
+from batchllm_operator.shards.reports import WorkerReport, find_committed
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 if TYPE_CHECKING:
@@ -145,34 +144,31 @@ def _as_replica(plan: StoredPlan, rank: int) -> StoredPlan:
     spec = plan.manifest.spec
     if spec.engine.backend != "fake" and runs_on_cpu():
         os.sched_setaffinity(0, replica_cores(spec.engine.replicas, rank))
-    spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"replicas": 1})})
+    return _with_spec(plan, engine=spec.engine.model_copy(update={"replicas": 1}))
+
+
+def _with_spec(plan: StoredPlan, **changes: object) -> StoredPlan:
+    spec = plan.manifest.spec.model_copy(update=changes)
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
 
 def _check_model(plan: StoredPlan) -> None:
-    """Check that tokenizer and model are those of the plan, whose token ids only they fit."""
+    """Check that tokenizer, model and adapters are those of the plan, whose token ids they fit."""
     manifest = plan.manifest
-    found = load_tokenizer(manifest.spec, manifest.ds)
-    for what, planned, present in (
-        ("tokenizer", manifest.tokenizer_fingerprint, found.fingerprint),
-        ("version", manifest.model_version, found.model_version),
-    ):
+    model = manifest.spec.model
+    tokenizer = load_tokenizer(manifest.spec, manifest.ds)
+    planned = manifest.tokenizer_fingerprint
+    checks = [
+        (f"the tokenizer of model {model.path}", planned, tokenizer.fingerprint),
+        (f"the version of model {model.path}", manifest.model_version, tokenizer.model_version),
+    ]
+    for adapter, planned in zip(find_adapters(model), manifest.adapter_versions, strict=True):
+        checks.append((f"model.adapters.{adapter.name}", planned, adapter.version))
+    for what, planned, present in checks:
         if planned != present:
             raise PlanError(
-                f"plan {plan.folder.uri}: the {what} of model {manifest.spec.model.path} isn't"
-                " the one that the plan was made with; make the plan again"
-            )
-    _check_adapters(plan)
-
-
-def _check_adapters(plan: StoredPlan) -> None:
-    """Check that the adapters are those of the plan."""
-    model, planned = plan.manifest.spec.model, plan.manifest.adapter_versions
-    for adapter, version in zip(find_adapters(model), planned, strict=True):
-        if adapter.version != version:
-            raise PlanError(
-                f"plan {plan.folder.uri}: model.adapters.{adapter.name} isn't the one that the plan"
-                " was made with; make the plan again"
+                f"plan {plan.folder.uri}: {what} isn't the one that the plan was made with; make"
+                " the plan again"
             )
 
 
@@ -180,26 +176,24 @@ def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
     """The plan for `num_gpus`, which must fit its spec if that has a number."""
     spec = plan.manifest.spec
     engine, num_stages = spec.engine, num_stages_of(spec)
-    num_workers = engine.replicas * num_stages
-    if num_gpus is None or num_workers * engine.tensor_parallel_size == num_gpus:
+    num_workers, tensor_size = engine.replicas * num_stages, engine.tensor_parallel_size
+    if num_gpus is None or num_workers * tensor_size == num_gpus:
         return plan
-    if engine.tensor_parallel_size != 1:
-        what = f"engine.tensor_parallel_size is {engine.tensor_parallel_size}"
-        if engine.replicas > 1:
-            what += f" and engine.replicas {engine.replicas}"
+    gpus = counted(num_gpus, "GPU")
+    if tensor_size != 1:
+        more = f" and engine.replicas {engine.replicas}" if engine.replicas > 1 else ""
         raise SpecError(
-            f"{what}, but the task has {counted(num_gpus, 'GPU')}; give it as many, or leave the"
-            " setting out"
+            f"engine.tensor_parallel_size is {tensor_size}{more}, but the task has {gpus}; give it"
+            " as many, or leave the setting out"
         )
-    each, rest = divmod(num_gpus, num_workers)
-    if rest or not each:
-        what = f"engine.replicas is {engine.replicas}"
-        if num_stages > 1:
-            what += f" and pipeline_parallel_size {num_stages}"
-        gpus = counted(num_gpus, "GPU")
-        raise SpecError(f"{what}, but the task has {gpus}, which they can't share evenly")
-    engine, planner = engine.model_copy(update={"tensor_parallel_size": each}), spec.planner
+    num_each, rest = divmod(num_gpus, num_workers)
+    if rest or not num_each:
+        more = f" and pipeline_parallel_size {num_stages}" if num_stages > 1 else ""
+        raise SpecError(
+            f"engine.replicas is {engine.replicas}{more}, but the task has {gpus}, which they can't"
+            " share evenly"
+        )
+    engine, planner = engine.model_copy(update={"tensor_parallel_size": num_each}), spec.planner
     if engine.reason_against_chains is not None:  # `_meeting_replicas` warns if the plan has chains
         planner = planner.model_copy(update={"runahead": "off", "link_bytes_per_s": None})
-    spec = spec.model_copy(update={"engine": engine, "planner": planner})
-    return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
+    return _with_spec(plan, engine=engine, planner=planner)

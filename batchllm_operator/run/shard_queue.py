@@ -15,6 +15,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.errors import FencedError
 from batchllm_operator.run.shard_sight import ShardReader, Sight
 from batchllm_operator.shards.attempts import (
+    LIVE_STATES,
     Attempt,
     Claim,
     attempt_numbers,
@@ -22,8 +23,7 @@ from batchllm_operator.shards.attempts import (
     has_ended,
     read_claim,
 )
-from batchllm_operator.shards.progress import LIVE_STATES
-from batchllm_operator.shards.report import ShardReport, WorkerReport
+from batchllm_operator.shards.reports import ShardReport, WorkerReport
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.streams import ahead

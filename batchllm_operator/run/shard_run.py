@@ -27,7 +27,7 @@ from batchllm_operator.shards.parts import (
     read_ledger,
     write_part,
 )
-from batchllm_operator.shards.report import REPORT_FILE, ShardReport
+from batchllm_operator.shards.reports import REPORT_FILE, ShardReport
 from batchllm_operator.shards.spills import OpenPart, read_spills, write_spill
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Counts

@@ -8,15 +8,18 @@ from datetime import datetime
 from typing import Final
 
 from batchllm_operator.errors import DamagedFileError, PlanError
-from batchllm_operator.shards.attempts import Claim, attempt_numbers, read_claim, read_progress
-from batchllm_operator.shards.parts import read_ledger
-from batchllm_operator.shards.progress import (
+from batchllm_operator.shards.attempts import (
     LIVE_STATES,
     MOST_INTERVAL_S,
     SILENT_AFTER_S,
+    Claim,
     ShardProgress,
+    attempt_numbers,
+    read_claim,
+    read_progress,
 )
-from batchllm_operator.shards.report import REPORT_FILE, ShardReport, read_report
+from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.reports import REPORT_FILE, ShardReport, read_report
 from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

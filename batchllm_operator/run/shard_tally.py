@@ -13,8 +13,7 @@ from typing import Any, Final
 from batchllm_operator.amounts import token_speed
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.shards.attempts import Attempt
-from batchllm_operator.shards.progress import ShardProgress, State
+from batchllm_operator.shards.attempts import Attempt, ShardProgress, State
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

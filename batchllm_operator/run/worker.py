@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.amounts import counted
@@ -14,12 +13,11 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.progress import Progress
-from batchllm_operator.run.engine_job import engine_job, pin_revision, traced
-from batchllm_operator.run.retries import Retries
+from batchllm_operator.run.engine_job import Retries, engine_job, pin_revision, traced
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import ShardRun, StoredShard
 from batchllm_operator.run.shard_tally import Holder
-from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -264,26 +262,23 @@ class Worker:
         Raises:
             FailedRowsError: more rows have failed than the spec allows.
         """
-        plan, counts = self._plan, self._plan.manifest.counts
+        plan, spec, counts = self._plan, self._plan.manifest.spec, self._plan.manifest.counts
         others = {idx: done.num_failed_rows for idx, done in self._shards.elsewhere().items()}
         num_own, num_others = sum(run.num_failed_rows for run in self._runs), sum(others.values())
         num_failed = counts.num_rejected_rows + num_own + num_others
-        if not are_too_many(plan.manifest.spec, num_failed, counts.num_rows):
+        if not are_too_many(spec, num_failed, counts.num_rows):
             return
-        failed = [run.errors() for run in self._runs]
+        shown: list[ShardRun | StoredShard] = [*self._runs]
         if not num_own:  # another shard tells the kinds
             shard_idx = max(others, key=lambda idx: others[idx])
-            failed = [StoredShard.read(plan, shard_idx).errors()]
-            num_others -= others[shard_idx]
+            shown, num_others = [StoredShard.read(plan, shard_idx)], num_others - others[shard_idx]
         errors = RowErrors()
-        errors.add_all(chain.from_iterable(failed))
+        for shard in shown:
+            errors.add_all(shard.errors())
         if counts.num_rejected_rows:
             errors.add_rejected(plan)
         raise too_many_failed(
-            plan.manifest.spec,
-            counts.num_rows,
-            plan,
-            errors,
+            *(spec, counts.num_rows, plan, errors),
             verdict="commit would publish nothing, so the run stops",
             cure="To go on all the same, raise max_failed_fraction in the spec, plan again and run:"
             " finished rows are kept",
@@ -291,19 +286,17 @@ class Worker:
         )
 
     def _running_engine(self, run: ShardRun | None) -> Engine:
-        if self._engine is None:
-            with ExitStack() as undo:
-                trace_folder, num_requests = None, 0
-                if run is not None:
-                    trace_folder = undo.enter_context(traced(run.attempt.folder))
-                    later = (idx for idx in self._shards.own() if idx != run.shard_idx)
-                    num_requests = sum(self._plan.shard(idx).num_requests for idx in later)
-                    num_requests += sum(run.work.sizes.values())
-                is_chained = self._replicas is not None and not self._replicas.is_over
-                job = engine_job(self._plan, num_requests, trace_folder, is_chained=is_chained)
-                self._engine = self._start(pin_revision(self._plan.manifest), job)
-                undo.callback(self._engine.close)
-                self._context = undo.pop_all()
+        if self._engine is None:  # `steps` closes the context after an error here, too
+            trace_folder, num_requests = None, 0
+            if run is not None:
+                trace_folder = self._context.enter_context(traced(run.attempt.folder))
+                later = (idx for idx in self._shards.own() if idx != run.shard_idx)
+                num_requests = sum(self._plan.shard(idx).num_requests for idx in later)
+                num_requests += sum(run.work.sizes.values())
+            is_chained = self._replicas is not None and not self._replicas.is_over
+            job = engine_job(self._plan, num_requests, trace_folder, is_chained=is_chained)
+            self._engine = self._start(pin_revision(self._plan.manifest), job)
+            self._context.callback(self._engine.close)
         return self._engine
 
     def _close_engine(self) -> None:

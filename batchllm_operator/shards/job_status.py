@@ -9,10 +9,20 @@ from datetime import UTC, datetime
 from typing import Final
 
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.shards.attempts import attempt_numbers, read_progress
-from batchllm_operator.shards.committed import REFUSED_FILE, Refusal, find_committed
-from batchllm_operator.shards.progress import LIVE_STATES, ShardProgress, Worker
-from batchllm_operator.shards.report import ShardReport, read_report
+from batchllm_operator.shards.attempts import (
+    LIVE_STATES,
+    ShardProgress,
+    Worker,
+    attempt_numbers,
+    read_progress,
+)
+from batchllm_operator.shards.reports import (
+    REFUSED_FILE,
+    Refusal,
+    ShardReport,
+    find_committed,
+    read_report,
+)
 from batchllm_operator.shards.status import (
     JobStatus,
     ShardState,

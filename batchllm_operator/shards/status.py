@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from batchllm_operator.shards.committed import Refusal
+from batchllm_operator.shards.reports import Refusal
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.run_report import Bill
 

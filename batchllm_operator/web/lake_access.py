@@ -21,8 +21,8 @@ from airflow.providers.common.compat.sdk import AirflowException
 from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import BatchLLMError, PlanError, StorageError
-from batchllm_operator.shards.committed import COMMITTED_FILE
 from batchllm_operator.shards.job_status import read_status
+from batchllm_operator.shards.reports import COMMITTED_FILE
 from batchllm_operator.shards.status import JobStatus
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest

@@ -17,7 +17,7 @@ from batchllm_operator.run import open_parts, shard_queue, shard_sight, shard_ta
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
-from batchllm_operator.shards import progress as shard_progress
+from batchllm_operator.shards import attempts as shard_progress
 from benchmarks.faults.job import SPILL_ROWS
 
 _WRITES: Final = frozenset({"os.rename", "os.link", "os.remove", "os.mkdir"})

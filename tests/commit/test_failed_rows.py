@@ -29,7 +29,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.committed import REFUSED_FILE, Refusal
+from batchllm_operator.shards.reports import REFUSED_FILE, Refusal
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import ErrorKind

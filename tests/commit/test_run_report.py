@@ -23,10 +23,9 @@ from batchllm_operator.report.summary import format_summary
 from batchllm_operator.row_error import RowError
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import row_errors
-from batchllm_operator.shards.attempts import attempt_name
-from batchllm_operator.shards.committed import COMMITTED_FILE
+from batchllm_operator.shards.attempts import PROGRESS_FILE, ShardProgress, attempt_name
 from batchllm_operator.shards.job_status import read_attempts
-from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.shards.reports import COMMITTED_FILE
 from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from support.levels import examples
 from support.shard_progress import shard_progress
 
-from batchllm_operator.commit import timelines
-from batchllm_operator.commit.timelines import read_timeline
+from batchllm_operator.commit import report as timelines
+from batchllm_operator.commit.report import read_timeline
 from batchllm_operator.report.timelines import condense
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import Timeline

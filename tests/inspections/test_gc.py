@@ -36,7 +36,7 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run import shard_queue as queue_module
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import Attempt, claim_number
-from batchllm_operator.shards.committed import COMMITTED_FILE
+from batchllm_operator.shards.reports import COMMITTED_FILE
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_root

@@ -8,7 +8,7 @@ import pytest
 from support.shard_progress import shard_progress
 
 from batchllm_operator.metrics import ShardCollector
-from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.attempts import ShardProgress
 
 
 class Shard:

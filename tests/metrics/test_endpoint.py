@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from support.shard_progress import shard_progress
 
 from batchllm_operator.metrics import MetricsAddress, ShardCollector, serving_metrics
-from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.attempts import ShardProgress
 
 LABELS = {"job_name": "snippets", "ds": "2026-01-31", "worker": "5"}
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -24,8 +24,8 @@ from support.levels import examples
 
 from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.shards.committed import COMMITTED_FILE
 from batchllm_operator.shards.parts import PART_SCHEMA
+from batchllm_operator.shards.reports import COMMITTED_FILE
 from batchllm_operator.shards.reuse_index import INDEX_FILE
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, describe_file
 from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA

@@ -20,7 +20,7 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run import run_shards as run_module
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan

@@ -36,9 +36,8 @@ from batchllm_operator.run import live_progress as live
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_tally import ShardTally
-from batchllm_operator.shards.attempts import attempt_name
+from batchllm_operator.shards.attempts import PROGRESS_FILE, ShardProgress, attempt_name
 from batchllm_operator.shards.job_status import read_attempts, read_status
-from batchllm_operator.shards.progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan

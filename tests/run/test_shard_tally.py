@@ -16,7 +16,7 @@ from batchllm_operator.row_error import RowError
 from batchllm_operator.run.shard_tally import Holder, ShardTally
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.parts import PartEntry
-from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

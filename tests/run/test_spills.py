@@ -28,7 +28,7 @@ from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.job_status import read_status
 from batchllm_operator.shards.parts import part_schema, read_ledger
-from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.shards.spills import SpillEntry, read_spills, write_spill
 from batchllm_operator.spec import parse_spec
 from batchllm_operator.storage import Folder

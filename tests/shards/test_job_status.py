@@ -13,9 +13,8 @@ from support.staged_job import put_table, run_only
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.attempts import attempt_name
+from batchllm_operator.shards.attempts import ShardProgress, attempt_name
 from batchllm_operator.shards.job_status import read_attempts, read_status
-from batchllm_operator.shards.progress import ShardProgress
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)

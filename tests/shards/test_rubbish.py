@@ -20,11 +20,9 @@ from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
 from batchllm_operator.inspect.verify import record_plan, verify_plan
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.attempts import Claim
-from batchllm_operator.shards.committed import Committed
+from batchllm_operator.shards.attempts import Claim, ShardProgress
 from batchllm_operator.shards.parts import PartEntry, read_ledger, write_part
-from batchllm_operator.shards.progress import ShardProgress
-from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.reports import Committed, ShardReport
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan import manifest as plan_module
 from batchllm_operator.stored_plan.manifest import PlanManifest

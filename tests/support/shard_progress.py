@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.attempts import ShardProgress
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 
 

@@ -20,7 +20,7 @@ from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_tally import Holder
 from batchllm_operator.run.worker import Start, Worker
 from batchllm_operator.shards.attempts import Attempt, attempt_numbers, claim_number
-from batchllm_operator.shards.report import ShardReport
+from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan

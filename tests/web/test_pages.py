@@ -22,7 +22,7 @@ from batchllm_operator.errors import FailedRowsError
 from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.progress import ShardProgress
+from batchllm_operator.shards.attempts import ShardProgress
 
 Browser = Any  # the class in conftest.py
 
