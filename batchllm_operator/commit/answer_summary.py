@@ -21,23 +21,6 @@ _MOST_VALUES: Final = 128
 _DIGITS: Final = 6
 
 
-class _Mean:
-    """A mean of finite numbers, weighted by rows."""
-
-    def __init__(self) -> None:
-        self._sum, self._num_rows = 0.0, 0
-
-    def add(self, column: pa.Array | pa.ChunkedArray, num_rows: npt.NDArray[np.int64]) -> None:
-        values = column.to_numpy(zero_copy_only=False)  # null becomes NaN
-        known = np.isfinite(values)
-        self._sum += float(values[known] @ num_rows[known])
-        self._num_rows += int(num_rows[known].sum())
-
-    @property
-    def value(self) -> float | None:
-        return round(self._sum / self._num_rows, _DIGITS) if self._num_rows else None
-
-
 def summarize_answers(
     spec: JobSpec, planned: PlannedAnswers, sources: Sequence[Outputs]
 ) -> AnswerSummary:
@@ -47,10 +30,11 @@ def summarize_answers(
     """
     answers = Answers.of(spec, planned).over(partial(read_all, sources))
     counts = {name: Counter[str]() for kind in answers.kinds for name in kind.counted}
-    means = {name: _Mean() for kind in answers.kinds for name in kind.averaged}
+    # Sum of finite numbers, and the rows that have one.
+    sums = {name: np.zeros(2) for kind in answers.kinds for name in kind.averaged}
     texts = Counter[str]()
     names = ["row_idxs", "generated_text", "error", *(field.name for field in answers.raw_fields)]
-    for part in read_all(sources, names) if counts or means else ():
+    for part in read_all(sources, names) if counts or sums else ():
         answered = part.filter(pc.is_null(part["error"]))
         if not answered.num_rows:
             continue
@@ -60,12 +44,14 @@ def summarize_answers(
         columns = {"generated_text": answered["generated_text"], **answers.columns(answered)}
         for name, counter in counts.items():
             counter.update(_rows_by_value(columns[name], num_rows))
-        for name, mean in means.items():
-            mean.add(columns[name], num_rows)
-    known = {name: mean.value for name, mean in means.items() if mean.value is not None}
-    remarks = {k: v for kind in answers.kinds for k, v in kind.remarks(known, texts).items()}
+        for name, total in sums.items():
+            values = columns[name].to_numpy(zero_copy_only=False)  # null becomes NaN
+            finite = np.isfinite(values)
+            total += values[finite] @ num_rows[finite], num_rows[finite].sum()
+    means = {name: round(float(s / n), _DIGITS) for name, (s, n) in sums.items() if n}
+    remarks = {k: v for kind in answers.kinds for k, v in kind.remarks(means, texts).items()}
     most_frequent = {name: _most_frequent(counter) for name, counter in counts.items()}
-    return AnswerSummary(counts=most_frequent, means=known, **remarks)
+    return AnswerSummary(counts=most_frequent, means=means, **remarks)
 
 
 def _rows_by_value(

@@ -96,10 +96,7 @@ def _commit(plan: StoredPlan, write: WritePartition) -> RunReport:
     plan.check_current()
     if are_too_many(spec, errors.num_rows, manifest.counts.num_rows):
         raise too_many_failed(
-            spec,
-            manifest.counts.num_rows,
-            plan,
-            errors,
+            *(spec, manifest.counts.num_rows, plan, errors),
             verdict="nothing was published",
             cure="To publish all the same, raise max_failed_fraction in the spec, plan again and"
             " commit: finished parts are kept",
@@ -131,9 +128,11 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
 def _finished_shards(plan: StoredPlan) -> list[ShardParts]:
     shards = stored_shards(plan)
     unfinished = [
-        f"shard {shard_idx} ({len(found.entries)} of {counted(shard.num_parts, 'part')})"
-        for shard_idx, (shard, found) in enumerate(zip(plan.manifest.shards, shards, strict=True))
-        if {entry.part_idx for entry in found.entries} != set(range(shard.num_parts))
+        f"shard {shard_idx} ({len(stored.entries)} of {counted(planned.num_parts, 'part')})"
+        for shard_idx, (planned, stored) in enumerate(
+            zip(plan.manifest.shards, shards, strict=True)
+        )
+        if {entry.part_idx for entry in stored.entries} != set(range(planned.num_parts))
     ]
     if unfinished:
         raise IncompleteRunError(

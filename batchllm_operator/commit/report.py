@@ -183,10 +183,10 @@ def _timelines(
 
 
 def read_timeline(folder: Folder, began: ShardProgress) -> Timeline | None:
-    """The timeline of the engine with which a worker began this attempt.
+    """The timeline of the engine with which a worker began an attempt in a shard's run folder.
 
     None if there is no trace (vLLM's own scheduler, a killed process), or, with a warning, no
-    readable one. `folder` is the shard's run folder.
+    readable one.
     """
     try:
         names = folder.find()

@@ -50,12 +50,9 @@ def run_worker(
 ) -> WorkerReport:
     """Run shards of a plan through one engine, beside other workers, until none is left (ADR 33).
 
-    It starts with its own run of the plan's order, then helps others, and takes over shards that an
-    attempt has left. While others run the last shards, it waits for at most two minutes. Without
-    a shard to run, no engine is started.
-
-    Parts are written as they finish. Finished outputs of open parts are spilled from time to time
-    and at the end, also after an error or a signal, and the next run goes on from there.
+    See `ShardQueue` for their order. While others run the last shards, it waits for at most two
+    minutes. Without a shard to run, no engine is started. After an error or a signal, the next run
+    goes on from the finished rows.
 
     Args:
         plan: its address, or the plan that `plan_job` returned.
@@ -69,18 +66,17 @@ def run_worker(
         observe: see `shard_tally.Observe`.
         replica: which of the spec's replicas this worker is, in a process with its GPUs only; None
             for the only one.
-        meeting_folder: where these replicas meet to compute prefixes together; None for no such
-            prefixes.
+        meeting_folder: where replicas meet to compute prefixes together; None for no such prefixes.
 
     Raises:
         ValueError: there is no such worker.
-        PlanError: the plan is absent, corrupted or of another version, or the model isn't the one
+        PlanError: the plan is absent, damaged or of another version, or the model isn't the one
             that the plan was made with.
         ModelError: the model's tokenizer can't be loaded.
         SpecError: the engine doesn't know a setting, or the spec needs another number of GPUs.
         EngineError: the engine can't start, or keeps dying.
-        FailedRowsError: so many rows have failed, in all shards as far as this worker has seen
-            them, that commit will refuse the plan. Finished rows are kept.
+        FailedRowsError: so many rows have failed, as far as this worker has seen, that commit will
+            refuse the plan. Finished rows are kept.
         Interrupted: `drain` has begun, and parts are left.
     """
     if not 0 <= worker < num_workers:

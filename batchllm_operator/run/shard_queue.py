@@ -24,7 +24,7 @@ from batchllm_operator.shards.attempts import (
     read_claim,
 )
 from batchllm_operator.shards.reports import ShardReport, WorkerReport
-from batchllm_operator.stored_plan.counts import NOTHING, Counts
+from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.streams import ahead
 
@@ -42,11 +42,10 @@ class Claimed(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """When this process claimed a shard."""
+    """When this process claimed a shard, and how many shards others had finished then."""
 
     at: float
     num_by_others: int
-    """Shards that others had finished then."""
 
 
 class ShardQueue:
@@ -64,7 +63,6 @@ class ShardQueue:
     they run before it would: the job would wait for it.
 
     Args:
-        worker: from 0 to `num_workers` - 1.
         owner: attempts with the same owner, as of the first look, are this task's earlier tries,
             and count as left.
         first: shards that go before all others, by the same rules.
@@ -98,8 +96,7 @@ class ShardQueue:
         """Shards that this process runs."""
         self._last: tuple[_Begun, float] | None = None
         """Its shard that was finished last, with the seconds from its claim to its end."""
-        self._num_ended = 0
-        """Shards that this process has finished."""
+        self._num_ended = 0  # by this process
         self._has_failed: set[int] = set()
         """Shards that failed elsewhere, and were taken once."""
         self._is_first_look = True
@@ -170,8 +167,7 @@ class ShardQueue:
     def _is_behind(self, num_free: int, num_begun: int) -> bool:
         """Whether others will finish all shards before this worker would finish one more.
 
-        They go on as since the claim of the shard that it finished last. If others are at work on
-        none, it isn't behind.
+        They go on as since the claim of the shard that it finished last.
         """
         if self._last is None or not num_begun:
             return False
@@ -187,18 +183,15 @@ class ShardQueue:
 
     def others(self) -> list[int]:
         """Unfinished shards that others run, as of the last look."""
-        return sorted(idx for idx in self._elsewhere if not self._is_left(idx))
-
-    @property
-    def _elsewhere(self) -> set[int]:
-        """Shards that were begun, aren't finished and don't run here."""
-        return self._sights.keys() - self._finished.keys() - self._mine.keys()
+        begun = self._sights.keys() - self._finished.keys() - self._mine.keys()
+        return sorted(idx for idx in begun if not self._is_left(idx))
 
     def elsewhere(self) -> dict[int, Counts]:
         """Finished work of the shards that don't run here, as of the last look."""
-        latest = ((idx, self._sights[idx].progress) for idx in self._elsewhere)
-        done = {idx: NOTHING if progress is None else progress.done for idx, progress in latest}
-        return {**done, **{idx: report.counts for idx, report in self._finished.items()}}
+        latest = {idx: sight.progress for idx, sight in self._sights.items()}
+        done = {idx: progress.done for idx, progress in latest.items() if progress is not None}
+        done |= {idx: report.counts for idx, report in self._finished.items()}
+        return {idx: counts for idx, counts in done.items() if idx not in self._mine}
 
     def report(self, shards: dict[int, ShardReport]) -> WorkerReport:
         """What is left of the plan, with the reports of `shards`."""

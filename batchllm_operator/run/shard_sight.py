@@ -74,10 +74,7 @@ class ShardReader:
     ) -> ShardReport | Sight | None:
         """The report of a finished shard, or its latest attempt; None without an attempt.
 
-        Args:
-            seen_at: now.
-            is_checked: whether to check the parts of a finished shard. A damaged shard isn't
-                finished.
+        `is_checked`: whether to check the parts of a finished shard. A damaged one isn't finished.
 
         Raises:
             PlanError: the report or a ledger entry is of another version.

@@ -161,12 +161,15 @@ def index_fault(path: Path, identity: str, schema: pa.Schema = INDEX_SCHEMA) -> 
 def load_fingerprints(path: Path) -> Fingerprints:
     """The fingerprints of an index or of `FINGERPRINTS_FILE`, in file order."""
     with PlanFile(path, path.name, FINGERPRINTS_SCHEMA) as file:
-        loaded = np.empty(file.metadata.num_rows, dtype=FINGERPRINT_DTYPE)
-        start = 0
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[FINGERPRINT_FIELD.name]):
-            loaded[start : start + batch.num_rows] = from_array(batch.column(0))
-            start += batch.num_rows
-    return loaded
+        return _read_into(np.empty(file.metadata.num_rows, dtype=FINGERPRINT_DTYPE), file)
+
+
+def _read_into(fingerprints: Fingerprints, file: PlanFile) -> Fingerprints:
+    start = 0
+    for batch in file.iter_batches(_BATCH_ROWS, columns=[FINGERPRINT_FIELD.name]):
+        fingerprints[start : start + batch.num_rows] = from_array(batch.column(0))
+        start += batch.num_rows
+    return fingerprints
 
 
 def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
@@ -211,17 +214,11 @@ def _entries(part: pa.Table, of_row: Fingerprints, schema: pa.Schema) -> pa.Tabl
 
 def _fingerprints_of_rows(plan: StoredPlan, folder: Path) -> Fingerprints:
     """The fingerprint of each row: [num_rows], memory-mapped."""
-    path = folder / "fingerprints.bin"
     num_rows = plan.manifest.counts.num_rows
-    with (
-        plan.open_parquet(FINGERPRINTS_FILE, FINGERPRINTS_SCHEMA, num_rows) as source,
-        path.open("wb") as target,
-    ):
-        for batch in source.iter_batches(_BATCH_ROWS):
-            target.write(from_array(batch.column(0)).view(np.uint8).data)
-    if path.stat().st_size == 0:  # an empty file can't be mapped
-        return np.zeros(0, dtype=FINGERPRINT_DTYPE)
-    return np.memmap(path, dtype=FINGERPRINT_DTYPE, mode="r")
+    # An empty file can't be mapped.
+    of_row = np.memmap(folder / "fingerprints", FINGERPRINT_DTYPE, "w+", shape=max(num_rows, 1))
+    with plan.open_parquet(FINGERPRINTS_FILE, FINGERPRINTS_SCHEMA, num_rows) as file:
+        return _read_into(of_row, file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,16 +69,15 @@ class RowErrors:
     def num_rows(self) -> int:
         return self.counts.total()
 
-    def add(self, error: RowError, row_idxs: Iterable[int]) -> None:
-        kind, row_idxs = error.kind, list(row_idxs)
-        self.counts[kind] += len(row_idxs)
-        clipped = clip(error)
-        first = self._first.setdefault(kind, [])
-        first += [(row_idx, clipped) for row_idx in row_idxs]
+    def add(self, error: RowError, row_idxs: Sequence[int]) -> None:
+        self.counts[error.kind] += len(row_idxs)
+        shown = clip(error)
+        first = self._first.setdefault(error.kind, [])
+        first += [(row_idx, shown) for row_idx in row_idxs]
         if len(first) > 2 * self.num_examples + _SPARE:
-            self._first[kind] = self._kept(kind)
+            self._first[error.kind] = self._kept(error.kind)
 
-    def add_all(self, failed: Iterable[tuple[RowError, Iterable[int]]]) -> None:
+    def add_all(self, failed: Iterable[tuple[RowError, Sequence[int]]]) -> None:
         for error, row_idxs in failed:
             self.add(error, row_idxs)
 
@@ -87,11 +85,11 @@ class RowErrors:
         """Add the rows that planning has rejected."""
         start = 0
         for batch in rows.row_batches([ERROR_COLUMN]):
-            column = batch.column(0)
-            if column.null_count < len(column):
-                failed = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-                for offset, error in zip(failed, column.drop_null().to_pylist(), strict=True):
-                    self.add(RowError(**error), [start + int(offset)])
+            errors = batch.column(0)
+            if errors.null_count < len(errors):
+                failed = np.flatnonzero(errors.is_valid().to_numpy(zero_copy_only=False)) + start
+                for row_idx, error in zip(failed.tolist(), errors.drop_null(), strict=True):
+                    self.add(RowError(**error.as_py()), [row_idx])
             start += batch.num_rows
 
     def _kept(self, kind: str) -> list[tuple[int, RowError]]:
@@ -101,23 +99,22 @@ class RowErrors:
         """The most frequent kinds, in descending order, with the keys of their first rows."""
         chosen = sorted(self.counts, key=lambda kind: (-self.counts[kind], kind))[:_NUM_KINDS]
         first = {kind: self._kept(kind) for kind in chosen}
-        wanted = sorted({row_idx for each in first.values() for row_idx, _ in each})
-        keys = _read_keys(rows, wanted)
+        keys = _read_keys(rows, {row_idx for kept in first.values() for row_idx, _ in kept})
         return tuple(
             ErrorKind(
                 kind=kind,
                 num_rows=self.counts[kind],
-                example_keys=tuple(keys[row_idx] for row_idx, _ in first[kind]),
-                example_error=str(first[kind][0][1]),
+                example_keys=tuple(keys[row_idx] for row_idx, _ in kept),
+                example_error=str(kept[0][1]),
             )
-            for kind in chosen
+            for kind, kept in first.items()
         )
 
     def first_rows(self, rows: PlanRows) -> list[tuple[dict[str, str], RowError]]:
         """Key and error of the first `num_examples` rows of all kinds, in input order."""
-        found = (row for kind in self._first for row in self._kept(kind))
-        first = heapq.nsmallest(self.num_examples, found)
-        keys = _read_keys(rows, [row_idx for row_idx, _ in first])
+        kept = (row for kind in self._first for row in self._kept(kind))
+        first = heapq.nsmallest(self.num_examples, kept)
+        keys = _read_keys(rows, {row_idx for row_idx, _ in first})
         return [(keys[row_idx], error) for row_idx, error in first]
 
 
@@ -171,18 +168,14 @@ def too_many_failed(
     return FailedRowsError(message, num_failed, kinds)
 
 
-def _read_keys(rows: PlanRows, row_idxs: Sequence[int]) -> dict[int, dict[str, str]]:
-    """Keys of a few rows, as text. `row_idxs` are ascending."""
-    if not row_idxs:
-        return {}
-    names = rows.key
-    found: dict[int, dict[str, str]] = {}
+def _read_keys(rows: PlanRows, row_idxs: set[int]) -> dict[int, dict[str, str]]:
+    """Keys of a few rows, as text."""
+    keys: dict[int, dict[str, str]] = {}
     start = 0
-    for batch in rows.row_batches(names):
-        end = start + batch.num_rows
-        for row_idx in row_idxs[bisect_left(row_idxs, start) : bisect_left(row_idxs, end)]:
-            found[row_idx] = key_texts(batch, row_idx - start, names)
-        start = end
-        if len(found) == len(row_idxs):
+    for batch in rows.row_batches(rows.key) if row_idxs else ():
+        for row_idx in (idx for idx in row_idxs if start <= idx < start + batch.num_rows):
+            keys[row_idx] = key_texts(batch, row_idx - start, rows.key)
+        start += batch.num_rows
+        if len(keys) == len(row_idxs):
             break
-    return found
+    return keys

@@ -34,24 +34,20 @@ class ShardStatus:
     num_parts_done: int = 0
     done: Counts = NOTHING
     computed_tokens_per_s: float = 0.0
-    """Prompt tokens computed per second, without cached ones; 0 unless the shard is live."""
+    """Prompt tokens computed per second, without cached ones; speeds are 0 unless it is live."""
     output_tokens_per_s: float = 0.0
-    """0 unless the shard is live."""
     eta_s: float | None = None
     """Counted from `JobStatus.read_at`; None if unknown, or unless the shard is live."""
     predicted_gpu_s: float | None = None
-    """Its share of the plan's estimate; None without one."""
     age_s: float | None = None
     """Seconds since the latest attempt's last sign; None if there is none."""
     num_attempts: int = 0
     gpu_s: float = 0.0
-    """GPU seconds that its attempts with progress have held."""
+    """Held by its attempts with progress."""
     host: str = ""
-    """Host of the latest attempt."""
+    """This and the rest are of the latest attempt; none before it has given a sign."""
     worker: int | None = None
-    """Number of the worker that made the latest attempt; None before it has given a sign."""
     error: str | None = None
-    """The latest attempt's error, if it failed."""
 
     @property
     def is_live(self) -> bool:
@@ -74,17 +70,15 @@ class WorkerStatus:
     live_shards: tuple[int, ...]
     """Numbers of the shards that it runs, ascending. It feeds one before the last has ended."""
     num_finished: int
-    """Shards that it has finished."""
     num_rows_done: int
     """Finished rows of the shards whose latest attempt it made, with those of earlier attempts."""
     computed_tokens_per_s: float
     """As of a shard; 0 unless it is live."""
     output_tokens_per_s: float
-    """0 unless it is live."""
     age_s: float
     """Seconds since its last sign."""
     gpu_s: float
-    """GPU seconds of all its attempts."""
+    """Held by all its attempts."""
 
     @property
     def is_live(self) -> bool:
@@ -95,8 +89,7 @@ class WorkerStatus:
 class JobStatus:
     """All shards of a plan, at one moment.
 
-    Rows that can't be prompted, or that reuse an earlier output, aren't counted, unless a name says
-    so.
+    Rows that can't be prompted or reuse an earlier output aren't counted, unless a name says so.
     """
 
     plan_uri: str
@@ -107,7 +100,6 @@ class JobStatus:
     """Whether the output table holds the plan's rows."""
     read_at: datetime
     shards: tuple[ShardStatus, ...]
-    """All shards, in order."""
     bill: Bill
     """GPU time so far, None without a GPU, and the plan's prediction if it has one."""
     notes: tuple[str, ...] = ()
@@ -143,7 +135,7 @@ class JobStatus:
 
     @property
     def gpu_s(self) -> float:
-        """GPU seconds that all attempts with progress have held."""
+        """Held by all attempts with progress."""
         return sum(shard.gpu_s for shard in self.shards)
 
     @property
@@ -159,9 +151,8 @@ class JobStatus:
         """Seconds until the last row of all shards, 0 if all are finished.
 
         The longest of the live shards' times, and at least the time for all remaining rows at the
-        live shards' combined speed. This assumes that as many shards run until the end, as with
-        workers or a pool in Airflow, and leaves out future engine starts. None if no live shard has
-        an estimate.
+        live shards' combined speed: as many shards run until the end, and no engine starts. None if
+        no live shard has an estimate.
         """
         if self.is_finished:
             return 0.0
