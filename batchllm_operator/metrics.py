@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from batchllm_operator.shards.progress import LIVE_STATES, ShardProgress, State
+from batchllm_operator.shards.attempts import LIVE_STATES, ShardProgress, State
 
 ADDRESS_VARIABLE: Final = "BATCHLLM_METRICS_PORT"
 """Environment variable with the address, for `batchllm run` without `--metrics-port`."""

@@ -27,9 +27,8 @@ from batchllm_operator.report.page import render_report
 from batchllm_operator.report.summary import format_summary
 from batchllm_operator.row_error import RowError
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD
-from batchllm_operator.stored_plan.run_report import REPORT_FILE, AnswerSummary, RunReport
+from batchllm_operator.stored_plan.run_report import AnswerSummary, RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NEXT = "2026-02-01"
@@ -86,15 +85,6 @@ def test_reused_answers_count_too(tmp_path: Path) -> None:
     second = report_of(run_and_commit(spec))
     assert second.plan.num_reused_rows == 30
     assert second.answers == first.answers
-
-
-def test_a_report_that_was_lost_is_written_again(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", rows_of_table())
-    plan = run_and_commit(asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5))
-    before = report_of(plan)
-    plan.folder.remove(REPORT_FILE)
-    assert commit_run(plan.folder.uri).answers == before.answers
-    assert report_of(plan).answers == before.answers
 
 
 def test_a_job_of_texts_has_none(tmp_path: Path) -> None:
@@ -196,22 +186,15 @@ class Parts:
         yield self._table.select(list(columns))
 
 
-def scored(tmp_path: Path) -> JobSpec:
-    return asking(tmp_path, **SCORED)
-
-
 def test_only_finite_numbers_of_answers_without_an_error_have_a_mean(tmp_path: Path) -> None:
+    spec = asking(tmp_path, **SCORED)
     parts = Parts(
         [[-1.0], [-3.0], [float("-inf")], [], [-9.0]], [None, None, None, None, RowError("x")]
     )
-    found = summarize_answers(scored(tmp_path), PlannedAnswers(), [parts])
+    found = summarize_answers(spec, PlannedAnswers(), [parts])
     assert found.means == {"mean_logprob": -2.0}
-
-
-def test_without_an_answer_there_is_no_mean(tmp_path: Path) -> None:
     failed = Parts([None], [RowError("engine_error", "x")])
-    found = summarize_answers(scored(tmp_path), PlannedAnswers(), [failed])
-    assert found.means == {}
+    assert summarize_answers(spec, PlannedAnswers(), [failed]).means == {}
 
 
 def test_embeddings_are_told_by_their_size(tmp_path: Path) -> None:

@@ -155,18 +155,6 @@ def test_a_late_commit_of_an_older_plan_brings_nothing_back(tmp_path: Path) -> N
         commit_run(newer.folder.uri)
 
 
-def test_a_plan_that_was_made_again_is_not_taken_for_an_older_one(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(4, 5))
-    first = run_job(fake_spec(tmp_path))
-    write_table(tmp_path / "documents", document_rows(2, 3))
-    second = run_job(fake_spec(tmp_path))
-    write_table(tmp_path / "documents", document_rows(4, 5))
-    assert run_job(fake_spec(tmp_path)).folder == first.folder
-    commit_run(second.folder.uri)
-    commit_run(first.folder.uri)
-    assert len(published(tmp_path)) == 20
-
-
 def test_two_inputs_that_take_turns(tmp_path: Path) -> None:
     """Each plan was planned after the other at some time; the last time counts."""
     inputs = document_rows(4, 5), document_rows(2, 3)

@@ -193,13 +193,6 @@ def test_kinds_beyond_number_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert errors.num_rows == 4
 
 
-def test_a_page_lies_beside_the_report(tmp_path: Path) -> None:
-    report = commit_job(tmp_path, document_rows())
-    page = Path(report.plan_uri) / PAGE_FILE
-    assert page.read_text() == render_report(report)
-    assert load_report(report.plan_uri) == report
-
-
 def test_committing_again_keeps_the_report_and_brings_the_page_back(tmp_path: Path) -> None:
     report = commit_job(tmp_path, document_rows())
     page = Path(report.plan_uri) / PAGE_FILE
@@ -232,20 +225,6 @@ def test_a_page_that_cannot_be_made_costs_a_warning_not_the_commit(
     assert report.num_rows_out == 30
     assert "report.html isn't written: RuntimeError('no fonts')" in caplog.text
     assert not (Path(report.plan_uri) / PAGE_FILE).exists()
-
-
-def test_a_report_before_the_commit_is_refused(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
-    with pytest.raises(PlanError, match="it wasn't committed yet"):
-        load_report(plan.folder.uri)
-
-
-def test_an_unreadable_report_is_replaced_with_the_time_of_now(tmp_path: Path) -> None:
-    report = commit_job(tmp_path, document_rows())
-    folder = Folder.open(report.plan_uri)
-    folder.write_bytes("report.json", b"{}")
-    assert run_report._first_committed(folder) is None
 
 
 def test_a_commit_needs_no_progress(

@@ -20,9 +20,6 @@ class Shard:
     def __call__(self) -> ShardProgress:
         return shard_progress(**self.fields)
 
-    def end(self, **fields: Any) -> None:
-        self.fields |= {"state": "finished", "num_rows_done": 100, **fields}
-
 
 class Clocked:
     """A collector, and the clock that it goes by."""
@@ -34,26 +31,29 @@ class Clocked:
     def run(self, shard: Shard, **fields: Any) -> None:
         """Begin a shard, and end it."""
         with self.collector.watching(shard):
-            shard.end(**fields)
+            shard.fields |= {"state": "finished", "num_rows_done": 100, **fields}
 
     def values(self, name: str) -> dict[str, float]:
         """The samples of a name by their shard, which each has once; "" for the worker's."""
-        samples = [each for family in self.collector.collect() for each in family.samples]
-        found = [each for each in samples if each.name == f"batchllm_{name}"]
-        for each in found:
-            assert {**each.labels, "shard": ""} == {
-                "job_name": "j",
-                "ds": "d",
-                "worker": "5",
-                "shard": "",
-            }
-        by_shard = {each.labels.get("shard", ""): each.value for each in found}
+        found = [
+            sample
+            for family in self.collector.collect()
+            for sample in family.samples
+            if sample.name == f"batchllm_{name}"
+        ]
+        constant = {"job_name": "j", "ds": "d", "worker": "5"}
+        assert all({**s.labels, "shard": ""} == {**constant, "shard": ""} for s in found)
+        by_shard = {sample.labels.get("shard", ""): sample.value for sample in found}
         assert len(by_shard) == len(found)
         return by_shard
 
 
-def test_a_worker_may_run_two_shards() -> None:
-    metrics = Clocked()
+@pytest.fixture
+def metrics() -> Clocked:
+    return Clocked()
+
+
+def test_a_worker_may_run_two_shards(metrics: Clocked) -> None:
     first, second = Shard(3, gpu_held_s=60.0), Shard(4, num_rows_done=1, gpu_held_s=0.0)
     with metrics.collector.watching(first):
         with metrics.collector.watching(second):
@@ -64,11 +64,11 @@ def test_a_worker_may_run_two_shards() -> None:
         assert metrics.values("worker_shards_finished_total") == {"": 0}
 
 
-def test_the_end_of_a_shard_is_shown_for_five_minutes() -> None:
-    metrics = Clocked()
+def test_the_end_of_a_shard_is_shown_for_five_minutes(metrics: Clocked) -> None:
     metrics.run(Shard(3))
     metrics.clock += 200
     metrics.run(Shard(4))
+    assert metrics.values("worker_shards_running") == {"": 0}
     metrics.clock += 100
     with metrics.collector.watching(Shard(5)):
         assert metrics.values("rows_done_total") == {"3": 100, "4": 100, "5": 50}
@@ -76,21 +76,10 @@ def test_the_end_of_a_shard_is_shown_for_five_minutes() -> None:
         assert metrics.values("gpus") == {"3": 0, "4": 0, "5": 2}
         metrics.clock += 1
         assert metrics.values("rows_done_total") == {"4": 100, "5": 50}
-        assert metrics.values("worker_shards_finished_total") == {"": 2}
+    assert metrics.values("worker_shards_finished_total") == {"": 2}
 
 
-def test_without_a_shard_the_worker_is_still_there() -> None:
-    metrics = Clocked()
-    assert metrics.values("worker_shards_running") == {"": 0}
-    metrics.run(Shard(3))
-    assert metrics.values("worker_shards_running") == {"": 0}
-    metrics.clock += 301
-    assert metrics.values("rows_done_total") == {}
-    assert metrics.values("worker_shards_finished_total") == {"": 1}
-
-
-def test_a_shard_that_is_run_again_is_shown_once_and_does_not_fall() -> None:
-    metrics = Clocked()
+def test_a_shard_that_is_run_again_is_shown_once_and_does_not_fall(metrics: Clocked) -> None:
     metrics.run(Shard(3), state="failed", num_rows_done=70)
     assert metrics.values("worker_shards_finished_total") == {"": 0}
     with metrics.collector.watching(Shard(3, attempt=3, num_rows_done=60)):
@@ -98,8 +87,7 @@ def test_a_shard_that_is_run_again_is_shown_once_and_does_not_fall() -> None:
         assert metrics.values("computed_tokens_per_second") == {"3": 12.5}
 
 
-def test_an_attempt_that_fails_ends_too() -> None:
-    metrics = Clocked()
+def test_an_attempt_that_fails_ends_too(metrics: Clocked) -> None:
     with pytest.raises(RuntimeError, match="broken"), metrics.collector.watching(Shard(3)):
         raise RuntimeError("broken")
     assert metrics.values("worker_shards_running") == {"": 0}

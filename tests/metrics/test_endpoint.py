@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: formats, refusals, a port that is taken, and faults of the snapshot."""
+"""The endpoint over HTTP: formats, refusals, faults of the snapshot, addresses."""
 
 from __future__ import annotations
 
@@ -103,14 +103,6 @@ def test_each_scrape_asks_anew_and_an_unknown_eta_is_absent() -> None:
     assert "batchllm_eta_seconds" in second
 
 
-def test_a_counter_never_falls() -> None:
-    """A stop drops the rows of open parts."""
-    asked = iter([50, 40, 60])
-    with endpoint(lambda: shard_progress(num_rows_done=next(asked))) as url:
-        told = [values(get(f"{url}/metrics")[1])["batchllm_rows_done_total"] for _ in range(3)]
-    assert told == [50, 50, 60]
-
-
 def test_metrics_are_only_read() -> None:
     with endpoint() as url, pytest.raises(HTTPError) as caught:
         get(f"{url}/metrics", "POST")
@@ -134,21 +126,20 @@ def test_a_snapshot_that_fails_is_an_error_of_that_scrape(
     assert "the metrics lack a shard's end: half made" in caplog.text
 
 
-def test_a_port_in_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def warning_of(address: MetricsAddress, caplog: pytest.LogCaptureFixture) -> str:
+    """What is logged where nothing can be served at the address."""
     collector = ShardCollector(job="j", ds="d", worker=5)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = MetricsAddress("127.0.0.1", taken.getsockname()[1])
-        with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
-            assert served is None
-    assert f"no metrics: can't listen on {address}" in caplog.text
-
-
-def test_a_host_that_cannot_be_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    collector = ShardCollector(job="j", ds="d", worker=5)
-    address = MetricsAddress(f"{'a' * 64}.example", 9400)
     with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
         assert served is None
-    assert "no metrics" in caplog.text
+    return caplog.text
+
+
+def test_an_address_that_cannot_be_used_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = MetricsAddress("127.0.0.1", taken.getsockname()[1])
+        assert f"no metrics: can't listen on {address}" in warning_of(address, caplog)
+    caplog.clear()
+    assert "no metrics" in warning_of(MetricsAddress(f"{'a' * 64}.example", 9400), caplog)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -159,11 +150,7 @@ def test_a_machine_without_threads_is_a_warning(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    collector = ShardCollector(job="j", ds="d", worker=5)
-    address = MetricsAddress("127.0.0.1", 0)
-    with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
-        assert served is None
-    assert "can't start new thread" in caplog.text
+    assert "can't start new thread" in warning_of(MetricsAddress("127.0.0.1", 0), caplog)
     caplog.clear()  # which holds the error, and so the socket that the library leaves
     gc.collect()
 
@@ -174,8 +161,39 @@ def test_the_port_is_free_again_afterwards() -> None:
         assert address is not None
     with serving_metrics(address, collector) as again:
         assert again == address
+    with serving_metrics(None, collector) as none:
+        assert none is None
 
 
-def test_without_an_address_nothing_is_served() -> None:
-    with serving_metrics(None, ShardCollector(job="j", ds="d", worker=5)) as address:
-        assert address is None
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("9400", "127.0.0.1", 9400),
+        ("0.0.0.0:9400", "0.0.0.0", 9400),
+        ("pod-1.svc:1", "pod-1.svc", 1),
+        ("[::]:65535", "::", 65535),
+    ],
+)
+def test_an_address_is_read(text: str, host: str, port: int) -> None:
+    address = MetricsAddress.parse(text)
+    assert address == MetricsAddress(host, port)
+    assert str(address) == (text if ":" in text else f"127.0.0.1:{text}")
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.0.0.0:0", "00"])
+def test_nothing_and_port_0_are_no_address(text: str) -> None:
+    assert MetricsAddress.parse(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["metrics", "-1", "65536", "99999", "9400:", ":9400", "::1:9400", "[x]:1", "٣"],
+        "a b:1",
+        "9400 ",
+    ],
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="PORT") as caught:
+        MetricsAddress.parse(text)
+    assert repr(text) in str(caught.value)

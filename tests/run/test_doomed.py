@@ -66,12 +66,6 @@ def test_a_run_stops_when_its_failures_alone_pass_the_limit(
     assert commit_run(plan.folder.uri).num_failed_rows == 40
 
 
-def test_as_many_failures_as_are_allowed_stop_nothing(tmp_path: Path) -> None:
-    plan = planned(tmp_path, max_failed_fraction=1.0)
-    run_worker(plan)
-    assert commit_run(plan.folder.uri).num_failed_rows == 40
-
-
 def test_rows_that_planning_has_rejected_count(tmp_path: Path) -> None:
     rows = document_rows(8, 5)
     for row in rows[:4]:

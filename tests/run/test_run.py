@@ -1,4 +1,4 @@
-"""The run stage with the fake engine: parts as they finish, resuming, bounded memory."""
+"""The run stage with the fake engine: parts as they finish, bounded memory, traces."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.errors import PlanError
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.engine_job import pin_revision
+from batchllm_operator.run.engine_job import pin_revision, traced
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.parts import read_ledger
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -91,12 +92,6 @@ def test_every_request_gets_its_own_text(plan: StoredPlan) -> None:
     assert (report.counts.num_rows, report.counts.num_failed_rows, report.num_parts) == (40, 0, 8)
 
 
-def test_requests_reach_the_engine_in_plan_order(plan: StoredPlan) -> None:
-    engine = run_watched(plan)
-    assert [request.request_idx for request in engine.requests] == list(range(40))
-    assert engine.closed
-
-
 def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "documents", document_rows(40, 5))
     spec = fake_spec(
@@ -138,8 +133,10 @@ def test_a_model_of_the_hub_runs_at_the_commit_that_was_planned(plan: StoredPlan
     assert pin_revision(plan.manifest) == plan.manifest.spec
 
 
-def test_the_engine_is_told_what_the_plan_knows(plan: StoredPlan) -> None:
+def test_the_engine_gets_requests_in_plan_order_and_what_the_plan_knows(plan: StoredPlan) -> None:
     engine = run_watched(plan)
+    assert [request.request_idx for request in engine.requests] == list(range(40))
+    assert engine.closed
     sizes = Counter(request.group_id for request in engine.requests)
     assert [request.group_size for request in engine.requests] == [
         sizes[request.group_id] for request in engine.requests
@@ -170,3 +167,34 @@ def test_estimates_reach_the_engine(
     plan = plan_job(fake_spec(tmp_path, planner=planner, **changes), DS)
     engine = run_watched(plan)
     assert {request.num_output_tokens for request in engine.requests} == {told}
+
+
+def test_every_trace_of_every_attempt_is_published(lake_uri: str) -> None:
+    folder = Folder.open(lake_uri).child("shard-00000")
+    for attempt in (b"one", b"two"):
+        with traced(folder) as local:
+            (local / "engine-000.parquet").write_bytes(attempt)
+            (local / "engine-001.parquet").write_bytes(attempt * 2)
+    names = sorted(folder.find())
+    contents = sorted(folder.read_bytes(name) for name in names)
+    assert contents == [b"one", b"oneone", b"two", b"twotwo"]
+    assert all(name.startswith("trace-2") and name.endswith(".parquet") for name in names)
+
+
+def test_a_trace_survives_the_run_that_failed(tmp_path: Path) -> None:
+    folder = Folder.open(str(tmp_path / "shard"))
+    with pytest.raises(KeyError), traced(folder) as local:
+        (local / "engine-000.parquet").write_bytes(b"so far")
+        raise KeyError
+    [name] = folder.find()
+    assert folder.read_bytes(name) == b"so far"
+    assert not local.exists()
+
+
+def test_a_trace_that_cannot_be_published_does_not_cost_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"in the way")
+    with traced(Folder.open(str(tmp_path / "file" / "shard"))) as local:
+        (local / "engine-000.parquet").write_bytes(b"so far")
+    assert "is lost" in caplog.text

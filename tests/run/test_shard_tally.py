@@ -15,12 +15,12 @@ from batchllm_operator.engine.gpus import num_gpus_of
 from batchllm_operator.row_error import RowError
 from batchllm_operator.run.shard_tally import Holder, ShardTally
 from batchllm_operator.shards.attempts import Attempt
-from batchllm_operator.shards.parts import PartEntry
-from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 BEGAN_AT = datetime(2026, 1, 31, tzinfo=UTC)
+Part = list[tuple[EngineOutput, int]]
+"""Outputs, with the number of rows that each stands for."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
 class Ticking:
     """A tally, and the clock that it goes by."""
 
-    def __init__(self, plan: StoredPlan, *entries: PartEntry, **settings: int) -> None:
+    def __init__(self, plan: StoredPlan, *parts: Part, **settings: int) -> None:
         self.clock = 1000.0
         attempt = Attempt(plan.run_folder(0), 3)
         self.tally = ShardTally(
@@ -40,8 +40,8 @@ class Ticking:
             0,
             attempt,
             Holder(**settings),
-            Counts.total(entries),
-            len(entries),
+            Counts.total(map(Counts.of, parts)),
+            len(parts),
             clock=lambda: self.clock,
             now=lambda: BEGAN_AT + timedelta(seconds=self.clock - 1000.0),
         )
@@ -62,26 +62,6 @@ def failed(request_idx: int, prompt: int) -> EngineOutput:
     return EngineOutput(request_idx, None, None, prompt, 0, 0, RowError("engine_error", "no"))
 
 
-def entry_of(part_idx: int, outputs: list[tuple[EngineOutput, int]]) -> PartEntry:
-    """As `write_part` counts it."""
-    answered = [(each, num_rows) for each, num_rows in outputs if each.error is None]
-    num_rows = sum(num_rows for _, num_rows in outputs)
-    return PartEntry(
-        plan_id="p",
-        part_idx=part_idx,
-        attempt=1,
-        sha256="0" * 64,
-        num_requests=len(outputs),
-        num_rows=num_rows,
-        num_failed_rows=num_rows - sum(num_rows for _, num_rows in answered),
-        num_logical_tokens=sum(num_rows * each.num_prompt_tokens for each, num_rows in answered),
-        num_prompt_tokens=sum(each.num_prompt_tokens for each, _ in answered),
-        num_cached_tokens=sum(each.num_cached_tokens for each, _ in answered),
-        num_output_tokens=sum(each.num_output_tokens for each, _ in answered),
-        engine_s=0.0,
-    )
-
-
 tokens = st.integers(0, 5000)
 answers = st.one_of(
     st.builds(lambda p, c, g: output(0, p, min(p, c), g), tokens, tokens, tokens),
@@ -91,31 +71,23 @@ parts = st.lists(st.lists(st.tuples(answers, st.integers(1, 4)), min_size=1), ma
 
 
 @given(before=parts, now=parts, still_open=st.lists(st.tuples(answers, st.integers(1, 4))))
-def test_the_sums_are_those_of_the_report(
-    plan: StoredPlan,
-    before: list[list[tuple[EngineOutput, int]]],
-    now: list[list[tuple[EngineOutput, int]]],
-    still_open: list[tuple[EngineOutput, int]],
+def test_the_sums_are_those_of_the_parts(
+    plan: StoredPlan, before: list[Part], now: list[Part], still_open: Part
 ) -> None:
-    entries = [entry_of(part_idx, part) for part_idx, part in enumerate([*before, *now])]
-    tally = Ticking(plan, *entries[: len(before)]).tally
+    stored = Counts.total(map(Counts.of, [*before, *now]))
+    tally = Ticking(plan, *before).tally
     tally.begin_running()
     for part in now:
-        for each, num_rows in part:
-            tally.count_output(each, num_rows)
+        for answer, num_rows in part:
+            tally.count_output(answer, num_rows)
         tally.count_part()
-    for each, num_rows in still_open:
-        tally.count_output(each, num_rows)
+    for answer, num_rows in still_open:
+        tally.count_output(answer, num_rows)
     live = tally.snapshot()
-    report = ShardReport.of_parts("p", 0, entries, len(before))
-    assert live.done.num_rows == report.counts.num_rows + sum(
-        num_rows for _, num_rows in still_open
-    )
-    assert live.num_parts_done == report.num_parts
-    assert (live.done.saving_ratio or 0) >= 0
-    tally.end("stopped", Counts.total(entries))  # what is still open is dropped
-    found = tally.snapshot()
-    assert found.done == report.counts
+    assert live.done == stored + Counts.of(still_open)
+    assert live.num_parts_done == len(before) + len(now)
+    tally.end("stopped", stored)  # what is still open is dropped
+    assert tally.snapshot().done == stored
 
 
 def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> None:
@@ -171,7 +143,7 @@ def test_speed_is_that_of_the_last_minute_without_cached_tokens(plan: StoredPlan
 
 
 def test_eta_goes_by_the_minute_and_by_all_of_the_attempt(plan: StoredPlan) -> None:
-    run = Ticking(plan, entry_of(0, [(output(0, 90, 30, 10), 6)]))
+    run = Ticking(plan, [(output(0, 90, 30, 10), 6)])
     run.tally.begin_running()
     for _ in range(12):
         run.after(10, run.answer)  # 12 of 24 rows in 120 s
@@ -183,7 +155,7 @@ def test_eta_goes_by_the_minute_and_by_all_of_the_attempt(plan: StoredPlan) -> N
 
 
 def test_rows_of_earlier_attempts_say_nothing_of_the_speed(plan: StoredPlan) -> None:
-    run = Ticking(plan, entry_of(0, [(output(0, 90, 30, 10), 20)]))
+    run = Ticking(plan, [(output(0, 90, 30, 10), 20)])
     run.tally.begin_running()
     run.after(10)
     assert run.tally.snapshot().eta_s is None

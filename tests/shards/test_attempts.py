@@ -252,13 +252,8 @@ def plan_of_slow_requests(lake_uri: str) -> StoredPlan:
 
 KILLED_BEFORE_AN_ENTRY = """
 import os, signal, sys
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import Attempt
-from batchllm_operator.inspect.verify import verify_worker
-from batchllm_operator.run import shard_queue as queue_module
-from batchllm_operator.run.live_progress import LiveProgress
-from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.run.shard_tally import ShardTally
-from batchllm_operator.run.run_shards import run_worker
 
 looks = []
 def check(self):

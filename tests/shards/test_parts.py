@@ -64,12 +64,6 @@ def damage(path: Path, how: str) -> None:
             path.write_bytes(data)
 
 
-def test_a_renamed_entry_does_not_count(folder: Folder, attempt: Attempt) -> None:
-    write_part(attempt, PLAN, 0, [output(0)], {0: [0]}, 1.0)
-    attempt.folder.write_bytes("part-00005.json", attempt.folder.read_bytes("part-00000.json"))
-    assert set(read_ledger(folder, PLAN)) == {0}
-
-
 def test_a_part_counts_once_and_that_of_the_latest_attempt(folder: Folder) -> None:
     other = EngineOutput(0, "other", "stop", 1, 0, 1, None)
     first, second = claim_attempt(folder), claim_attempt(folder)
@@ -98,10 +92,6 @@ def test_a_damaged_part_gives_way_to_an_earlier_one(folder: Folder) -> None:
     assert read_ledger(folder, PLAN) == {}
 
 
-def test_nothing_there_is_an_empty_ledger(folder: Folder) -> None:
-    assert read_ledger(folder, PLAN) == {}
-
-
 def test_an_entry_appears_only_after_its_file(
     folder: Folder, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +102,3 @@ def test_an_entry_appears_only_after_its_file(
     with pytest.raises(StorageError):
         write_part(attempt, PLAN, 0, [output(0)], {0: [0]}, 1.0)
     assert list(folder.find()) == ["attempt-00001/claim.json"]
-
-
-def test_parts_of_another_plan_do_not_count(folder: Folder, attempt: Attempt) -> None:
-    write_part(attempt, PLAN, 0, [output(0)], {0: [0]}, 1.0)
-    assert read_ledger(folder, "another") == {}

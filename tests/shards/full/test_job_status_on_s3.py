@@ -7,7 +7,7 @@ from run.test_live_progress import (
     test_a_drained_attempt_keeps_what_its_parts_hold,
     test_a_finished_attempt_says_what_its_report_says,
 )
-from run.test_traces import (
+from run.test_run import (
     test_every_trace_of_every_attempt_is_published,
 )
 from shards.test_job_status import (
