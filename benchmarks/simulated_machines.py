@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import count, islice
 from typing import Final
@@ -61,6 +62,20 @@ class Simulation:
                     self.at(self.clock_s + pause_s, act)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A machine for a worker.
+
+    Attributes:
+        slowness: what requests take here, as a multiple.
+        begins_at, dies_at: simulated seconds. Once dead, the machine does and writes nothing more.
+    """
+
+    slowness: float = 1.0
+    begins_at: float = 0.0
+    dies_at: float = math.inf
+
+
 class Machine:
     """A worker on a machine of its own, with an engine whose requests end one after the other.
 
@@ -68,10 +83,9 @@ class Machine:
 
     Args:
         plan, shards: the worker's.
-        seconds: what requests take, `slowness` times.
+        seconds: what requests take on a machine as given.
         look_ahead: requests in the engine.
         start_s: what the engine's start takes.
-        begins_at, dies_at: simulated seconds. Once dead, it does and writes nothing more.
     """
 
     def __init__(
@@ -80,15 +94,12 @@ class Machine:
         plan: StoredPlan,
         shards: ShardQueue,
         seconds: Seconds,
+        place: Place,
         *,
         look_ahead: int,
         start_s: float,
-        slowness: float = 1.0,
-        begins_at: float = 0.0,
-        dies_at: float = math.inf,
     ) -> None:
-        self._simulation, self._plan, self._dies_at = simulation, plan, dies_at
-        self._seconds, self._slowness = seconds, slowness
+        self._simulation, self._plan, self._place, self._seconds = simulation, plan, place, seconds
         self._look_ahead, self._start_s = look_ahead, start_s
         self._owed_s = 0.0
         """Until the next output."""
@@ -98,12 +109,12 @@ class Machine:
         worker = Worker(plan, shards, self._start_engine, holder, clock=simulation.clock)
         self._steps = worker.steps()
         self.has_ended = False
-        simulation.at(begins_at, self._step)
-        simulation.at(begins_at, self._write_progress)
+        simulation.at(place.begins_at, self._step)
+        simulation.at(place.begins_at, self._write_progress)
 
     @property
     def _is_dead(self) -> bool:
-        return self._simulation.clock_s >= self._dies_at
+        return self._simulation.clock_s >= self._place.dies_at
 
     def discard(self) -> None:
         """End the worker of a dead machine, after the simulation."""
@@ -125,7 +136,7 @@ class Machine:
         return _Engine(spec, job.max_model_len, self._look_ahead, self._owe)
 
     def _owe(self, request: EngineRequest) -> None:
-        self._owed_s += self._seconds(request) * self._slowness
+        self._owed_s += self._seconds(request) * self._place.slowness
 
     def _write_progress(self) -> float | None:
         """As a thread of the real worker does, which also writes while the engine starts."""

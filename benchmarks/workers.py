@@ -59,7 +59,7 @@ from batchllm_operator.shards.attempts import attempt_numbers
 from batchllm_operator.spec import parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from benchmarks.provenance import print_last_line, provenance
-from benchmarks.simulated_machines import Machine, Simulation
+from benchmarks.simulated_machines import Machine, Place, Simulation
 
 DS: Final = "2026-01-31"
 NUM_WORKERS: Final = 8
@@ -104,7 +104,7 @@ class Job:
 
     def __init__(self, root: Path, num_shards: int, shard_requests: int, seed: int) -> None:
         self._lake = root / "lake"
-        self._num_shards, self._shard_requests = num_shards, shard_requests
+        self.num_shards, self._shard_requests = num_shards, shard_requests
         self.look_ahead = math.ceil(LOOK_AHEAD * shard_requests)
         num_requests = num_shards * shard_requests
         stretches = np.random.default_rng(seed).uniform(1 - NOISE, 1 + NOISE, num_shards)
@@ -137,7 +137,7 @@ class Job:
             "output": {"uri": f"{self._lake}/{name}"},
             "engine": {"backend": "fake", "extra_args": {"byte_tokens": True}},
             "planner": {
-                "num_shards": self._num_shards,
+                "num_shards": self.num_shards,
                 "part_rows": math.ceil(self._shard_requests / _NUM_PARTS),
             },
         }
@@ -147,25 +147,10 @@ class Job:
         """Publish a finished run, and stop unless each row is there once, with its own text."""
         commit_run(plan.folder.uri)
         found = pq.read_table(self._lake / plan.manifest.spec.name / f"ds={DS}")
-        texts = dict(
-            zip(found["row_key"].to_pylist(), found["generated_text"].to_pylist(), strict=True)
-        )
+        texts = {row["row_key"]: row["generated_text"] for row in found.to_pylist()}
         expected = {str(i): fake_text(list(p.encode())) for i, p in enumerate(self._prompts)}
         if found.num_rows != len(expected) or texts != expected:
             sys.exit(f"{plan.folder.uri}: the table isn't what was to be generated; no figures")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A machine for a worker.
-
-    Attributes:
-        begins_at, dies_at: simulated seconds.
-    """
-
-    slowness: float = 1.0
-    begins_at: float = 0.0
-    dies_at: float = math.inf
 
 
 def places_of(case: Case, half_s: float) -> list[Place]:
@@ -188,60 +173,28 @@ def ideal_s(work_s: float, places: Sequence[Place]) -> float:
     raise AssertionError("machines without end")
 
 
-class Run:
-    """A job on machines, with what is common to them."""
-
-    def __init__(self, job: Job, plan: StoredPlan) -> None:
-        self._job, self.plan = job, plan
-        self.simulation = Simulation()
-        self._machines: list[Machine] = []
-
-    def add(self, shards: ShardQueue, place: Place) -> None:
-        self._machines.append(
-            Machine(
-                self.simulation,
-                self.plan,
-                shards,
-                self._job.seconds,
-                look_ahead=self._job.look_ahead,
-                start_s=START_S,
-                slowness=place.slowness,
-                begins_at=place.begins_at,
-                dies_at=place.dies_at,
-            )
-        )
-
-    def workers(self, places: Sequence[Place]) -> None:
-        """Workers that take shards; one that joins has the number of all."""
-        simulation = self.simulation
-        for number, place in enumerate(places):
-            num_workers = len(places) if place.begins_at else NUM_WORKERS
-            clocks = {"clock": simulation.clock, "now": simulation.now}
-            self.add(ShardQueue(self.plan, number, num_workers, **clocks), place)
-
-    def finish(self) -> float:
-        """Simulated seconds until the last shard was finished; the table is published."""
-        self.simulation.run()
-        for machine in self._machines:
-            machine.discard()
-        self._job.commit(self.plan)
-        return self.simulation.finished_at
-
-    def num_takeovers(self) -> int:
-        shards = range(len(self.plan.manifest.shards))
-        return sum(len(attempt_numbers(self.plan.run_folder(idx))) - 1 for idx in shards)
-
-
 def measure(job: Job, case: Case) -> dict[str, Any]:
-    """The figures of a case."""
+    """The figures of a case; its table is published, and checked."""
     places = places_of(case, job.half_s)
     ideal = ideal_s(job.work_s, places)
-    workers = Run(job, job.plan(f"{case.name}_workers"))
-    workers.workers(places)
+    plan, simulation = job.plan(f"{case.name}_workers"), Simulation()
+    machines = []
+    for number, place in enumerate(places):
+        # One that joins has the number of all.
+        num_workers = len(places) if place.begins_at else NUM_WORKERS
+        clocks = {"clock": simulation.clock, "now": simulation.now}
+        shards = ShardQueue(plan, number, num_workers, **clocks)
+        engine = {"look_ahead": job.look_ahead, "start_s": START_S}
+        machines.append(Machine(simulation, plan, shards, job.seconds, place, **engine))
+    simulation.run()
+    for machine in machines:
+        machine.discard()
+    job.commit(plan)
+    attempts = [len(attempt_numbers(plan.run_folder(idx))) for idx in range(job.num_shards)]
     return {
-        "makespan": round(workers.finish() / ideal, 4),
+        "makespan": round(simulation.finished_at / ideal, 4),
         "ideal_s": round(ideal, 1),
-        "num_takeovers": workers.num_takeovers(),
+        "num_takeovers": sum(attempts) - job.num_shards,
     }
 
 
@@ -273,9 +226,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
     rows = []
-    for case in CASES:
-        if case.name not in args.cases:
-            continue
+    for case in (case for case in CASES if case.name in args.cases):
         # Progress lines would be of real time, and the lake need not survive a crash.
         with redirect_stderr(io.StringIO()), patch("os.fsync", lambda descriptor: None):
             rows.append(row_of(case, args))

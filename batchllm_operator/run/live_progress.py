@@ -76,10 +76,8 @@ class LiveProgress:
     def end(self, error: BaseException | None, stored: Counts) -> None:
         """Write the last state: `finished` without an error, `stopped` by a `KeyboardInterrupt`
         (such as `Interrupted`), else `failed`; see `ShardTally.end`."""
-        if error is None:
-            self._tally.end("finished", stored)
-        elif isinstance(error, KeyboardInterrupt):
-            self._tally.end("stopped", stored)
+        if error is None or isinstance(error, KeyboardInterrupt):
+            self._tally.end("finished" if error is None else "stopped", stored)
         else:
             self._tally.end("failed", stored, shown_error(error))
         self._ended.set()

@@ -13,7 +13,7 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.progress import Progress
-from batchllm_operator.run.engine_job import Retries, engine_job, pin_revision, traced
+from batchllm_operator.run.engine_job import engine_job, pin_revision, stream_with_retries, traced
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import ShardRun, StoredShard
 from batchllm_operator.run.shard_tally import Holder
@@ -72,7 +72,6 @@ class Worker:
         self._engine: Engine | None = None
         self._context = ExitStack()
         """Of the engine."""
-        self._retries = Retries(plan.manifest.spec)
         self._watches = Answers.of(plan.manifest.spec).watches()
         self._progress: Progress | None = None
         self.reports: dict[int, ShardReport] = {}
@@ -164,7 +163,7 @@ class Worker:
         """Generate a shard, and those that follow it without a gap."""
         if self._replicas is not None:
             self._meet(run)
-        engine = self._running_engine(run)
+        engine, spec = self._running_engine(run), self._plan.manifest.spec
         num_left = self._num_rows_left()
         if self._progress is None:
             line = Progress(f"worker {self._shards.worker}", num_left)
@@ -172,7 +171,7 @@ class Worker:
         else:
             self._progress.expect(num_left)
         self._holder.lap()  # the engine's time begins here
-        for output in self._retries.stream(engine, self._requests(run)):
+        for output in stream_with_retries(engine, self._requests(run), spec):
             self._keep(output)
             yield 0.0
         self._given_up.clear()

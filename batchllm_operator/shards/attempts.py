@@ -87,9 +87,8 @@ class ShardProgress(StoredJson):
     engine_start_s: Seconds = 0.0
     """The part of it until the engine took requests."""
     worker: Count
-    """Number of the worker that runs the shard, from 0."""
+    """Number of the worker that runs the shard, from 0, as one of `num_workers`."""
     num_workers: Count
-    """Number of workers that this one was started as one of."""
     num_gpus: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """GPUs that the attempt holds; 0 on a CPU."""
     gpu_held_s: Seconds
@@ -102,10 +101,8 @@ class ShardProgress(StoredJson):
     done: Counts
     """Finished work, by this attempt and by those before it."""
     computed_tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
-    """Prompt tokens that this attempt has computed per second over the last minute; without those
-    that it found in the cache."""
+    """Prompt tokens of this attempt over the last minute, without those found in the cache."""
     output_tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
-    """Output tokens of this attempt per second, over the last minute."""
     eta_s: Seconds | None = None
     """Until the last row, as of `updated_at`; None while unknown."""
     error: str | None = None
@@ -151,10 +148,14 @@ class Attempt:
 
     def check_current(self) -> None:
         """Raise `FencedError` if a later attempt has begun."""
-        latest = max(_claimed(self.shard_folder, above=self.number), default=None)
+        folder, numbers = self.shard_folder, reversed(attempt_numbers(self.shard_folder))
+        later = (number for number in numbers if number > self.number)
+        latest = next((n for n in later if folder.exists(f"{attempt_name(n)}/{CLAIM_FILE}")), None)
         if latest is None:
             return
-        who = _who(read_claim(self.shard_folder, latest))
+        who, claim = "its claim can't be read", read_claim(folder, latest)
+        if claim is not None:
+            who = f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
         raise FencedError(
             f"{self.shard_folder.uri}: attempt {latest} ({who}) has taken over from"
             f" attempt {self.number}, which stops; the parts that it has finished are kept"
@@ -207,10 +208,8 @@ def has_ended(claim: Claim) -> bool:
         return False
     try:
         os.kill(claim.process_id, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's
-        return False
+    except OSError as error:  # otherwise another user's
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -223,23 +222,9 @@ def _processes() -> str | None:
         return None
 
 
-def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
-    return [
-        number
-        for number in attempt_numbers(shard_folder)
-        if number > above and shard_folder.exists(f"{attempt_name(number)}/{CLAIM_FILE}")
-    ]
-
-
 def read_claim(shard_folder: Folder, number: int) -> Claim | None:
     """The claim of an attempt; None if there is none, or it can't be read."""
     try:
         return Claim.read(shard_folder, f"{attempt_name(number)}/{CLAIM_FILE}")
     except PlanError:
         return None
-
-
-def _who(claim: Claim | None) -> str:
-    if claim is None:
-        return "its claim can't be read"
-    return f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
