@@ -274,15 +274,7 @@ def test_an_empty_partition(job: Job, how: str, on_empty: str) -> None:
     assert outcome.code == 0
     assert "WARNING" in outcome.err
     assert reason in outcome.err
-    plan = job.planned()
-    assert list(plan.glob("shard-*")) == []
-    assert job.commit(plan).code == 0
-    assert job.published() == []
-    schema = pq.read_schema(job.out / f"ds={DS}" / "data.parquet")
-    assert schema.names[:2] == ["id", "generated_text"]
-    assert schema.names[-1] == "q"
-    assert job.batchllm("report", "--plan", plan).code == 0
-    assert job.commit(plan).code == 0
+    assert list(job.planned().glob("shard-*")) == []
 
 
 # Rows that can't be prompted

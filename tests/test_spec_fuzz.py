@@ -321,5 +321,5 @@ def test_what_would_fail_later_is_refused_at_once(
 
 def test_a_model_path_that_is_too_long(lake: Path) -> None:
     spec = fake_spec(lake, model={"path": "/" + "x" * 5000}, engine={"backend": "vllm"})
-    with pytest.raises(BatchLLMError, match="there is no such folder"):
+    with pytest.raises(BatchLLMError, match="File name too long"):
         plan_job(spec, DS)

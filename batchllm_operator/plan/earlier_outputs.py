@@ -57,7 +57,7 @@ class Reuse:
         self, indexes: Sequence[ReuseIndex], folder: Path, schema: pa.Schema = PART_SCHEMA
     ) -> None:
         self._indexes, self._folder, self._schema = indexes, folder, schema
-        self._found: list[list[_Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
+        self._reuses: list[list[_Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
         """For each index, arrays of rows and of their places in it: [2, n]."""
         self._num_rows_read = 0
         self.num_rows = 0
@@ -88,10 +88,10 @@ class Reuse:
         num_rows = int(row_idxs[-1]) + 1 if len(row_idxs) else self._num_rows_read
         self._keep(fingerprints, row_idxs, num_rows)
         is_reused = np.zeros(len(row_idxs), dtype=np.bool_)
-        for index, found in zip(self._indexes, self._found, strict=True):
+        for index, reuses in zip(self._indexes, self._reuses, strict=True):
             places = index.places(fingerprints)
             is_found = (places >= 0) & ~is_reused
-            found.append(np.stack([row_idxs[is_found], places[is_found]]))
+            reuses.append(np.stack([row_idxs[is_found], places[is_found]]))
             is_reused |= is_found
         self.num_rows += int(is_reused.sum())
         return is_reused
@@ -102,8 +102,8 @@ class Reuse:
         self._fingerprints.close()
         num_before = 0
         with RowGroupWriter(self._folder / REUSED_FILE, self._schema, compression="zstd") as writer:
-            for index, found in zip(self._indexes, self._found, strict=True):
-                rows, places = np.concatenate(found, axis=1)
+            for index, reuses in zip(self._indexes, self._reuses, strict=True):
+                rows, places = np.concatenate(reuses, axis=1)
                 for table in _reused(index, rows, places, self._schema):
                     numbers = pa.array(np.arange(num_before, num_before + table.num_rows))
                     writer.write(table.add_column(0, self._schema.field(0), numbers))

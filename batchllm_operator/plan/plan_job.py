@@ -115,8 +115,15 @@ def _build(given: Given, scratch: Path) -> StoredPlan:
         with Progress("sort prompts", len(rows.prompts), unit="prompts", announce=False) as shown:
             ranked = sort_prompts(rows.prompts, shown.advance)
         planner = given.range_planner(learned, writes_groups=spec.planner.learns_output_tokens)
-        prompts = (rows.prompts, ranked, rows.row_idxs(), rows.output_tokens())
-        planned = planner.plan(*prompts, given.tokenizer, given.adapters, scratch)
+        planned = planner.plan(
+            rows.prompts,
+            ranked,
+            rows.row_idxs(),
+            rows.output_tokens(),
+            given.tokenizer,
+            given.adapters,
+            scratch,
+        )
     names = [ROWS_FILE, *(shard.file for shard in planned.shards)]
     if planner.writes_groups:
         names.append(GROUPS_FILE)

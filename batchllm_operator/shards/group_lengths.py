@@ -54,7 +54,7 @@ def write_lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> None:
 
 def _lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> pa.Table:
     num_groups = plan.manifest.counts.num_groups
-    of_groups = np.zeros((2, num_groups), dtype=np.int64)
+    num_rows, num_tokens = np.zeros((2, num_groups), dtype=np.int64)
     for shard_idx, shard in enumerate(shards):
         info = plan.shard(shard_idx)
         # The checksum isn't verified: most of the file is prompts, which aren't read.
@@ -65,14 +65,15 @@ def _lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> pa.Table:
         for part in shard.parts(["request_idx", "row_idxs", "num_output_tokens", "error"]):
             answered = part.filter(pc.is_null(part["error"]))
             groups = group_ids[answered["request_idx"].to_numpy() - first_request]
-            num_rows = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
-            num_tokens = num_rows * answered["num_output_tokens"].to_numpy()
-            np.add.at(of_groups, (slice(None), groups), np.stack([num_rows, num_tokens]))
+            sizes = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
+            np.add.at(num_rows, groups, sizes)
+            np.add.at(num_tokens, groups, sizes * answered["num_output_tokens"].to_numpy())
     with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, num_groups) as file:
         hashes = pa.concat_arrays([column.combine_chunks() for column in file.read().columns])
-    is_known = hashes.is_valid().to_numpy(zero_copy_only=False) & (np.tile(of_groups[0], 2) > 0)
+    is_known = hashes.is_valid().to_numpy(zero_copy_only=False) & (np.tile(num_rows, 2) > 0)
     distinct, idxs = np.unique(hashes.fill_null(0).to_numpy()[is_known], return_inverse=True)
-    sums = [
-        np.bincount(idxs, np.tile(of_group, 2)[is_known], len(distinct)) for of_group in of_groups
-    ]
-    return pa.table([distinct, *(total.astype(np.int64) for total in sums)], schema=LENGTHS_SCHEMA)
+    columns = [distinct]
+    for of_groups in (num_rows, num_tokens):
+        sums = np.bincount(idxs, np.tile(of_groups, 2)[is_known], len(distinct))
+        columns.append(sums.astype(np.int64))
+    return pa.table(columns, schema=LENGTHS_SCHEMA)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Final, Literal
 
 from pydantic import (
@@ -13,7 +13,6 @@ from pydantic import (
     JsonValue,
     Tag,
     field_validator,
-    model_validator,
 )
 
 from batchllm_operator.spec.addresses import LocalFile
@@ -91,14 +90,12 @@ class EngineSpec(Section):
     extra_args: OfOutput[Mapping[str, JsonValue]] = Field(default_factory=dict)
     """Any other engine argument of vLLM, by its Python name."""
 
-    @model_validator(mode="after")
-    def _check_invariance(self) -> EngineSpec:
+    def _faults(self) -> Iterator[str]:
         if self.batch_invariant and self.attention == "batchllm":
-            raise ValueError(
+            yield (
                 "batch_invariant: goes with attention: stock; ours adds in an order that depends on"
                 " the step"
             )
-        return self
 
     @property
     def reason_against_chains(self) -> str | None:
@@ -137,11 +134,9 @@ class OutputEstimate(Section):
     What was learned is part of the plan: if that partition is published again, planning again
     gives another plan."""
 
-    @model_validator(mode="after")
-    def _check_one(self) -> OutputEstimate:
+    def _faults(self) -> Iterator[str]:
         if (self.column is None) == (self.learned is None):
-            raise ValueError("give a number, {column: NAME} or {learned: true}")
-        return self
+            yield "give a number, {column: NAME} or {learned: true}"
 
 
 def _estimate_kind(value: object) -> str:
@@ -201,13 +196,9 @@ class PlannerSpec(Section):
     """Rate at which a replica hands KV to the next, in place of a measured one; only with
     `runahead: on`."""
 
-    @model_validator(mode="after")
-    def _check_link(self) -> PlannerSpec:
+    def _faults(self) -> Iterator[str]:
         if self.link_bytes_per_s is not None and self.runahead != "on":
-            raise ValueError(
-                "link_bytes_per_s goes with runahead: on; with auto, what counts is measured"
-            )
-        return self
+            yield ("link_bytes_per_s goes with runahead: on; with auto, what counts is measured")
 
     @property
     def estimate_columns(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Flag, auto
-from typing import Annotated, Any, Final, TypeVar, get_args
+from typing import Annotated, Any, Final, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 
@@ -45,8 +46,8 @@ def _kinds(annotation: object) -> Iterator[object]:
     arguments = get_args(annotation)
     if not arguments:
         yield annotation if isinstance(annotation, type) else type(annotation)
-    for each in arguments:
-        yield from _kinds(each)
+    for argument in arguments:
+        yield from _kinds(argument)
 
 
 class Decides(Flag):
@@ -105,6 +106,16 @@ class Section(BaseModel):
             elif decided in (_decided(field) or Decides(0)):
                 chosen[name] = stored[name]
         return chosen
+
+    def _faults(self) -> Iterator[str]:
+        """What no field's type says is wrong; only the first is told."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_faults(self) -> Self:
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
 
     @field_validator("*", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Final
 
 MAX_FILE_BYTES: Final = 1 << 20
@@ -64,7 +65,7 @@ def shown(name: object, max_len: int = _MAX_NAME_LEN) -> str:
 
 def _children(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
-        return (each for item in value.items() for each in item)
+        return chain.from_iterable(value.items())
     return value if isinstance(value, list | tuple | set | frozenset) else ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -170,7 +171,7 @@ def _parse_yaml(text: str, source: str) -> object:
 
 def _child_nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
-        yield from (each for item in node.value for each in item)
+        yield from chain.from_iterable(node.value)
     elif isinstance(node, yaml.SequenceNode):
         yield from node.value
 

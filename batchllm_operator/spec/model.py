@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Final, Literal
 
 from pydantic import Field, model_validator
@@ -25,9 +26,9 @@ from batchllm_operator.spec.sections import (
 from batchllm_operator.spec.tasks import (
     Labels,
     Task,
-    check_task,
     fill_task,
     output_columns,
+    task_faults,
 )
 
 SPEC_VERSION: Final = 1
@@ -110,30 +111,28 @@ class JobSpec(Section):
     def _fill_task(cls, data: object) -> object:
         return fill_task(data) if isinstance(data, dict) else data
 
-    @model_validator(mode="after")
-    def _check_rules(self) -> JobSpec:
-        """Check what no field's type says, across sections."""
-        check_task(self)
-        fields = {"input.key": self.input.key, "output.carry": self.output.carry}
-        for field, column in ((name, each) for name in fields for each in fields[name]):
+    def _faults(self) -> Iterator[str]:
+        yield from task_faults(self)
+        columns = [("input.key", column) for column in self.input.key]
+        columns += [("output.carry", column) for column in self.output.carry]
+        for field, column in columns:
             if column in self.output_columns:
-                raise ValueError(
+                yield (
                     f"{field}: column {column!r} can't be a key or carried over: the job writes a"
                     " column of that name; rename it in a view of the input"
                 )
             if column == self.input.partition_column:
-                raise ValueError(
+                yield (
                     f"{field}: column {column!r} is the partition column, which is always kept;"
                     " leave it out"
                 )
         if self.reuse_outputs and not self.sampling.is_greedy:
-            raise ValueError(
+            yield (
                 "reuse_outputs needs greedy sampling (sampling.temperature: 0): a sampled text is"
                 " one of many, and reusing it would sample once for all days"
             )
         if self.planner.runahead == "on" and (reason := self.reason_against_chains):
-            raise ValueError(f"planner.runahead is on, but {reason}")
-        return self
+            yield f"planner.runahead is on, but {reason}"
 
     @property
     def identity(self) -> str:

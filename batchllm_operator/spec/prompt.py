@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from string import Formatter
 from typing import Annotated, Any, Final, Literal
 
@@ -171,40 +172,38 @@ class PromptSpec(Section):
             return {"chat_template": True} | data
         return data
 
-    @model_validator(mode="after")
-    def _check_chat(self) -> PromptSpec:
+    def _faults(self) -> Iterator[str]:
         forms = [self.template, self.turns, self.messages]
         if (num_given := sum(map(bool, forms))) != 1:
             have = "is missing" if num_given == 0 else "must be alone"
-            raise ValueError(f"one of template, turns and messages {have}")
+            yield f"one of template, turns and messages {have}"
         if self.is_chat and not self.chat_template:
-            raise ValueError(
+            yield (
                 "chat_template: turns and messages always go through the model's chat template;"
                 " leave it out"
             )
         if not self.chat_template and (self.chat_template_kwargs or self.tools):
-            raise ValueError(
+            yield (
                 "chat_template_kwargs and tools are for the model's chat template: set"
                 " chat_template: true, or give turns or messages"
             )
         if self.answer_prefix is not None and not self.chat_template:
-            raise ValueError(
+            yield (
                 "answer_prefix: begins the answer of a chat; end prompt.template with its text, or"
                 " set chat_template: true"
             )
         if self.system is not None and self.turns and self.turns[0].role in SYSTEM_ROLES:
-            raise ValueError("system: the first of turns is one already; leave one of them out")
+            yield "system: the first of turns is one already; leave one of them out"
         if self.truncate and self.messages is not None:
-            raise ValueError("truncate: cuts columns of template and turns; messages are whole")
+            yield "truncate: cuts columns of template and turns; messages are whole"
         if absent := sorted(self.truncate.keys() - set(self.columns)):
-            raise ValueError(f"truncate: {self.field} places no column {absent[0]!r}")
+            yield f"truncate: {self.field} places no column {absent[0]!r}"
         if not self.columns and not self.constant:
-            raise ValueError(
+            yield (
                 f"{self.field}: places no column, so that all rows would have the same prompt;"
                 " write {COLUMN}, with single braces, where a row's value belongs, or set"
                 " prompt.constant: true"
             )
-        return self
 
     @property
     def is_chat(self) -> bool:

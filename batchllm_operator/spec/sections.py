@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -12,7 +13,6 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
-    model_validator,
 )
 
 from batchllm_operator.spec.addresses import ModelPath, StagingUri, TableAddress, TableUri
@@ -67,16 +67,14 @@ class FilterTerm(Section):
     @classmethod
     def _check_size(cls, value: object) -> object:
         """Refuse larger numbers, which would become floats."""
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(each, int) and not -MAX_BYTES - 1 <= each <= MAX_BYTES:
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, int) and not -MAX_BYTES - 1 <= number <= MAX_BYTES:
                 raise ValueError("a whole number must fit into 64 bits")
         return value
 
-    @model_validator(mode="after")
-    def _check_list(self) -> FilterTerm:
+    def _faults(self) -> Iterator[str]:
         if (self.op in ("in", "not in")) != isinstance(self.value, tuple):
-            raise ValueError("'in' and 'not in' take a list; the other comparisons one value")
-        return self
+            yield "'in' and 'not in' take a list; the other comparisons one value"
 
 
 class InputSpec(Section):
@@ -118,18 +116,16 @@ class ModelSpec(Section):
     """Input column of text with the name of each row's adapter. Null and empty: the model itself;
     an unknown name is a row error."""
 
-    @model_validator(mode="after")
-    def _check_adapters(self) -> ModelSpec:
+    def _faults(self) -> Iterator[str]:
         if self.adapter is not None and self.adapter_column is not None:
-            raise ValueError("adapter is for all rows, adapter_column for each: give one of them")
+            yield "adapter is for all rows, adapter_column for each: give one of them"
         chosen = self.adapter is not None or self.adapter_column is not None
         if chosen and not self.adapters:
-            raise ValueError("adapter and adapter_column choose from adapters, which are missing")
+            yield "adapter and adapter_column choose from adapters, which are missing"
         if self.adapters and not chosen:
-            raise ValueError("adapters: choose one as adapter, or by row in adapter_column")
+            yield "adapters: choose one as adapter, or by row in adapter_column"
         if self.adapter is not None and self.adapter not in self.adapters:
-            raise ValueError("adapter: isn't the name of one of adapters")
-        return self
+            yield "adapter: isn't the name of one of adapters"
 
 
 class SamplingSpec(Section):
@@ -184,17 +180,13 @@ class SamplingSpec(Section):
         """Whether the model will say the value of a field."""
         return self.from_model and name not in self.model_fields_set
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> SamplingSpec:
+    def _faults(self) -> Iterator[str]:
         if self.min_tokens > self.max_tokens and not self._is_open("max_tokens"):
-            raise ValueError("min_tokens is above max_tokens")
+            yield "min_tokens is above max_tokens"
         if self.n > 1 and self.is_greedy:
-            raise ValueError(
-                "n: greedy sampling gives the same answer each time; set a temperature above 0"
-            )
+            yield ("n: greedy sampling gives the same answer each time; set a temperature above 0")
         if self.n > 1 and self.logprobs is not None:
-            raise ValueError("logprobs: are given for one answer a row, so leave out n or logprobs")
-        return self
+            yield "logprobs: are given for one answer a row, so leave out n or logprobs"
 
     @property
     def is_greedy(self) -> bool:
@@ -241,14 +233,12 @@ class OutputSpec(Section):
     like `256MiB`; larger partitions are several files. A plain Parquet partition is one file,
     whatever its size."""
 
-    @model_validator(mode="after")
-    def _check_staging(self) -> OutputSpec:
+    def _faults(self) -> Iterator[str]:
         if self.staging_uri is None and TableAddress.parse(self.uri).folder is None:
-            raise ValueError(
+            yield (
                 "an Iceberg table's folder belongs to its catalog: name a folder for the job's"
                 " plans and parts, as staging_uri"
             )
-        return self
 
     @property
     def staging_folder(self) -> str:

@@ -56,58 +56,56 @@ def fill_task(data: dict[str, object]) -> dict[str, object]:
     return implied | data
 
 
-def check_task(spec: JobSpec) -> None:
-    """Raise ValueError if a field doesn't go with the task."""
+def task_faults(spec: JobSpec) -> Iterator[str]:
+    """The fields that don't go with the task."""
     if spec.task == "classify":
-        _check_classify(spec)
+        yield from _of_classify(spec)
     elif spec.labels or spec.label_values or spec.calibrate:
-        raise ValueError("labels, label_values and calibrate are for task: classify")
+        yield "labels, label_values and calibrate are for task: classify"
     if spec.model.reasoning_parser is not None and (spec.task != "generate" or spec.sampling.n > 1):
-        raise ValueError(
+        yield (
             "model.reasoning_parser: takes one text a row apart, so it is for task: generate with"
             " sampling.n: 1"
         )
     if spec.response_format is not None:
-        _check_response_format(spec)
+        yield from _of_response_format(spec)
     if spec.retry_invalid and (spec.response_format is None or spec.sampling.is_greedy):
-        raise ValueError(
+        yield (
             "retry_invalid: needs a response_format, and a sampling.temperature above 0 (greedy"
             " sampling would give the same answer again)"
         )
     if spec.task != "embed" and spec.embedding != EmbeddingSpec():
-        raise ValueError("embedding is for task: embed")
+        yield "embedding is for task: embed"
     if not spec.is_pooled:
         return
     if spec.sampling != SamplingSpec(max_tokens=1):
-        raise ValueError(f"sampling: task {spec.task} generates no tokens; leave sampling out")
+        yield f"sampling: task {spec.task} generates no tokens; leave sampling out"
     if spec.prompt.answer_prefix is not None:
-        raise ValueError(f"prompt.answer_prefix: task {spec.task} has no answer that it can begin")
+        yield f"prompt.answer_prefix: task {spec.task} has no answer that it can begin"
     if spec.planner.estimated_output_tokens is not None:
-        raise ValueError(
+        yield (
             f"planner.estimated_output_tokens: task {spec.task} generates no tokens; leave it out"
         )
 
 
-def _check_classify(spec: JobSpec) -> None:
+def _of_classify(spec: JobSpec) -> Iterator[str]:
     if not 2 <= len(spec.labels) <= MAX_LABELS:
-        raise ValueError(f"labels: task classify needs from 2 to {MAX_LABELS}")
+        yield f"labels: task classify needs from 2 to {MAX_LABELS}"
     if len(set(spec.labels.values())) < len(spec.labels):
-        raise ValueError("labels: two of them have the same answer")
+        yield "labels: two of them have the same answer"
     if len(set(map(str.casefold, spec.labels))) < len(spec.labels):
-        raise ValueError("labels: two of them differ by case only, which few readers tell apart")
+        yield "labels: two of them differ by case only, which few readers tell apart"
     if spec.label_values and set(spec.label_values) != set(spec.labels):
-        raise ValueError("label_values: must have a number for each of labels, and no others")
+        yield "label_values: must have a number for each of labels, and no others"
     if spec.sampling != SamplingSpec(max_tokens=1):
-        raise ValueError(
-            "sampling: task classify reads the probabilities of one token; leave sampling out"
-        )
+        yield ("sampling: task classify reads the probabilities of one token; leave sampling out")
 
 
-def _check_response_format(spec: JobSpec) -> None:
+def _of_response_format(spec: JobSpec) -> Iterator[str]:
     if spec.task != "generate":
-        raise ValueError("response_format: is for task: generate")
+        yield "response_format: is for task: generate"
     if spec.sampling.n > 1:
-        raise ValueError("response_format: is for one answer a row, so leave out sampling.n")
+        yield "response_format: is for one answer a row, so leave out sampling.n"
     if not isinstance(spec.response_format, JsonSchemaFormat):
         return
     others = ("generated_text", *_answer_columns(spec), *_AFTER)
@@ -115,9 +113,9 @@ def _check_response_format(spec: JobSpec) -> None:
     taken = {name.casefold() for name in (*others, *kept)}
     for name in spec.response_format.columns:
         if not name:
-            raise ValueError("response_format: a property has an empty name; set prefix_columns")
+            yield "response_format: a property has an empty name; set prefix_columns"
         if name.casefold() in taken:
-            raise ValueError(
+            yield (
                 f"response_format: there is another column {shown(name)!r} (names that differ by"
                 " case only are the same to many readers); set prefix_columns, such as answer_,"
                 " or rename the property"

@@ -119,8 +119,8 @@ class AnswerSummary(Frozen):
 
     def share(self, column: str, value: str) -> float | None:
         """Share of the rows that have the value, 0 to 1; None without rows."""
-        found = self.counts.get(column, {})
-        return found.get(value, 0) / sum(found.values()) if found else None
+        counts = self.counts.get(column, {})
+        return counts.get(value, 0) / sum(counts.values()) if counts else None
 
 
 class Timeline(Frozen):

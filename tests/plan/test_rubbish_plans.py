@@ -29,7 +29,7 @@ from batchllm_operator.shards.reports import COMMITTED_FILE
 from batchllm_operator.shards.reuse_index import INDEX_FILE
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, describe_file
 from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
-from batchllm_operator.stored_plan.stored_plan import TURN_FILE, StoredPlan
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NEXT_DS = "2026-02-01"
 CHANGES: dict[str, Any] = {
@@ -246,20 +246,6 @@ def test_a_manifest_that_says_what_cannot_be(job: Job, changes: dict[str, Any]) 
         assert outside == []
     finally:
         job.restore()
-
-
-rubbish = st.one_of(
-    st.binary(max_size=40),
-    st.sampled_from([b"[" * 100_000, b'{"turn": null}', b'{"turn": [1]}', b'{"turn": 1e999}']),
-    st.sampled_from([b'{"turn": "../../x"}', b'{"turn": -7}', b"null", b'"\\ud800"']),
-)
-
-
-@given(content=rubbish)
-def test_a_note_of_a_plans_turn_is_read_or_passed_over(job: Job, content: bytes) -> None:
-    job.second.folder.write_bytes(TURN_FILE, content)
-    job.second.mark_older_plans(None)
-    job.second.note_turn()
 
 
 def test_the_schemas_are_those_of_the_files(job: Job) -> None:
