@@ -21,6 +21,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.errors import PlanError
 from batchllm_operator.report.comparison import compare, render_comparison
 from batchllm_operator.report.page import render_report
+from batchllm_operator.report.pages import render
 from batchllm_operator.shards.status import JobStatus
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.web import views
@@ -81,7 +82,7 @@ def show_jobs(user: CurrentUser, links: PageLinks) -> Response:
     """All jobs of DAGs that the user may read. Doesn't read the lake."""
     with create_session(scoped=False) as session:
         jobs = list_jobs(session, lambda dag_id: may_read(user, dag_id))
-    return HTMLResponse(views.jobs_page(jobs, links))
+    return HTMLResponse(render("web_jobs.html.j2", jobs=jobs, links=links, trends=views.trends))
 
 
 @_pages.get("/compare")
@@ -115,7 +116,10 @@ def show_run(links: PageLinks, dag_id: str, run_id: str) -> Response:
             " BatchLLMPlanOperator, or Airflow hasn't made its tasks yet.",
         )
     if len(jobs) > 1:
-        return HTMLResponse(views.choice_page(jobs, dag_id, run_id, links))
+        template, trail = "web_choice.html.j2", links.trail()
+        return HTMLResponse(
+            render(template, trail=trail, jobs=jobs, links=links, dag_id=dag_id, run_id=run_id)
+        )
     return show_job(links, jobs[0])
 
 
@@ -124,7 +128,8 @@ def show_job(links: PageLinks, job: PathJob) -> Response:
     """A job: live progress until the commit, then its report."""
     shown = _job_view(job, links)
     if isinstance(shown, RunReport):
-        return HTMLResponse(views.report_page(shown, job.ref, links))
+        actions = (("Download this report", f"{links.job(job.ref)}/report.html"),)
+        return HTMLResponse(render_report(shown, trail=links.trail(job.ref), actions=actions))
     return _live_page(shown)
 
 
@@ -259,4 +264,6 @@ def _refusal(request: Request, error: Exception) -> Response:
     if not is_browser:
         return PlainTextResponse(text, status_code)
     heading = _HEADINGS.get(status_code, "This page can't be shown")
-    return HTMLResponse(views.message_page(heading, text, links_of(request)), status_code)
+    trail = links_of(request).trail()
+    page = render("web_message.html.j2", trail=trail, heading=heading, text=text)
+    return HTMLResponse(page, status_code)

@@ -1,4 +1,4 @@
-"""Renders pages from given data; reads neither database nor lake."""
+"""What live pages and trends show, from given data; reads neither database nor lake."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import Trail, mean, ratio, render, usd
 from batchllm_operator.secrets import Masker
 from batchllm_operator.shards.status import JobStatus, ShardStatus
-from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.web.jobs import Job, JobState
 from batchllm_operator.web.links import Links
 from batchllm_operator.web.runs import JobRef, JobRun
@@ -19,27 +17,6 @@ from batchllm_operator.web.runs import JobRef, JobRun
 _EVERY_MS: Final = 5000
 """Milliseconds between two polls of a live page."""
 _MAX_NOTES: Final = 20
-
-
-def jobs_page(jobs: list[Job], links: Links) -> str:
-    return render("web_jobs.html.j2", jobs=jobs, links=links, trends=_trends)
-
-
-def choice_page(jobs: list[JobRun], dag_id: str, run_id: str, links: Links) -> str:
-    trail = links.trail()
-    return render(
-        "web_choice.html.j2", trail=trail, jobs=jobs, links=links, dag_id=dag_id, run_id=run_id
-    )
-
-
-def message_page(heading: str, text: str, links: Links) -> str:
-    return render("web_message.html.j2", trail=links.trail(), heading=heading, text=text)
-
-
-def report_page(report: RunReport, ref: JobRef, links: Links) -> str:
-    """A report with links to the pages above it and to its file."""
-    actions = (("Download this report", f"{links.job(ref)}/report.html"),)
-    return render_report(report, trail=links.trail(ref), actions=actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +109,7 @@ def _tenths(share: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trend:
+class Trend:
     """A measure of a job's outcomes over its partitions, the earliest first, as small columns."""
 
     name: str
@@ -142,14 +119,14 @@ class _Trend:
     """The picture in words, for screen readers."""
 
 
-def _trends(job: Job) -> list[_Trend]:
+def trends(job: Job) -> list[Trend]:
     """The measures of which at least two values are known."""
     measures: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
         ("Prompt tokens saved", "Prompt tokens saved", "achieved_saving_ratio", ratio),
         ("Rows/s", "Rows per second", "rows_per_s", mean),
         ("Cost", "Cost", "cost_usd", usd),
     )
-    trends = []
+    found = []
     for name, what, key, shown in measures:
         values = [run.number(key) for run in job.by_partition.values()]
         known = [value for value in values if value is not None]
@@ -164,5 +141,5 @@ def _trends(job: Job) -> list[_Trend]:
         if len(known) < len(values):
             text += f"; unknown for {len(values) - len(known)}"
         heights = (0.0 if value is None else 0.1 + 0.9 * (value - low) / spread for value in values)
-        trends.append(_Trend(name, tuple(heights), text))
-    return trends
+        found.append(Trend(name, tuple(heights), text))
+    return found
