@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,16 @@ class Prepared:
         return in_order
 
 
+def prepared(attend: Callable[..., object], layers: Sequence[Layer], **common: Any) -> Prepared:
+    """By one of vLLM's functions, which name a layer's tensors alike."""
+
+    def call(layer: Layer) -> Tensor:
+        attend(q=layer.q, k=layer.k_cache, v=layer.v_cache, out=layer.out, **common)
+        return layer.out
+
+    return Prepared([partial(call, layer) for layer in layers])
+
+
 class Contender(Protocol):
     """One attention. `prepare` is what happens once a step."""
 
@@ -69,14 +80,9 @@ class Ours:
 
     def prepare_batch(self, batch: PagedBatch, layers: Sequence[Layer]) -> Prepared:
         plan = self.planner.plan(batch)
-        scale = self.planner.shape.head_dim**-0.5
-
-        def call(layer: Layer) -> Callable[[], Tensor]:
-            return lambda: prefix_attention(
-                layer.q, layer.k_cache, layer.v_cache, plan, scale=scale, out=layer.out
-            )
-
-        return Prepared([call(layer) for layer in layers])
+        attend = partial(prefix_attention, plan=plan, scale=self.planner.shape.head_dim**-0.5)
+        calls = [partial(attend, one.q, one.k_cache, one.v_cache, out=one.out) for one in layers]
+        return Prepared(calls)
 
 
 class FlashAttention3:
@@ -120,31 +126,22 @@ class FlashAttention3:
             num_splits=self._max_num_splits,
         )
 
-        def call(layer: Layer) -> Callable[[], Tensor]:
-            def attend() -> Tensor:
-                self._attend(
-                    q=layer.q,
-                    k=layer.k_cache,
-                    v=layer.v_cache,
-                    out=layer.out,
-                    cu_seqlens_q=batch.query_start_loc,
-                    max_seqlen_q=max_query_len,
-                    seqused_k=batch.seq_lens,
-                    max_seqlen_k=max_seq_len,
-                    softmax_scale=shape.head_dim**-0.5,
-                    causal=True,
-                    window_size=[-1, -1],
-                    block_table=batch.block_table,
-                    softcap=0.0,
-                    scheduler_metadata=metadata,
-                    fa_version=3,
-                    num_splits=self._max_num_splits,
-                )
-                return layer.out
-
-            return attend
-
-        return Prepared([call(layer) for layer in layers])
+        return prepared(
+            self._attend,
+            layers,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=max_seq_len,
+            softmax_scale=shape.head_dim**-0.5,
+            causal=True,
+            window_size=[-1, -1],
+            block_table=batch.block_table,
+            softcap=0.0,
+            scheduler_metadata=metadata,
+            fa_version=3,
+            num_splits=self._max_num_splits,
+        )
 
 
 class TritonUnified:
@@ -187,14 +184,7 @@ class TritonUnified:
         }
         common |= {name: value for name, value in for_short_batches.items() if name in self._known}
 
-        def call(layer: Layer) -> Callable[[], Tensor]:
-            def attend() -> Tensor:
-                self._attend(q=layer.q, k=layer.k_cache, v=layer.v_cache, out=layer.out, **common)
-                return layer.out
-
-            return attend
-
-        return Prepared([call(layer) for layer in layers])
+        return prepared(self._attend, layers, **common)
 
 
 class FlashInferCascade:
@@ -258,11 +248,8 @@ class FlashInferCascade:
         )
         order = torch.cat(tokens).to(device)
 
-        def call(layer: Layer) -> Callable[[], Tensor]:
-            q, cache = layer.q[order], (layer.k_cache, layer.v_cache)
-            return lambda: wrapper.run(q, cache)
-
-        return Prepared([call(layer) for layer in layers], order)
+        calls = [partial(wrapper.run, one.q[order], (one.k_cache, one.v_cache)) for one in layers]
+        return Prepared(calls, order)
 
 
 def find_baselines(device: torch.device) -> tuple[list[Contender], dict[str, str]]:

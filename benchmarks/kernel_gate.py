@@ -159,7 +159,7 @@ def reference(step: Step, layer: Layer) -> Tensor:
 
 def _output(contender: Contender, step: Step, poisoned: Layer) -> Tensor:
     if isinstance(contender, Ours):
-        return contender.prepare_batch(step.with_poisoned_table(), [poisoned]).output(0)
+        return contender.prepare_batch(step.poisoned, [poisoned]).output(0)
     k_cache, v_cache = (
         cache.masked_fill(~step.written[..., None, None], _LEFTOVER)
         for cache in (poisoned.k_cache, poisoned.v_cache)

@@ -13,14 +13,13 @@ import torch
 from batchllm_kernels.prefix_attention import AttentionShape, BatchLimits, find_shared_prefixes
 from benchmarks import kernel_targets, kernel_timing
 from benchmarks.kernel_contenders import Contender, Ours
-from benchmarks.kernel_work import AttentionWork, Chip, count_work, read_chips
+from benchmarks.kernel_work import AttentionWork, Chip, count_work, kv_token_bytes, read_chips
 from benchmarks.kernel_workloads import (
     CacheLayout,
     Family,
     Setting,
     Step,
     groups,
-    lengths,
     make_layer,
     make_step,
 )
@@ -78,10 +77,7 @@ def model_row(setting: Setting, work: AttentionWork, chip: Chip) -> dict[str, An
 def modelled(bench: Bench, setting: Setting) -> dict[str, Any]:
     """A row without times."""
     rng = bench.rng(setting)
-    query_lens, seq_lens = lengths(setting, rng)
-    prefixes = [group for group in groups(setting, rng) if len(group.requests) > 1]
-    work = count_work(query_lens, seq_lens, prefixes, SHAPE)
-    return model_row(setting, work, bench.model_chip)
+    return model_row(setting, count_work(groups(setting, rng), SHAPE), bench.model_chip)
 
 
 def measured(
@@ -91,16 +87,16 @@ def measured(
     rng = bench.rng(setting)
     torch.manual_seed(int(rng.integers(2**31)))
     step = make_step(setting, SHAPE, rng, bench.device)
-    work = count_work(step.query_lens, step.seq_lens, step.prefixes, SHAPE)
-    found = find_shared_prefixes(step.batch, SHAPE.block_size, ours.planner.gate)
-    planned = count_work(step.query_lens, step.seq_lens, found, SHAPE)
+    work = count_work(step.groups, SHAPE)
+    planned = find_shared_prefixes(step.batch, SHAPE.block_size, ours.planner.gate)
+    num_saved = sum((len(prefix.requests) - 1) * prefix.num_tokens for prefix in planned)
     count = kernel_timing.num_layers(work.unique_kv_bytes + work.q_out_bytes, bench.device)
     times, failures = time_all(bench, step, count, [ours, *baselines])
     plan = {"plan": lambda: ours.planner.plan(step.batch)}
     plan_ms = kernel_timing.time_in_turn(plan, warmup=2, repetitions=10)["plan"]
     return {
         **model_row(setting, work, bench.model_chip),
-        "planned_kv_bytes": planned.unique_kv_bytes,
+        "planned_kv_bytes": work.plain_kv_bytes - num_saved * kv_token_bytes(SHAPE),
         "num_layers": count,
         "repetitions": bench.repetitions,
         "times": times,

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchllm_kernels.prefix_attention import AttentionShape, SharedPrefix
+from batchllm_kernels.prefix_attention import AttentionShape
+from batchllm_kernels.tuning.workloads import Group
 
 _PARTIAL_BYTES = 4
 """Partial outputs and their LSEs are float32."""
@@ -90,76 +91,42 @@ class AttentionWork:
         return self.plain_s(chip) / shared_s if shared_s else 1.0
 
 
+def kv_token_bytes(shape: AttentionShape, kv_bytes: int = 2) -> int:
+    """Bytes of a token's keys and values."""
+    return 2 * shape.num_kv_heads * shape.head_dim * kv_bytes
+
+
 def count_work(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    prefixes: Sequence[SharedPrefix],
-    shape: AttentionShape,
-    *,
-    q_bytes: int = 2,
-    kv_bytes: int = 2,
+    groups: Sequence[Group], shape: AttentionShape, *, q_bytes: int = 2, kv_bytes: int = 2
 ) -> AttentionWork:
     """Count one layer's causal attention, without a window.
 
     With q query tokens at the end of s tokens of context, a request's queries see
     q * (s - q) + q * (q + 1) / 2 keys, each of which costs 4 * head_dim FLOP in each query head.
-    A token's keys and values take 2 * num_kv_heads * head_dim * kv_bytes; a query and its output
-    2 * num_q_heads * head_dim * q_bytes; a partial num_q_heads * (head_dim + 1) * 4, written and
-    read.
+    A partial takes num_q_heads * (head_dim + 1) * 4 bytes, written and read.
 
     Args:
-        query_lens: query tokens of each request; one without any is padding and does nothing.
-        seq_lens: tokens of context of each request, its query tokens included.
-        prefixes: the groups.
+        groups: the step's requests, by the prefixes that they share.
         shape: heads.
         q_bytes: of an element of a query, and of an output.
         kv_bytes: of an element of the KV cache; 1 for FP8.
-
-    Raises:
-        ValueError: the lengths don't fit together, or a group doesn't fit the requests.
     """
-    _check_lengths(query_lens, seq_lens)
-    _check_prefixes(query_lens, seq_lens, prefixes)
-    pairs = list(zip(query_lens, seq_lens, strict=True))
-    num_kv_tokens = sum(seq_len for query_len, seq_len in pairs if query_len)
-    num_saved = sum((len(prefix.requests) - 1) * prefix.num_tokens for prefix in prefixes)
-    num_grouped = sum(query_lens[request] for prefix in prefixes for request in prefix.requests)
-    num_seen = sum(q * (seq_len - q) + q * (q + 1) // 2 for q, seq_len in pairs)
-    kv_token_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_bytes
+    num_unique = num_plain = num_queries = num_grouped = num_seen = 0
+    for group in groups:
+        prefix, queries = group.num_prefix_tokens, sum(query for _, query in group.members)
+        own = sum(prior + query for prior, query in group.members)
+        num_unique += prefix + own
+        num_plain += prefix * len(group.members) + own
+        num_queries += queries
+        num_grouped += queries if prefix and len(group.members) > 1 else 0
+        num_seen += sum(q * (prefix + prior) + q * (q + 1) // 2 for prior, q in group.members)
+    token_bytes = kv_token_bytes(shape, kv_bytes)
     row_elements = shape.num_q_heads * shape.head_dim
     partial_bytes = shape.num_q_heads * (shape.head_dim + 1) * _PARTIAL_BYTES
     return AttentionWork(
-        unique_kv_bytes=(num_kv_tokens - num_saved) * kv_token_bytes,
-        plain_kv_bytes=num_kv_tokens * kv_token_bytes,
-        q_out_bytes=2 * sum(query_lens) * row_elements * q_bytes,
+        unique_kv_bytes=num_unique * token_bytes,
+        plain_kv_bytes=num_plain * token_bytes,
+        q_out_bytes=2 * num_queries * row_elements * q_bytes,
         partials_bytes=num_grouped * 2 * partial_bytes * 2,
         flop=num_seen * 4 * row_elements,
     )
-
-
-def _check_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-    if len(query_lens) != len(seq_lens):
-        raise ValueError(f"{len(query_lens)} query lengths for {len(seq_lens)} requests")
-    for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        if not 0 <= query_len <= seq_len:
-            raise ValueError(
-                f"request {request} has {query_len} query tokens and {seq_len} tokens of context, "
-                "which include them"
-            )
-
-
-def _check_prefixes(
-    query_lens: Sequence[int], seq_lens: Sequence[int], prefixes: Sequence[SharedPrefix]
-) -> None:
-    grouped: set[int] = set()
-    for prefix in prefixes:
-        for request in prefix.requests:
-            if not 0 <= request < len(seq_lens) or request in grouped:
-                raise ValueError(f"request {request} of {prefix} doesn't exist or is in two groups")
-            grouped.add(request)
-            context_len = seq_lens[request] - query_lens[request]
-            if not query_lens[request] or not 0 <= prefix.num_tokens <= context_len:
-                raise ValueError(
-                    f"request {request} has {query_lens[request]} query tokens behind "
-                    f"{context_len} others, its group a prefix of {prefix.num_tokens}"
-                )

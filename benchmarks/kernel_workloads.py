@@ -7,7 +7,6 @@ member before has left it. Random values are drawn for each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor
 
 from batchllm_kernels.prefix_attention import AttentionShape, PagedBatch, SharedPrefix
+from batchllm_kernels.tuning.workloads import NOWHERE, Group, lay_out
 
 CacheLayout = Literal["separate", "interleaved", "packed"]
-_NUM_SPARE_BLOCKS = 8
-_NOWHERE = 2**30  # in a block table, which no kernel may read
 NAN = float("nan")
 
 
@@ -97,92 +95,64 @@ def settings(*, quick: bool = False, adjacent: bool = False) -> list[Setting]:
     ]
 
 
+def groups(setting: Setting, rng: np.random.Generator) -> list[Group]:
+    """A step's groups, prefills in any of them; the last may be smaller than others."""
+    family, size = setting.family, setting.group_size
+    chunk = min(family.chunk_size, setting.own)
+    chunks = np.array([chunk] * family.num_prefill + [1] * family.num_decode)
+    members = []
+    for query in rng.permutation(chunks).tolist():
+        cut = int(rng.integers(16)) if setting.ragged else 0
+        members.append((max(setting.own - cut, query) - query, query))
+    return [
+        Group(setting.prefix, tuple(members[at : at + size])) for at in range(0, len(members), size)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step's requests on a device, and what shares what."""
 
     setting: Setting
     shape: AttentionShape
+    groups: list[Group]
+    poisoned: PagedBatch
+    """Entries of the block table behind a request's own lead nowhere."""
     batch: PagedBatch
-    """Entries of the block table behind a request's own are block 0, as vLLM has it."""
-    query_lens: list[int]
-    seq_lens: list[int]
+    """The same with block 0 there, as vLLM has it."""
     prefixes: list[SharedPrefix]
-    num_blocks: int
     written: Tensor
     """[num_blocks, block_size]: slots that some request's tokens lie in."""
 
     @property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens)
+    def query_lens(self) -> list[int]:
+        return [int(length) for length in self.batch.query_start_loc.diff()]
 
-    def with_poisoned_table(self) -> PagedBatch:
-        """The batch with block-table entries that lead nowhere behind each request's own."""
-        table = self.batch.block_table
-        blocks = torch.arange(table.shape[1], device=table.device)
-        ends = (self.batch.seq_lens + self.shape.block_size - 1) // self.shape.block_size
-        poisoned = table.masked_fill(blocks >= ends[:, None], _NOWHERE)
-        return PagedBatch(self.batch.query_start_loc, self.batch.seq_lens, poisoned)
-
-
-def lengths(setting: Setting, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """Query and context lengths of a step's rows: prefills anywhere among the others."""
-    family = setting.family
-    query_lens, seq_lens = [], []
-    chunk = min(family.chunk_size, setting.own)
-    chunks = np.array([chunk] * family.num_prefill + [1] * family.num_decode)
-    for query_len in rng.permutation(chunks).tolist():
-        cut = int(rng.integers(16)) if setting.ragged else 0
-        own = max(setting.own - cut, query_len)
-        query_lens.append(query_len)
-        seq_lens.append(setting.prefix + own)
-    return query_lens, seq_lens
-
-
-def groups(setting: Setting, rng: np.random.Generator) -> list[SharedPrefix]:
-    """Which rows share a prefix: any, or neighbours; the last group may be smaller than others."""
-    num_rows = setting.family.num_requests
-    rows = np.arange(num_rows) if setting.adjacent else rng.permutation(num_rows)
-    size = setting.group_size
-    members = [sorted(rows[at : at + size].tolist()) for at in range(0, len(rows), size)]
-    return [SharedPrefix(tuple(each), setting.prefix) for each in members]
+    @property
+    def seq_lens(self) -> list[int]:
+        return [int(length) for length in self.batch.seq_lens]
 
 
 def make_step(
     setting: Setting, shape: AttentionShape, rng: np.random.Generator, device: torch.device
 ) -> Step:
     """A step of this setting, its blocks scattered over the cache."""
-    query_lens, seq_lens = lengths(setting, rng)
-    all_groups = groups(setting, rng)
-    size = shape.block_size
-    num_shared = setting.prefix // size
-    num_blocks_of = [-(-length // size) for length in seq_lens]
-    num_own = sum(num_blocks_of) - num_shared * len(seq_lens)
-    num_blocks = num_own + num_shared * len(all_groups) + _NUM_SPARE_BLOCKS
-    free: Iterator[int] = iter(rng.permutation(num_blocks).tolist())
-    table = np.zeros((len(seq_lens), max(num_blocks_of)), dtype=np.int32)
-    written = np.zeros((num_blocks, size), dtype=bool)
-    for group in all_groups:
-        shared = [next(free) for _ in range(num_shared)]
-        for row in group.requests:
-            own = [next(free) for _ in range(num_blocks_of[row] - num_shared)]
-            table[row, : num_blocks_of[row]] = shared + own
-            where = np.arange(seq_lens[row])
-            written[table[row, where // size], where % size] = True
-    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+    all_groups, torch_rng = (
+        groups(setting, rng),
+        torch.Generator().manual_seed(int(rng.integers(2**31))),
+    )
+    order = range(setting.family.num_requests) if setting.adjacent else None
+    made = lay_out(all_groups, shape.block_size, torch_rng, order=order)
+    tensors = (made.batch.query_start_loc, made.batch.seq_lens, made.batch.block_table)
+    starts, lens, table = (tensor.to(device) for tensor in tensors)
     return Step(
         setting,
         shape,
-        PagedBatch(
-            torch.from_numpy(starts).to(device),
-            torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            torch.from_numpy(table).to(device),
-        ),
-        query_lens,
-        seq_lens,
-        [group for group in all_groups if len(group.requests) > 1],
-        num_blocks,
-        torch.from_numpy(written).to(device),
+        all_groups,
+        PagedBatch(starts, lens, table),
+        PagedBatch(starts, lens, table.masked_fill(table == NOWHERE, 0)),
+        [SharedPrefix(rows, setting.prefix) for rows in made.rows if len(rows) > 1],
+        made.written.to(device),
     )
 
 
@@ -206,26 +176,22 @@ def make_layer(step: Step, dtype: torch.dtype, layout: CacheLayout, *, poisoned:
             "packed": the keys and values of a head side by side.
         poisoned: whether unwritten slots hold NaN instead of leftovers.
     """
-    shape, device = step.shape, step.written.device
-    size, num_heads, head_dim = shape.block_size, shape.num_kv_heads, shape.head_dim
-    if layout == "separate":
-        both = torch.empty(
-            2, step.num_blocks, size, num_heads, head_dim, dtype=dtype, device=device
-        )
-        k_cache, v_cache = both.unbind(0)
-    elif layout == "interleaved":
-        both = torch.empty(
-            step.num_blocks, 2, size, num_heads, head_dim, dtype=dtype, device=device
-        )
-        k_cache, v_cache = both.unbind(1)
-    else:
-        both = torch.empty(
-            step.num_blocks, size, num_heads, 2 * head_dim, dtype=dtype, device=device
-        )
+    shape, device, head_dim = step.shape, step.written.device, step.shape.head_dim
+    num_blocks, size = step.written.shape
+    heads = shape.num_kv_heads
+    sizes = {
+        "separate": (2, num_blocks, size, heads, head_dim),
+        "interleaved": (num_blocks, 2, size, heads, head_dim),
+        "packed": (num_blocks, size, heads, 2 * head_dim),
+    }
+    both = torch.randn(sizes[layout], dtype=dtype, device=device)
+    if layout == "packed":
         k_cache, v_cache = both.split(head_dim, dim=-1)
-    both.normal_()
+    else:
+        k_cache, v_cache = both.unbind(0 if layout == "separate" else 1)
     if poisoned:
         k_cache[~step.written] = NAN
         v_cache[~step.written] = NAN
-    q = torch.randn(step.num_tokens, shape.num_q_heads, head_dim, device=device).to(dtype)
+    num_tokens = int(step.batch.query_start_loc[-1])
+    q = torch.randn(num_tokens, shape.num_q_heads, head_dim, device=device).to(dtype)
     return Layer(q, k_cache, v_cache, torch.full_like(q, NAN))

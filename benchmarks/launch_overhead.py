@@ -123,7 +123,7 @@ class Layer:
     def attend_as_at_first(self) -> None:
         """Checked and bound by Triton."""
         assert self.plan.launches is not None
-        self.plan.launches.clear()
+        self.plan.launches._known.clear()
         self.attend()
 
 

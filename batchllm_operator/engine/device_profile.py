@@ -21,7 +21,7 @@ from batchllm_operator.storage import Folder
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 if TYPE_CHECKING:
-    from batchllm_operator.runahead.profile import ChainProfile
+    from batchllm_operator.runahead.groups import ChainProfile
 
 _FAST_ENOUGH: Final = 0.97  # of the best rate
 _Profile = TypeVar("_Profile", "DeviceProfile", "ChainProfile")

@@ -16,9 +16,9 @@ from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.plan.estimate import Target, rounded
 from batchllm_operator.prefixes import PrefixGroups
+from batchllm_operator.runahead.groups import ChainProfile, chain_subject
 from batchllm_operator.runahead.placement import GroupLoads, choose_placement
 from batchllm_operator.runahead.prediction import Chain, ReplicaCost
-from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement, SpreadGroup
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from batchllm_operator.engine import Engine, EngineOutput, EngineRequest
 from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.run.shard_run import ShardRun
-from batchllm_operator.runahead.groups import RunaheadGroup
+from batchllm_operator.runahead.groups import ChainProfile, RunaheadGroup, chain_subject
 from batchllm_operator.runahead.meeting import Meeting, Rounds
-from batchllm_operator.runahead.profile import ChainProfile, chain_subject
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 

@@ -36,8 +36,7 @@ class PrefixChain(Protocol):
     def fingerprint(self) -> dict[str, Any]: ...
     def open(self, rank: int, world_size: int, store: Path) -> None: ...
     def prefill(self, groups: Sequence[RunaheadGroup]) -> str | None: ...
-    def bytes_per_s(self) -> float: ...
-    def time_steps(self) -> list[tuple[int, int, float]]: ...
+    def measure(self) -> tuple[float, list[tuple[int, int, float]]]: ...
 
 
 class Meeting:
@@ -213,8 +212,8 @@ class Rounds:
 
     def _measure(self, chain: PrefixChain) -> None:
         _log.info("measuring how fast replicas compute and pass on prefixes")
-        rate, steps = chain.bytes_per_s(), chain.time_steps()
-        messages = self._meeting.exchange([rate, steps])
+        _, steps = own = chain.measure()
+        messages = self._meeting.exchange(own)
         if messages is None:
             raise RunaheadError("a replica has ended while it was measured")
         if not steps:

@@ -80,7 +80,7 @@ class ChainedEngine:
         Raises:
             RunaheadError: the chain has failed, and the prefix cache can't be emptied.
         """
-        chain = self._open_chain
+        chain = self.chain
         try:
             with self._idle():
                 for group in groups:
@@ -94,25 +94,28 @@ class ChainedEngine:
             raise
         return chain.failure
 
-    def bytes_per_s(self) -> float:
-        """See `Chain.bytes_per_s`."""
-        return self._open_chain.bytes_per_s()
+    def measure(self) -> tuple[float, list[tuple[int, int, float]]]:
+        """The link's bytes per second, and prefill steps of made-up prompts as (tokens, cached
+        before them, median seconds).
 
-    def time_steps(self) -> list[tuple[int, int, float]]:
-        """Time prefill steps of made-up prompts: (tokens, cached before them, median seconds).
+        All replicas call this at once. There are no steps if the engine's are too short for
+        prefixes to be split.
 
-        Empty if the engine's steps are too short for prefixes to be split.
+        Raises:
+            RunaheadError: the link can't be timed.
         """
         limits = self.limits
         quarter = min(limits.max_chunk, (limits.max_model_len - 1) // 2) // 4
         quarter = min(quarter, limits.num_blocks * limits.block_size // 16)
         quarter -= quarter % limits.block_size
         sizes = [(chunk * quarter, before * quarter) for chunk, before in _MEASURED]
+        bytes_per_s = self.chain.bytes_per_s()
         with self._idle():
-            return time_prefill(self._engine, sizes if quarter else [])
+            return bytes_per_s, time_prefill(self._engine, sizes if quarter else [])
 
     @property
-    def _open_chain(self) -> Chain:
+    def chain(self) -> Chain:
+        """This replica's place in the process group, once it is open."""
         assert self._working.chain is not None, "open() comes first"
         return self._working.chain
 

@@ -87,7 +87,8 @@ class Makespans:
             idx: chain.split(length) for idx, length in lengths.items() if chain.can_split(length)
         }
         rows = np.array(list(self.splits.values()), dtype=np.int64).reshape(-1, self._p)
-        self._chain_s = dict(zip(self.splits, chain.seconds(rows).tolist(), strict=True))
+        seconds: list[float] = chain.seconds(rows).tolist()
+        self._chain_s = dict(zip(self.splits, seconds, strict=True))
 
     def seconds(self, chained: Collection[int]) -> float:
         """Makespan if these groups are chained and all others are whole."""

@@ -73,7 +73,7 @@ class Replicas:
 
     def run(self, works: Sequence[ReplicaWork]) -> list[dict[str, Any]]:
         """All of them do their work; what each says of it."""
-        self.ask([{"call": "prepare", "work": work.to_json()} for work in works])
+        self.ask([{"call": "prepare", **work._asdict()} for work in works])
         start_at = time.monotonic() + _START_S
         return self.ask([{"call": "go", "start_at": start_at}] * len(works))
 
@@ -215,7 +215,7 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
     prefix_s = cost.step_seconds(sizes.prefix)
     print(f"{prefix_s:.2f} s a prefix; {measured:.3g} bytes/s a link; split {split}", flush=True)
     alone = place(sizes, max(args.groups), 1, spread=(), split=None)
-    idle = [ReplicaWork()] * (num_replicas - 1)
+    idle = [ReplicaWork([], [])] * (num_replicas - 1)
     expected = run_once(replicas, [*alone, *idle]).tokens
     load = (
         sizes.prefix,

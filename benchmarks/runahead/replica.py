@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runahead.work import ReplicaWork, Sizes
+from benchmarks.runahead.work import Sizes
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -109,19 +109,17 @@ class _Replica:
         self._engine: Any = LLMEngine.from_engine_args(args)
         self._chain = ChainedEngine(self._engine)
         self._chain.open(settings.rank, settings.world_size, Path(settings.store))
-        self._work = ReplicaWork()
         self._prompts: dict[tuple[int, int], list[int]] = {}
         self._groups: list[Any] = []
 
-    def prepare(self, work: Mapping[str, Any]) -> None:
-        """Make prompts and empty the cache."""
+    def prepare(self, chained: Sequence[Any], members: Sequence[Any]) -> None:
+        """Make prompts and empty the cache; for the fields of `ReplicaWork`."""
         from batchllm_operator.runahead.groups import RunaheadGroup
 
-        self._work = ReplicaWork.from_json(work)
-        self._prompts = {each: self._sizes.prompt(*each) for each in self._work.members}
+        self._prompts = {tuple(each): self._sizes.prompt(*each) for each in members}
         self._groups = [
-            RunaheadGroup(group, self._sizes.prefix_tokens(group), split)
-            for group, split in self._work.chained
+            RunaheadGroup(group, self._sizes.prefix_tokens(group), tuple(split))
+            for group, split in chained
         ]
         self._forget()
 
@@ -163,7 +161,7 @@ class _Replica:
 
     def link_bytes_per_s(self) -> float:
         """See `Chain.bytes_per_s`; all replicas are asked at once."""
-        return self._chain.bytes_per_s()
+        return self._chain.chain.bytes_per_s()
 
     def _add(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         from vllm import SamplingParams

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,26 +44,13 @@ class Sizes:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaWork:
+class ReplicaWork(NamedTuple):
     """What one replica does in a run: first its share of the chains, then its members."""
 
-    chained: tuple[tuple[int, Split], ...] = ()
+    chained: list[tuple[int, Split]]
     """Groups, and the tokens of each replica's chunk; the same for all replicas."""
-    members: tuple[tuple[int, int], ...] = ()
+    members: list[tuple[int, int]]
     """(group, member), in order."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return {"chained": self.chained, "members": self.members}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> ReplicaWork:
-        """What `to_json` made."""
-        return cls(
-            tuple((group, tuple(split)) for group, split in fields["chained"]),
-            tuple((group, member) for group, member in fields["members"]),
-        )
 
 
 def place(
@@ -78,19 +65,13 @@ def place(
         spread: groups whose members are spread.
         split: how a chain computes each prefix of those; None: every replica computes it.
     """
-    works = [ReplicaWork() for _ in range(num_replicas)]
-    if split is not None:
-        chained = tuple((group, split) for group in spread)
-        works = [replace(work, chained=chained) for work in works]
-
-    def give(rank: int, group: int, members: Sequence[int]) -> None:
-        given = tuple((group, member) for member in members)
-        works[rank] = replace(works[rank], members=works[rank].members + given)
-
+    chained = [] if split is None else [(group, split) for group in spread]
+    works = [ReplicaWork(chained, []) for _ in range(num_replicas)]
     for group in spread:
-        for rank in range(num_replicas):
-            give(rank, group, range(rank, sizes.members, num_replicas))
+        for member in range(sizes.members):
+            works[member % num_replicas].members.append((group, member))
     whole = [group for group in range(num_groups) if group not in spread]
     for position, group in enumerate(whole):
-        give(position % num_replicas, group, range(sizes.members))
+        members = [(group, member) for member in range(sizes.members)]
+        works[position % num_replicas].members.extend(members)
     return works

@@ -143,8 +143,8 @@ def test_warming_up_leaves_everything_as_it_was(impl: Impl) -> None:
     good = case()
     warmed = planner(impl)
     before = good.k_cache.clone()
-    variants = [(None, None), (16, 30.0)]
-    warmed.warm_up(good.q, good.k_cache, good.v_cache, variants=variants)
+    warmed.warm_up(good.q, good.k_cache, good.v_cache)
+    warmed.warm_up(good.q, good.k_cache, good.v_cache, window=16, soft_cap=30.0)
     torch.testing.assert_close(good.k_cache, before, equal_nan=True)
     out = torch.full_like(good.q, NAN)
     args = good.q, good.k_cache, good.v_cache

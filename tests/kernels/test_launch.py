@@ -65,7 +65,7 @@ def test_a_known_launch_is_the_same_without_the_binder(tmp_path: Path) -> None:
     ).values()
     grid, bound, arguments = first
     assert grid == [2, 1, 1]  # the programs of one processor
-    assert len(arguments) == 39  # all of the kernel's, constants too
+    assert len(arguments) == 23  # all of the kernel's, the constant too
     assert second == first
     assert [one != other for one, other in zip(scaled[2], arguments, strict=True)].count(True) == 1
     assert scaled[1] == bound

@@ -22,14 +22,15 @@ from support.attention_checks import (
     check,
     check_row,
     expected,
+    header_of,
     name_of,
     num_prefix_tiles,
     planner_for,
+    schedule_of,
 )
 
 from batchllm_kernels.prefix_attention import StepPlan, prefix_attention
 from batchllm_kernels.prefix_attention.api import Impl
-from batchllm_kernels.prefix_attention.tiles import HEADER_SLOTS, HEADER_TILES
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,7 @@ def mixed() -> tuple[AttentionCase, StepPlan]:
 def test_mixed_batch(mixed: tuple[AttentionCase, StepPlan]) -> None:
     case, plan = mixed
     assert_close(attend(case, plan), case)
-    assert plan.schedule is not None
-    assert not plan.schedule.counters.any()
+    assert not schedule_of(plan).counters.any()
     assert num_prefix_tiles(plan) >= 2
 
 
@@ -89,24 +89,26 @@ def test_settings(row: Row) -> None:
 
 def test_awkward_lengths() -> None:
     """Of a context that is decoded or prefilled, and where a step of keys ends with a query."""
-    decoded = [Group(0, ((num_keys - 1, 1),)) for num_keys in (1, 16, 17, 63, 64)]
-    prefilled = [
-        Group(0, (each,)) for each in ((0, 3), (33, 4), (0, 5), (33, 16), (0, 65), (31, 20))
-    ]
-    check(make_case(SHAPE, decoded + prefilled, seed=1))
+    decoded = [(num_keys - 1, 1) for num_keys in (1, 15, 16, 17, 63, 64, 65)]
+    prefilled = [(0, 3), (33, 4), (0, 5), (33, 16), (0, 17), (0, 65), (31, 20), (63, 20)]
+    check(make_case(SHAPE, [Group(0, (each,)) for each in decoded + prefilled], seed=1))
 
 
 def test_groups_of_awkward_lengths() -> None:
     """Own contexts are empty or end near a block; the second group takes more than one tile."""
-    groups = [Group(16, ((0, 1), (15, 1), (17, 1))), Group(80, ((16, 2),) + ((63, 2),) * 4)]
-    assert num_prefix_tiles(check(make_case(SHAPE, groups, seed=2))) == 3
+    groups = [
+        Group(16, ((0, 1), (15, 1), (17, 1))),
+        Group(64, ((0, 1), (1, 1), (63, 1))),
+        Group(80, ((16, 2),) + ((63, 2),) * 4),
+    ]
+    assert num_prefix_tiles(check(make_case(SHAPE, groups, seed=2))) == 4
 
 
 def test_long_context_of_few_requests_is_split() -> None:
     plan = check(make_case(SHAPE, [Group(0, ((530, 1),)), Group(0, ((3, 1),))], seed=10))
-    assert plan.schedule is not None
-    assert plan.schedule.header[HEADER_TILES] > 4
-    assert plan.schedule.header[HEADER_SLOTS] > 2
+    header = header_of(schedule_of(plan))
+    assert header.tiles > 4
+    assert header.slots > 2
 
 
 def test_long_prefix_and_long_prefill_are_split() -> None:

@@ -44,11 +44,8 @@ class Chain:
         self.prefilled.append([group.group_id for group in groups])
         return self.failure
 
-    def bytes_per_s(self) -> float:
-        return self.rate
-
-    def time_steps(self) -> list[tuple[int, int, float]]:
-        return list(self.steps)
+    def measure(self) -> tuple[float, list[tuple[int, int, float]]]:
+        return self.rate, list(self.steps)
 
 
 def group(group_id: int, first_token: int = 0, split: tuple[int, ...] = (96, 64)) -> RunaheadGroup:

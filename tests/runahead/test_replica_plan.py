@@ -20,7 +20,7 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.plan.replicas import ReplicaPlanner
 from batchllm_operator.prefixes import PrefixGroups
 from batchllm_operator.report import format_plan
-from batchllm_operator.runahead.profile import ChainProfile, chain_subject
+from batchllm_operator.runahead.groups import ChainProfile, chain_subject
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement
 

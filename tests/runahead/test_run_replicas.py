@@ -17,8 +17,7 @@ from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.replicas import Replicas
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.runahead.groups import ChainLimits
-from batchllm_operator.runahead.profile import ChainProfile, chain_subject
+from batchllm_operator.runahead.groups import ChainLimits, ChainProfile, chain_subject
 from batchllm_operator.shards.reports import WorkerReport
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ReplicaPlacement

@@ -8,19 +8,10 @@ import torch
 from torch import Tensor
 
 from batchllm_kernels.prefix_attention import AttentionShape, PagedBatch
+from batchllm_kernels.tuning.workloads import Group, lay_out
 
+__all__ = ["NAN", "AttentionCase", "Group", "make_case"]
 NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class Group:
-    """Requests that share a prefix: (own context tokens, query tokens) of each.
-
-    Own context is what lies between the prefix and the query tokens.
-    """
-
-    num_prefix_tokens: int
-    members: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -63,38 +54,12 @@ def make_case(
             (K and V of a head side by side).
     """
     rng = torch.Generator().manual_seed(seed)
-    size = shape.block_size
-    requests = [
-        (group_idx, own, query)
-        for group_idx, group in enumerate(groups)
-        for own, query in group.members
-    ]
-    order = torch.randperm(len(requests), generator=rng).tolist()
-    requests = [requests[i] for i in order]
-    lens = [groups[g].num_prefix_tokens + own + query for g, own, query in requests]
-    max_blocks = max([-(-length // size) for length in lens], default=1) + 2
-    needed = sum(g.num_prefix_tokens // size for g in groups)
-    needed += sum(-(-n // size) - groups[g].num_prefix_tokens // size
-                  for (g, _, _), n in zip(requests, lens, strict=True))  # fmt: skip
-    num_blocks = needed + 5
-    free = torch.randperm(num_blocks, generator=rng).tolist()
-    prefix_blocks = [[free.pop() for _ in range(g.num_prefix_tokens // size)] for g in groups]
-    # What lies behind a request's blocks is never looked up, so it may point anywhere.
-    table = torch.full((len(requests) + num_padding, max_blocks), 2**30, dtype=torch.int32)
-    written = torch.zeros(num_blocks, size, dtype=torch.bool)
-    for row, ((g, _, _), length) in enumerate(zip(requests, lens, strict=True)):
-        blocks = list(prefix_blocks[g])
-        blocks += [free.pop() for _ in range(-(-length // size) - len(blocks))]
-        table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        where = torch.arange(length)
-        written[table[row][where // size].long(), where % size] = True
-    query_lens = [query for _, _, query in requests] + [0] * num_padding
-    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).to(torch.int32)
-    batch = PagedBatch(starts, torch.tensor(lens + [0] * num_padding, dtype=torch.int32), table)
+    made = lay_out(groups, shape.block_size, rng, num_padding=num_padding)
 
     def cache() -> Tensor:
-        kv = torch.randn(num_blocks, size, shape.num_kv_heads, shape.head_dim, generator=rng)
-        kv[~written] = NAN
+        size = (*made.written.shape, shape.num_kv_heads, shape.head_dim)
+        kv = torch.randn(size, generator=rng)
+        kv[~made.written] = NAN
         return kv.to(kv_dtype or dtype)
 
     k, v = cache(), cache()
@@ -104,9 +69,6 @@ def make_case(
     elif layout == "heads_first":
         both = torch.cat([k, v], dim=-1).transpose(1, 2).contiguous()
         k, v = both.transpose(1, 2).split(shape.head_dim, dim=-1)
-    num_tokens = int(starts[-1])
+    num_tokens = int(made.batch.query_start_loc[-1])
     q = torch.randn(num_tokens, shape.num_q_heads, shape.head_dim, generator=rng).to(dtype)
-    rows: dict[int, list[int]] = {}
-    for row, (g, _, _) in enumerate(requests):
-        rows.setdefault(g, []).append(row)
-    return AttentionCase(shape, batch, q, k, v, tuple(tuple(rows[g]) for g in sorted(rows)))
+    return AttentionCase(shape, made.batch, q, k, v, made.rows)

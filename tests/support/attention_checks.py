@@ -27,7 +27,8 @@ from batchllm_kernels.prefix_attention import (
     prefix_shared_attention,
 )
 from batchllm_kernels.prefix_attention.api import Impl
-from batchllm_kernels.prefix_attention.tiles import HEADER_PREFIX_TILES
+from batchllm_kernels.prefix_attention.device.tiles import Header
+from batchllm_kernels.prefix_attention.schedule import Schedule
 
 CPU = torch.device("cpu")
 Row = Mapping[str, Any]
@@ -81,15 +82,22 @@ def check(case: AttentionCase, config: ArchConfig | None = None, **settings: Any
     for impl in IMPLS:
         plan = planner_for(case, impl, config).plan(case.batch)
         assert_close(attend(case, plan, **settings), case, **settings)
-    assert plan.schedule is not None
-    assert not plan.schedule.counters.any()
+    assert not schedule_of(plan).counters.any()
     return plan
 
 
-def num_prefix_tiles(plan: StepPlan) -> int:
+def schedule_of(plan: StepPlan) -> Schedule:
     """Of the kernel's plan."""
-    assert plan.schedule is not None
-    return int(plan.schedule.header[HEADER_PREFIX_TILES])
+    assert plan.launches is not None
+    return plan.launches.schedule
+
+
+def header_of(schedule: Schedule) -> Header:
+    return Header(*schedule.header.tolist()[: len(Header._fields)])
+
+
+def num_prefix_tiles(plan: StepPlan) -> int:
+    return int(header_of(schedule_of(plan)).prefix_tiles)
 
 
 _HALF = torch.float16

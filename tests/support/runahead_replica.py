@@ -93,9 +93,6 @@ class Replica:
         rank, world_size, store, timeout_s = self._place
         self._chained.open(rank, world_size, store, timeout_s=timeout_s)
 
-    def check(self, group: tuple[int, list[int], tuple[int, ...]]) -> None:
-        RunaheadGroup(*group).check(self._place[1], self._chained.limits)
-
     def phase(self, groups: Sequence[tuple[int, list[int], tuple[int, ...]]]) -> str | None:
         """Why the chain has failed at groups of (id, prefix, split)."""
         self.open()
@@ -140,10 +137,6 @@ class Replica:
         """Tokens that steps were given since this was last asked."""
         number, self._num_computed = self._num_computed, 0
         return number
-
-    def num_unfinished(self) -> int:
-        """Requests that the engine has not ended."""
-        return int(self._engine.get_num_unfinished_requests())
 
     def send_late(self) -> None:
         """As where attention writes its own keys and values: a layer is sent after it."""

@@ -109,7 +109,7 @@ def test_layers_are_poisoned_where_nobody_wrote(layout: str) -> None:
     step = workloads.make_step(setting, SHAPE, np.random.default_rng(0), CPU)
     layer = workloads.make_layer(step, torch.float32, layout, poisoned=True)
     for cache in (layer.k_cache, layer.v_cache):
-        assert cache.shape == (step.num_blocks, 16, 2, 64)
+        assert cache.shape == (len(step.written), 16, 2, 64)
         assert torch.equal(cache.isnan().all(dim=(2, 3)), ~step.written)
         assert torch.equal(cache.isnan().any(dim=(2, 3)), ~step.written)
     assert layer.out.isnan().all()
@@ -118,7 +118,6 @@ def test_layers_are_poisoned_where_nobody_wrote(layout: str) -> None:
 @pytest.mark.parametrize("setting", gate.interpreter_settings(), ids=lambda each: each.name)
 def test_a_step_shares_what_its_setting_says(setting: Any) -> None:
     step = workloads.make_step(setting, SHAPE, np.random.default_rng(1), CPU)
-    assert int(step.batch.query_start_loc[-1]) == step.num_tokens
     found = find_shared_prefixes(step.batch, SHAPE.block_size, Gate({2: 1}, 10**6))
     lens = step.batch.query_start_loc.diff().tolist()
     # Those who decode and those who prefill are stacked apart.
@@ -135,17 +134,20 @@ def test_a_step_shares_what_its_setting_says(setting: Any) -> None:
         for row, length in enumerate(step.seq_lens)
         for token in range(length)
     }
-    work = count_work(step.query_lens, step.seq_lens, step.prefixes, SHAPE)
+    work = count_work(step.groups, SHAPE)
     assert work.unique_kv_bytes == len(slots) * 2 * 2 * 64 * 2
     assert int(step.written.sum()) == len(slots)
 
 
+def prefixes_of(setting: Any) -> list[tuple[int, ...]]:
+    step = workloads.make_step(setting, SHAPE, np.random.default_rng(0), CPU)
+    return [prefix.requests for prefix in step.prefixes]
+
+
 def test_members_of_a_group_lie_apart() -> None:
-    setting = workloads.Setting(workloads.DECODE_256, 128, 128, 4)
-    groups = workloads.groups(setting, np.random.default_rng(0))
-    assert sorted(row for group in groups for row in group.requests) == list(range(256))
-    neighbours = sum(b - a == 1 for g in groups for a, b in pairwise(g.requests))
-    assert neighbours < 20
+    prefixes = prefixes_of(workloads.Setting(workloads.DECODE_256, 128, 128, 4))
+    assert sorted(row for prefix in prefixes for row in prefix) == list(range(256))
+    assert sum(b - a == 1 for prefix in prefixes for a, b in pairwise(prefix)) < 20
 
 
 def test_targets_are_judged_by_the_rows_that_were_measured() -> None:

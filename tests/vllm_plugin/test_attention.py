@@ -19,11 +19,10 @@ from batchllm_operator.vllm_plugin.attention import backend as attention
 from batchllm_operator.vllm_plugin.attention.backend import (
     PrefixAttentionBackend,
     PrefixAttentionImpl,
+    fp8_dtype,
 )
-from batchllm_operator.vllm_plugin.attention.builder import PrefixAttentionBuilder
-from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype
+from batchllm_operator.vllm_plugin.attention.builder import PrefixAttentionBuilder, layer_shape
 from batchllm_operator.vllm_plugin.attention.report import warm_up_attention
-from batchllm_operator.vllm_plugin.attention.taken import layer_shape
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 2, 64, 12
 CPU = torch.device("cpu")
@@ -389,13 +388,13 @@ def test_every_layer_is_warmed_up_with_what_it_will_launch(monkeypatch: pytest.M
     monkeypatch.setattr(
         type(builder.planner),
         "warm_up",
-        lambda _, q, k, v, variants: warmed.append((q.shape, k.shape, v.shape, variants)),
+        lambda _, *rows, **layer: warmed.append((*(each.shape for each in rows), layer)),
     )
     model = SimpleNamespace(dtype=torch.float32)
     config = SimpleNamespace(compilation_config=layers, model_config=model)
     warm_up_attention(SimpleNamespace(vllm_config=config))
     rows = torch.Size([NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE])
-    assert warmed == [((1, HEADS, HEAD_SIZE), rows, rows, [(20, 3.0)])]
+    assert warmed == [((1, HEADS, HEAD_SIZE), rows, rows, {"window": 20, "soft_cap": 3.0})]
 
 
 def test_what_vllm_is_told_on_a_cpu() -> None:

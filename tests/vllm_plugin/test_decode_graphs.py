@@ -6,7 +6,6 @@ buffers of a later one have been filled. Here the launch is `forward` with the c
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.attention_cases import NAN, AttentionCase, Group, make_case
-from support.attention_checks import CPU, SHAPE
+from support.attention_checks import CPU, SHAPE, num_prefix_tiles, schedule_of
 from support.flash_attention import common_of, install
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -101,13 +100,10 @@ def expected(case: AttentionCase) -> Tensor:
     return prefix_shared_attention(case.q, *caches, case.batch, [], scale=0.125)
 
 
-def launched(runner: Runner, metadata: PrefixAttentionMetadata) -> dict[str, Any]:
+def launched(metadata: PrefixAttentionMetadata) -> dict[str, Any]:
     """What a launch is given, and the planner's buffers: pointers, strides and numbers."""
     assert metadata.plan is not None
-    schedule, scheduler = metadata.plan.schedule, runner.builder.planner._scheduler
-    assert schedule is not None
-    values = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
-    values |= {name: each for name, each in vars(scheduler).items() if isinstance(each, Tensor)}
+    values = vars(schedule_of(metadata.plan)) | {"table": metadata.plan.batch.block_table}
     return {
         name: (each.data_ptr(), each.shape, each.stride()) if isinstance(each, Tensor) else each
         for name, each in values.items()
@@ -117,12 +113,12 @@ def launched(runner: Runner, metadata: PrefixAttentionMetadata) -> dict[str, Any
 def test_a_captured_step_replays_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(monkeypatch)
     captured = runner.capture()
-    fixed = launched(runner, captured)
+    fixed = launched(captured)
     for seed, groups in enumerate(STEPS):
         case = make_case(SHAPE, groups, seed=seed)
         runner.fill(case)
         planned = runner.builder.build(0, runner.common())
-        assert launched(runner, planned) == fixed
+        assert launched(planned) == fixed
         runner.replay(captured)
         found = runner.output[: case.num_tokens]
         torch.testing.assert_close(found, expected(case), atol=1e-3, rtol=1e-3)
@@ -130,17 +126,14 @@ def test_a_captured_step_replays_later_ones(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_prefixes_are_shared_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchllm_kernels.prefix_attention.tiles import HEADER_PREFIX_TILES
-
     runner = Runner(monkeypatch)
     captured = runner.capture()
     assert captured.plan is not None
-    assert captured.plan.schedule is not None
     found = []
     for groups in STEPS:
         runner.fill(make_case(SHAPE, groups, seed=1))
         runner.builder.build(0, runner.common())
-        found.append(int(captured.plan.schedule.header[HEADER_PREFIX_TILES]))
+        found.append(num_prefix_tiles(captured.plan))
     assert found[2] == 0
     assert min(found[0], found[1], found[3]) > 0
 

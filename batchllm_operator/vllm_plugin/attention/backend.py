@@ -22,9 +22,8 @@ from batchllm_operator.vllm_plugin import compat
 from batchllm_operator.vllm_plugin.attention.builder import (
     PrefixAttentionBuilder,
     PrefixAttentionMetadata,
+    refusal,
 )
-from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype, write_kv
-from batchllm_operator.vllm_plugin.attention.taken import refusal
 
 
 class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
@@ -87,8 +86,7 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         k_cache, v_cache = self._caches(kv_cache)
         shape = (1, self.num_heads, self.head_size)
         query = torch.empty(shape, dtype=dtype, device=kv_cache.device)
-        variants = [(self.window, self.soft_cap)]
-        self.planner.warm_up(query, k_cache, v_cache, variants=variants)
+        self.planner.warm_up(query, k_cache, v_cache, window=self.window, soft_cap=self.soft_cap)
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = compat.kv_cache_views(kv_cache, self.head_size)
@@ -162,18 +160,30 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write a step's keys and values, before `forward`."""
-        k_cache, v_cache = compat.kv_cache_views(kv_cache, self.head_size)
-        write_kv(
-            key,
-            value,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            self.kv_cache_dtype,
-            layer._k_scale,
-            layer._v_scale,
-        )
+        """Write a step's keys and values, before `forward`: on a GPU by vLLM's operations.
+
+        Args:
+            layer: holds the scales of an FP8 cache.
+            key: [num_tokens, num_kv_heads, head_size]; tokens after the last slot are padding.
+            value: like `key`.
+            kv_cache: the layer's.
+            slot_mapping: [num_slots], block * block_size + offset of each token; negative ones are
+                skipped.
+        """
+        caches = compat.kv_cache_views(kv_cache, self.head_size)
+        scales = (layer._k_scale, layer._v_scale)
+        if key.device.type == "cpu":
+            for rows, cache, scale in zip((key, value), caches, scales, strict=True):
+                _write(rows, cache, slot_mapping, self._fp8, scale)
+            return
+        if current_platform.is_cuda():
+            # FlashAttention's operation takes any strides and both FP8 formats, also before sm89.
+            from vllm._custom_ops import reshape_and_cache_flash as write
+        else:
+            from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+                triton_reshape_and_cache_flash as write,
+            )
+        write(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
 
 class PrefixAttentionBackend(AttentionBackend):
@@ -222,6 +232,29 @@ class PrefixAttentionBackend(AttentionBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Whether settings ship for the architecture; on ROCm the builder checks it by name."""
         return not current_platform.is_cuda() or f"sm{capability.to_int()}" in ARCHITECTURES
+
+
+def fp8_dtype(kv_cache_dtype: str) -> torch.dtype | None:
+    """The dtype of an FP8 cache by vLLM's name; None if the cache isn't FP8."""
+    if not kv_cache_dtype.startswith("fp8"):
+        return None
+    if kv_cache_dtype == "fp8_e5m2":
+        return torch.float8_e5m2
+    dtype: torch.dtype = current_platform.fp8_dtype()
+    return dtype
+
+
+def _write(
+    rows: Tensor, cache: Tensor, slots: Tensor, fp8: torch.dtype | None, scale: Tensor
+) -> None:
+    rows = rows[: len(slots)]
+    if fp8 is not None:
+        limit = torch.finfo(fp8).max  # above it, torch gives NaN; vLLM's operations saturate
+        rows = (rows.float() / scale).clamp(-limit, limit).to(fp8).view(torch.uint8)
+        cache = cache.view(torch.uint8)
+    is_written = slots >= 0
+    places, block_size = slots[is_written], cache.shape[1]
+    cache[places // block_size, places % block_size] = rows[is_written].to(cache.dtype)
 
 
 def check_model(vllm_config: Any) -> None:

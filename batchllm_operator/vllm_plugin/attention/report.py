@@ -12,8 +12,8 @@ from batchllm_operator.vllm_plugin.attention.backend import (
     PrefixAttentionBackend,
     PrefixAttentionImpl,
 )
+from batchllm_operator.vllm_plugin.attention.builder import chosen_impl
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
-from batchllm_operator.vllm_plugin.attention.taken import chosen_impl
 
 
 @dataclass(frozen=True, slots=True)

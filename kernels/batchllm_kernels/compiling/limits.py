@@ -4,98 +4,56 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import triton
 
-from batchllm_kernels.compiling.report import Report, Usage
+from batchllm_kernels.compiling.report import Report
 
 LIMITS_FILE: Final = Path(__file__).with_name("limits.toml")
 _HEADER: Final = """\
 # Limits of each kernel, written by `python -m batchllm_kernels.compile --write-limits` with Triton
-# {version}. Most: registers and spill_bytes of a thread, shared_bytes of a program, instructions of
-# a main loop. Least: programs on a multiprocessor, async_depth of a main loop. As measured, but
-# registers up to the next multiple of 8, and a twentieth more instructions.
+# {version}. Most: registers and spill_bytes of a thread, shared_bytes of a program, instructions.
+# Least: programs on a multiprocessor, tensor_core instructions, async_depth of a main loop. As
+# measured, but registers up to the next multiple of 8, and a twentieth more instructions.
 """
+_MOST: Final = ("registers", "spill_bytes", "shared_bytes", "instructions")
 _INSTRUCTIONS_SLACK: Final = 20
-"""The part of a loop's instructions that may come on top."""
+"""The part of a kernel's instructions that may come on top."""
 _REGISTERS_GRANULE: Final = 8
 """Chips give registers in such numbers."""
-_NAMES: Final = {"loops", *(field.name for field in fields(Usage))}
 
-
-Limits = Mapping[str, Any]
-"""A kernel's limits, as in the file: numbers by the name in `Usage`, and its main loops by name."""
+Limits = Mapping[str, int]
+"""A kernel's limits by the name in `Report.numbers`."""
 
 
 def limits_of(report: Report) -> Limits:
-    """The limits that a kernel keeps; its code has been read."""
-    assert report.code, report.kernel
-    usage = asdict(report.usage)
-    usage["registers"] = -(-usage["registers"] // _REGISTERS_GRANULE) * _REGISTERS_GRANULE
-    loops: dict[str, dict[str, int]] = {}
-    for loop in report.code.loops:
-        slack = loop.instructions // _INSTRUCTIONS_SLACK
-        loops[loop.name] = {"instructions": loop.instructions + slack}
-        if loop.async_depth is not None:
-            loops[loop.name]["async_depth"] = loop.async_depth
-    return {**usage, "loops": loops}
+    """The limits that a kernel keeps."""
+    limits = dict(report.numbers)
+    limits["registers"] = -(-limits["registers"] // _REGISTERS_GRANULE) * _REGISTERS_GRANULE
+    limits["instructions"] += limits["instructions"] // _INSTRUCTIONS_SLACK
+    return limits
 
 
 def check(report: Report, limits: Mapping[tuple[str, str], Limits]) -> str | None:
-    """Why a kernel may not ship by its limits; None if it may.
-
-    Args:
-        report: with its code.
-        limits: by chip and kernel.
-    """
+    """Why a kernel may not ship by its limits, which are by chip and kernel; None if it may."""
     kept = limits.get((report.arch, report.kernel))
     if kept is None:
         return "has no limits; --write-limits writes them"
-    passed = ", ".join(_passed(report, kept))
-    return f"passes its limits: {passed}" if passed else None
-
-
-def _passed(report: Report, limits: Limits) -> Iterator[str]:
-    """What the kernel has too much or too little of, with its limits."""
-    assert report.code, report.kernel
-    for name in ("registers", "spill_bytes", "shared_bytes"):
-        if (value := getattr(report.usage, name)) > limits[name]:
-            yield f"{value} {name} ({limits[name]})"
-    if report.usage.programs < limits["programs"]:
-        yield f"{report.usage.programs} programs ({limits['programs']})"
-    loops, kept = {loop.name: loop for loop in report.code.loops}, limits["loops"]
-    if loops.keys() != kept.keys():
-        yield f"main loops {', '.join(loops) or 'none'} ({', '.join(kept) or 'none'})"
-    for name in filter(loops.__contains__, kept):
-        loop, most, depth = loops[name], kept[name]["instructions"], kept[name].get("async_depth")
-        if loop.instructions > most:
-            yield f"{loop.instructions} instructions in the {name} loop ({most})"
-        if depth is not None and (loop.async_depth or 0) < depth:
-            yield f"async depth {loop.async_depth} in the {name} loop ({depth})"
+    passed = []
+    for name, limit in kept.items():
+        value = report.numbers.get(name, 0)
+        if value > limit if name in _MOST else value < limit:
+            passed.append(f"{value} {name} ({limit})")
+    return f"passes its limits: {', '.join(passed)}" if passed else None
 
 
 def read_limits(file: Path = LIMITS_FILE) -> dict[tuple[str, str], Limits]:
-    """Limits by chip and kernel.
-
-    Raises:
-        ValueError: the file isn't TOML, or a limit is missing or unknown.
-    """
-    try:
-        limits = {
-            (arch, kernel): given
-            for arch, kernels in tomllib.loads(file.read_text()).items()
-            for kernel, given in kernels.items()
-        }
-        for given in limits.values():
-            if given.keys() != _NAMES:
-                raise ValueError(f"{file}: limits of {sorted(given)}, not of {sorted(_NAMES)}")
-    except (AttributeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{file}: {error!r}") from error
-    return limits
+    """Limits by chip and kernel."""
+    by_arch = tomllib.loads(file.read_text())
+    return {(arch, kernel): kept for arch, own in by_arch.items() for kernel, kept in own.items()}
 
 
 def write_limits(reports: Iterable[Report], file: Path = LIMITS_FILE) -> None:
@@ -106,18 +64,7 @@ def write_limits(reports: Iterable[Report], file: Path = LIMITS_FILE) -> None:
     kept = {key: limits for key, limits in before.items() if key[0] not in archs}
     lines: dict[str, list[str]] = {}
     for (arch, kernel), limits in {**kept, **renewed}.items():
-        lines.setdefault(arch, []).append(f"{json.dumps(kernel)} = {_inline(limits)}")
+        pairs = ", ".join(f"{name} = {value}" for name, value in limits.items())
+        lines.setdefault(arch, []).append(f"{json.dumps(kernel)} = {{ {pairs} }}")
     tables = ["\n".join(["", f"[{arch}]", *lines[arch], ""]) for arch in sorted(lines)]
     file.write_text(_HEADER.format(version=triton.__version__) + "".join(tables))
-
-
-def _inline(limits: Limits) -> str:
-    loops = ", ".join(
-        f"{json.dumps(name)} = {{ {_pairs(loop)} }}" for name, loop in limits["loops"].items()
-    )
-    numbers = {name: value for name, value in limits.items() if name != "loops"}
-    return f"{{ {_pairs(numbers)}, loops = {{{loops}}} }}"
-
-
-def _pairs(numbers: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in numbers.items())

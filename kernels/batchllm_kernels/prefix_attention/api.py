@@ -10,9 +10,9 @@ constraint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -23,15 +23,15 @@ from batchllm_kernels.prefix_attention.batch import (
     PagedBatch,
     SharedPrefix,
     UnsupportedError,
+    check_settings,
+    check_tensors,
 )
-from batchllm_kernels.prefix_attention.checks import check_settings, check_tensors
 from batchllm_kernels.prefix_attention.config import ArchConfig, detect_arch, load_config
 from batchllm_kernels.prefix_attention.grouping import Gate, find_shared_prefixes
 from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
 
 if TYPE_CHECKING:
     from batchllm_kernels.prefix_attention.launch import Launches
-    from batchllm_kernels.prefix_attention.schedule import Schedule, Scheduler
 
 Impl = Literal["reference", "triton"]
 
@@ -47,10 +47,8 @@ class StepPlan:
     shape: AttentionShape
     prefixes: Sequence[SharedPrefix] | None
     """The groups, for the reference; the kernel's are on the device."""
-    schedule: Schedule | None
-    """The kernel's tiles, on the device; None for the reference."""
-    launches: Launches | None = None
-    """Launches the kernel; None for the reference."""
+    launches: Launches | None
+    """Launches the kernel on the step's work; None for the reference."""
 
 
 class StepPlanner:
@@ -81,14 +79,13 @@ class StepPlanner:
         self.shape = shape
         self.limits = limits
         self.config = config or load_config(detect_arch(device))
-        self._scheduler: Scheduler | None = None
+        self._launches: Launches | None = None
         if impl == "triton":
             from batchllm_kernels.prefix_attention.launch import Launches
-            from batchllm_kernels.prefix_attention.schedule import Scheduler
+            from batchllm_kernels.prefix_attention.schedule import Schedule
 
             shape.check_for_kernel()
-            self._scheduler = Scheduler(shape, limits, self.config, device)
-            self._launches = Launches()
+            self._launches = Launches(Schedule(shape, limits, self.config, device))
 
     @property
     def gate(self) -> Gate:
@@ -108,8 +105,9 @@ class StepPlanner:
                 f"the batch has {batch.num_requests} requests, the limit is "
                 f"{self.limits.max_num_requests}"
             )
-        if self._scheduler is not None:
-            return StepPlan(batch, self.shape, None, self._scheduler.build(batch), self._launches)
+        if self._launches is not None:
+            self._launches.schedule.build(batch)
+            return StepPlan(batch, self.shape, None, self._launches)
         prefixes = find_shared_prefixes(batch, self.shape.block_size, self.gate)
         return StepPlan(batch, self.shape, prefixes, None)
 
@@ -119,35 +117,30 @@ class StepPlanner:
         k_cache: Tensor,
         v_cache: Tensor,
         *,
-        variants: Iterable[tuple[int | None, float | None]] = ((None, None),),
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         """Compile the kernels now, so that no step waits for a compiler.
 
-        Runs an empty step of each variant, which changes no tensor. Compiled kernels are kept in
-        Triton's cache (`TRITON_CACHE_DIR`), which can be shipped in an image.
+        Runs an empty step, which changes no tensor. Compiled kernels are kept in Triton's cache
+        (`TRITON_CACHE_DIR`), which can be shipped in an image.
 
         Args:
             q: at least one token, with the strides and the dtype that queries will have.
             k_cache: the cache of any layer.
             v_cache: likewise.
-            variants: (window, soft_cap) of the layers.
+            window: of the layers; see `prefix_attention`.
+            soft_cap: likewise.
 
         Raises:
             UnsupportedError: a tensor isn't supported.
         """
         ints = torch.zeros(2, dtype=torch.int32, device=q.device)
         plan = self.plan(PagedBatch(ints, ints[:1], ints[:1, None]))
-        for window, soft_cap in variants:
-            prefix_attention(
-                q,
-                k_cache,
-                v_cache,
-                plan,
-                scale=1.0,
-                window=window,
-                soft_cap=soft_cap,
-                out=torch.empty_like(q),
-            )
+        out = torch.empty_like(q)
+        prefix_attention(
+            q, k_cache, v_cache, plan, scale=1.0, window=window, soft_cap=soft_cap, out=out
+        )
 
 
 def prefix_attention(
@@ -186,25 +179,25 @@ def prefix_attention(
     check_settings(scale, window, soft_cap)
     soft_cap = soft_cap or None
     out = torch.zeros_like(q) if out is None else out
-    if plan.schedule is not None and plan.launches is not None:
+    factors = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    if plan.launches is not None:
+        table = plan.batch.block_table
         plan.launches.attend(
-            q, k_cache, v_cache, plan.schedule, out, scale, window, soft_cap, k_scale, v_scale
+            q, k_cache, v_cache, table, out, window=window, soft_cap=soft_cap, **factors
         )
-    else:
-        check_tensors(q, k_cache, v_cache, out, plan.shape, plan.batch.seq_lens.device)
-        settings = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        _attend_by_reference(
-            q, k_cache, v_cache, plan, out, **settings, k_scale=k_scale, v_scale=v_scale
-        )
-    return out
-
-
-def _attend_by_reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: StepPlan, out: Tensor, **settings: Any
-) -> None:
+        return out
     assert plan.prefixes is not None
+    check_tensors(q, k_cache, v_cache, out, plan.shape, plan.batch.seq_lens.device)
     num_tokens = int(plan.batch.query_start_loc[-1])
     result = prefix_shared_attention(
-        q[:num_tokens], k_cache, v_cache, plan.batch, plan.prefixes, **settings
+        q[:num_tokens],
+        k_cache,
+        v_cache,
+        plan.batch,
+        plan.prefixes,
+        window=window,
+        soft_cap=soft_cap,
+        **factors,
     )
     out[:num_tokens] = result.to(out.dtype)
+    return out

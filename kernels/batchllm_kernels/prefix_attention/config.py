@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any, Final
+from typing import Annotated, Final
 
 import torch
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
 
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, UnsupportedError
 from batchllm_kernels.prefix_attention.grouping import Gate
@@ -23,72 +31,106 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
 """Vendor by GPU architecture, for all that have settings."""
 CPU: Final = "cpu"
 """Settings for the reference and Triton's interpreter: they share whenever possible."""
-KV_BITS: Final = (8, 16)
+_STRICT: Final = ConfigDict(extra="forbid", strict=True)
 
 
-@dataclass(frozen=True, slots=True)
+def _power_of_two(size: int) -> int:
+    if size & (size - 1):
+        raise ValueError(f"{size} isn't a power of two")
+    return size
+
+
+def _one_of(*sizes: int) -> AfterValidator:
+    def check(size: int) -> int:
+        if size not in sizes:
+            raise ValueError(f"{size} isn't one of {sizes}")
+        return size
+
+    return AfterValidator(check)
+
+
+_PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class Tiling:
     """Shape of a tile's steps over keys; `block_m` counts rows (query token x query head)."""
 
-    block_m: int
-    block_n: int
+    block_m: Annotated[_PowerOfTwo, Field(ge=16)]
+    block_n: Annotated[_PowerOfTwo, Field(ge=16)]
     """Keys per step."""
-    num_stages: int
+    num_stages: PositiveInt
     """Stages of the software pipeline that prefetches keys and values."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class LaunchConfig:
     """Launch settings for one head size and one width of KV elements."""
 
+    head_dim: Annotated[int, _one_of(*HEAD_DIMS)]
+    kv_bits: Annotated[int, _one_of(8, 16)]
     narrow: Tiling
     """For few rows: distinct parts of decoding requests. Bound by memory."""
     wide: Tiling
     """For many rows: shared prefixes and prefill. Matrix-matrix."""
-    num_warps: int
-    programs_per_processor: int
+    num_warps: Annotated[_PowerOfTwo, Field(ge=1)]
+    programs_per_processor: PositiveInt
     """Persistent programs on each multiprocessor (compute unit)."""
     options: Mapping[str, int]
     """Further options of Triton's compiler for this vendor, such as `maxnreg`."""
 
+    def __post_init__(self) -> None:
+        if self.narrow.block_m > self.wide.block_m:
+            raise ValueError(f"narrow.block_m must be at most wide's ({self.wide.block_m})")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class SplitRule:
     """When a long context is cut into parallel pieces (split-K)."""
 
-    min_tokens: int
+    min_tokens: PositiveInt
     """Least length of a piece."""
-    pieces_per_program: int
+    pieces_per_program: PositiveInt
     """Approximate pieces per persistent program."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class ArchConfig:
-    """All settings of one architecture.
-
-    Raises:
-        UnsupportedError: `launch_config` for a head size that has no settings.
-    """
+    """All settings of one architecture."""
 
     arch: str
+    tuned_on: str | None
+    """Device and library versions of its timings; None if chosen without a GPU."""
     gate: Gate
     split: SplitRule
     merge_in_launch: bool
     """Whether a unit's last tile merges it, instead of a second launch."""
-    launch: Mapping[tuple[int, int], LaunchConfig]
-    """By (head_dim, bits of a KV element)."""
-    tuned_on: str | None
-    """Device and library versions of its timings; None if chosen without a GPU."""
+    launch: tuple[LaunchConfig, ...]
+    """One for each head size and width."""
 
     def launch_config(self, head_dim: int, kv_bits: int) -> LaunchConfig:
-        """Settings for a head size; KV wider than 16 bits (tests) uses those of 16."""
+        """Settings for a head size; KV wider than 16 bits (tests) uses those of 16.
+
+        Raises:
+            UnsupportedError: there are none.
+        """
+        by_key = {(launch.head_dim, launch.kv_bits): launch for launch in self.launch}
         try:
-            return self.launch[head_dim, min(kv_bits, 16)]
+            return by_key[head_dim, min(kv_bits, 16)]
         except KeyError:
             raise UnsupportedError(
                 f"{self.arch} has no settings for head_dim {head_dim} and {kv_bits}-bit KV; it has "
-                f"{sorted(self.launch)}"
+                f"{sorted(by_key)}"
             ) from None
+
+    def with_launch(self, launch: LaunchConfig) -> ArchConfig:
+        """These settings with others for a head size and width."""
+        key = launch.head_dim, launch.kv_bits
+        launches = (launch if (one.head_dim, one.kv_bits) == key else one for one in self.launch)
+        return replace(self, launch=tuple(launches))
+
+
+_CONFIG: Final = TypeAdapter(ArchConfig)
 
 
 def config_file(arch: str) -> Traversable:
@@ -121,87 +163,22 @@ def load_config(arch: str) -> ArchConfig:
     Raises:
         UnsupportedError: no settings ship for it.
     """
-    return parse_config(json.loads(config_file(arch).read_text()))
+    return parse_config(config_file(arch).read_text(), source=f"{arch}.json")
 
 
-def parse_config(given: Mapping[str, Any]) -> ArchConfig:
-    """Settings from their JSON form.
+def parse_config(text: str, source: str) -> ArchConfig:
+    """Settings from the text of their file; `source` names it in errors.
 
     Raises:
-        ValueError: a value is missing, unknown or out of its range.
+        ValueError: a value is missing, unknown or out of its range; the message names it.
     """
     try:
-        gate = Gate(
-            {int(degree): tokens for degree, tokens in given["gate"]["min_prefix_tokens"].items()},
-            given["gate"]["max_member_tokens"],
-        )
-        launch = {
-            (entry["head_dim"], entry["kv_bits"]): LaunchConfig(
-                Tiling(**entry["narrow"]),
-                Tiling(**entry["wide"]),
-                entry["num_warps"],
-                entry["programs_per_processor"],
-                entry["options"],
-            )
-            for entry in given["launch"]
-        }
-        config = ArchConfig(
-            given["arch"],
-            gate,
-            SplitRule(**given["split"]),
-            given["merge_in_launch"],
-            launch,
-            given["tuned_on"],
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"settings of {given.get('arch')}: {error!r}") from error
-    for (head_dim, kv_bits), entry in launch.items():
-        _check_launch(config.arch, head_dim, kv_bits, entry)
-    if config.split.min_tokens < 1 or config.split.pieces_per_program < 1:
-        raise ValueError(f"settings of {config.arch}: {config.split}")
-    return config
+        return _CONFIG.validate_json(text)
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise ValueError(f"settings in {source}: {'; '.join(faults)}") from error
 
 
 def to_json(config: ArchConfig) -> str:
-    """The text of a settings file, the inverse of `parse_config`.
-
-    Raises:
-        ValueError: `parse_config` refuses the settings.
-    """
-    given: Mapping[str, Any] = {
-        "arch": config.arch,
-        "tuned_on": config.tuned_on,
-        "gate": {
-            "min_prefix_tokens": {
-                str(degree): tokens
-                for degree, tokens in sorted(config.gate.min_prefix_tokens.items())
-            },
-            "max_member_tokens": config.gate.max_member_tokens,
-        },
-        "split": asdict(config.split),
-        "merge_in_launch": config.merge_in_launch,
-        "launch": [
-            {"head_dim": head_dim, "kv_bits": kv_bits}
-            | asdict(launch)
-            | {"options": dict(launch.options)}
-            for (head_dim, kv_bits), launch in config.launch.items()
-        ],
-    }
-    parse_config(given)
-    return json.dumps(given, indent=2) + "\n"
-
-
-def _check_launch(arch: str, head_dim: int, kv_bits: int, entry: LaunchConfig) -> None:
-    tilings = (entry.narrow, entry.wide)
-    sizes = [size for tiling in tilings for size in (tiling.block_m, tiling.block_n)]
-    sizes.append(entry.num_warps)
-    counts = [tiling.num_stages for tiling in tilings] + [entry.programs_per_processor]
-    if (
-        head_dim not in HEAD_DIMS
-        or kv_bits not in KV_BITS
-        or any(size < 1 or size & (size - 1) for size in sizes)
-        or any(tiling.block_m < 16 or tiling.block_n < 16 for tiling in tilings)
-        or min(counts) < 1
-        or entry.narrow.block_m > entry.wide.block_m
-    ):
-        raise ValueError(f"settings of {arch} for head_dim {head_dim}: {entry}")
+    """The text of a settings file, which `parse_config` takes."""
+    return _CONFIG.dump_json(config, indent=2).decode() + "\n"

@@ -39,18 +39,11 @@ def prefix_shared_attention(
 ) -> Tensor:
     """Causal attention of a step that reads every shared prefix once (paper, Sec. 4.4).
 
+    The arguments are those of `prefix_attention`, for any strides and sizes, with:
+
     Args:
-        q: [num_tokens, num_q_heads, head_dim].
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides; an FP8 cache holds
-            keys divided by `k_scale`.
-        v_cache: the shape of `k_cache`; holds values divided by `v_scale`.
         batch: the step's requests.
         prefixes: the groups; no request may be in two. Without any, this is plain paged attention.
-        scale: factor on the scores.
-        window: a query at position p sees the keys (p - window, p]; None: all of [0, p].
-        soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
-        k_scale: factor on the keys.
-        v_scale: factor on the values.
 
     Returns:
         [num_tokens, num_q_heads, head_dim] of float32; 0 for tokens of no request.
@@ -136,9 +129,8 @@ def partial_attention(
         `merge_partials`.
 
     Raises:
-        ValueError: the shapes don't fit together, or a window without `last_key`.
+        ValueError: a window without `last_key`.
     """
-    _check_shapes(q, k, v)
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape
     queries = q.float().reshape(num_tokens, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
@@ -180,13 +172,3 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
 def _finite(lse: Tensor) -> Tensor:
     """`lse` with 0 for -inf: empty pieces then weigh exp(-inf) = 0; -inf - -inf would be NaN."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            "expected q [num_tokens, num_q_heads, head_dim] and k, v [num_kv_tokens, num_kv_heads, "
-            f"head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads can't share {k.shape[1]} key heads evenly")

@@ -18,7 +18,7 @@ from support.demo_job import DS, Demo, live_processes, wait_until
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.runahead.profile import ChainProfile, chain_subject
+from batchllm_operator.runahead.groups import ChainProfile, chain_subject
 from batchllm_operator.spec import load_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

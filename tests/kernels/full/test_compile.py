@@ -29,18 +29,17 @@ def half(arch):
     variants = list(compile.shipped_variants(arch))
     for number, pair in enumerate(zip(variants[::2], variants[1::2], strict=True)):
         variant = pair[(number // 2 + number + chip) % 2]
-        yield partial(compile.compile_variant, variant, reads_code=True)
+        yield partial(compile.compile_variant, variant)
 
 compile._jobs = half
 sys.exit(compile.main(sys.argv[1:]))
 """
 
 TOO_WIDE = """
-import torch
 from batchllm_kernels.compile import Variant, compile_variant
 from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
-wide = LaunchConfig(Tiling(16, 32, 2), Tiling(128, 128, 3), 4, 1, {})
-print(compile_variant(Variant("sm80", 128, torch.bfloat16, wide)).fault)
+wide = LaunchConfig(128, 16, Tiling(16, 32, 2), Tiling(128, 128, 3), 4, 1, {})
+print(compile_variant(Variant("sm80", wide)).fault)
 """
 
 

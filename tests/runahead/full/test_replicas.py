@@ -146,25 +146,6 @@ def test_a_prefix_after_which_the_model_would_end_is_like_others(replicas: Repli
     assert phase(chain, ending[:3]) == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("split", "reason"),
-    [
-        ((448, 96), "chunk 0 of 448 tokens is larger than the 416"),
-        ((96, 417), "chunk 1 of 417 tokens is larger than the 416"),
-        ((300, 340), "chunk 0 of 300 tokens doesn't end with a KV block"),
-        ((256, 256, 128), "tokens for 2 replicas"),
-    ],
-)
-def test_a_group_that_an_engine_can_not_compute_is_refused(
-    replicas: Replicas, split: tuple[int, ...], reason: str
-) -> None:
-    chain = replicas.chain(2, max_num_batched_tokens=417)
-    for answer in together(chain, "check", Group(1, split).group):
-        assert isinstance(answer, ReplicaError)
-        assert answer.kind == "SpecError"
-        assert reason in answer.message
-
-
 def test_zeros_in_place_of_received_kv_give_other_tokens(replicas: Replicas) -> None:
     chain = replicas.chain(2, max_num_batched_tokens=417)
     group = Group(7, (320, 320))

@@ -19,27 +19,8 @@ from batchllm_kernels.prefix_attention.device.arguments import (
     Results,
 )
 from batchllm_kernels.prefix_attention.device.merging import merge_unit, write_output
-from batchllm_kernels.prefix_attention.device.online_softmax import Context, online_softmax_update
-from batchllm_kernels.prefix_attention.device.tile_constants import (
-    HEADER_TILES,
-    IS_WIDE,
-    MEMBER_FIELDS,
-    MEMBER_LEN,
-    MEMBER_POSITION,
-    MEMBER_TOKEN,
-    TILE_BLOCK_ROW,
-    TILE_COUNTER,
-    TILE_FIELDS,
-    TILE_FLAGS,
-    TILE_KV_END,
-    TILE_KV_START,
-    TILE_NUM_PARTIALS,
-    TILE_ROW_OFFSET,
-    TILE_ROWS_FIRST,
-    TILE_ROWS_LEN,
-    TILE_ROWS_MEMBERS,
-    TILE_SLOT,
-)
+from batchllm_kernels.prefix_attention.device.online_softmax import online_softmax_update
+from batchllm_kernels.prefix_attention.device.tiles import IS_WIDE, read_members, read_tile
 
 _FAR = tl.constexpr(2**30)
 """Position of rows without a query: they see every key, and their results aren't used."""
@@ -61,128 +42,105 @@ class _Rows(NamedTuple):
 
 
 @triton.jit
-def _rows(
-    tile, kv_head, members, rows_len, row_offset, HEADS_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def _rows(tile, kv_head, members, BLOCK_M: tl.constexpr, CONST: tl.constexpr):
     """The rows of a tile that stacks `rows_len` tokens of each member, from `row_offset` on."""
     rows = tl.arange(0, BLOCK_M)
-    stacked = rows // HEADS_PER_KV
-    head = kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
-    member = stacked // rows_len
-    is_row = member < tl.load(tile + TILE_ROWS_MEMBERS)
-    token_in_member = row_offset + stacked % rows_len
-    record = members + (tl.load(tile + TILE_ROWS_FIRST) + member) * MEMBER_FIELDS
-    is_row &= token_in_member < tl.load(record + MEMBER_LEN, mask=is_row, other=0)
-    token = tl.load(record + MEMBER_TOKEN, mask=is_row, other=0) + token_in_member
-    position = tl.load(record + MEMBER_POSITION, mask=is_row, other=0) + token_in_member
-    position = tl.where(is_row, position, _FAR)
-    return _Rows(stacked, head, is_row, token, position)
+    stacked = rows // CONST.heads_per_kv
+    head = kv_head * CONST.heads_per_kv + rows % CONST.heads_per_kv
+    idx = stacked // tile.rows_len
+    member = read_members(members, tile.rows_first + idx, idx < tile.rows_members)
+    token_in_member = tile.row_offset + stacked % tile.rows_len
+    is_row = token_in_member < member.query_len
+    position = tl.where(is_row, member.position + token_in_member, _FAR)
+    return _Rows(stacked, head, is_row, member.token + token_in_member, position)
 
 
 @triton.jit
-def _load_queries(queries, rows, dims, HEAD_DIM: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """The rows' queries as operands of a matrix product: [BLOCK_M, DIMS]."""
-    element = rows.is_row[:, None] & (dims[None, :] < HEAD_DIM)
+def _load_queries(queries, rows, dims, CONST: tl.constexpr):
+    """The rows' queries as operands of a matrix product: [BLOCK_M, dims]."""
+    element = rows.is_row[:, None] & (dims[None, :] < CONST.head_dim)
     token_at = rows.token.to(tl.int64) * queries.stride_token
     q_rows = queries.q + token_at + rows.head * queries.stride_head
     q = tl.load(q_rows[:, None] + dims[None, :], mask=element, other=0.0)
-    if tl.float16 == DOT_DTYPE and queries.q.dtype.element_ty != tl.float16:
+    if tl.float16 == CONST.dot_dtype and queries.q.dtype.element_ty != tl.float16:
         q = tl.clamp(q.to(tl.float32), -_FLOAT16_MAX, _FLOAT16_MAX)
-    return q.to(DOT_DTYPE)
+    return q.to(CONST.dot_dtype)
 
 
 @triton.jit
-def _write_tile(
-    output, row_max, row_sum, slot, rows, dims, results,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
+def _write_tile(output, row_max, row_sum, slot, rows, dims, results, CONST: tl.constexpr):
     """Write the output, or partials to the slots from `slot` on if that isn't -1."""
     if slot < 0:
-        write_output(output, rows.token, rows.head, rows.is_row, dims, results, HEAD_DIM)
+        write_output(output, rows.token, rows.head, rows.is_row, dims, results, CONST)
     else:
         # A row that saw no key has row_max = -inf.
         lse = row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))
-        first_slot = slot.to(tl.int64) * HEADS
-        at = rows.stacked * HEADS + rows.head
+        heads: tl.constexpr = CONST.kv_heads * CONST.heads_per_kv
+        first_slot = slot.to(tl.int64) * heads
+        at = rows.stacked * heads + rows.head
         tl.store(results.partial_lse + first_slot + at, lse, mask=rows.is_row)
-        element = rows.is_row[:, None] & (dims[None, :] < HEAD_DIM)
-        partial_rows = results.partial_out + first_slot * HEAD_DIM + at[:, None] * HEAD_DIM
+        element = rows.is_row[:, None] & (dims[None, :] < CONST.head_dim)
+        first_row = results.partial_out + first_slot * CONST.head_dim
+        partial_rows = first_row + at[:, None] * CONST.head_dim
         tl.store(partial_rows + dims[None, :], output, mask=element)
 
 
 @triton.jit
 def _attend_tile(
-    tile, kv_head, members, queries, cache, factors, results, SPLIT_MASKED: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    KV_FORMAT: tl.constexpr, DOT_DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS_PER_KV: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    tile, kv_head, members, queries, cache, stride_kv_head, stride_table, factors, results,
+    WIDE: tl.constexpr, CONST: tl.constexpr,
 ):  # fmt: skip
     """One tile for one KV head: writes the output if it is the unit's only one, else its slots.
 
-    SPLIT_MASKED: run steps that all rows see entirely in a loop without masks.
+    A wide tile runs steps that all rows see entirely in a loop without masks.
     """
-    start = tl.load(tile + TILE_KV_START)
-    end = tl.load(tile + TILE_KV_END)
-    rows_len = tl.load(tile + TILE_ROWS_LEN)
-    slot = tl.load(tile + TILE_SLOT)
-    row_offset = tl.load(tile + TILE_ROW_OFFSET)
-    row_of_table = tl.load(tile + TILE_BLOCK_ROW).to(tl.int64)
-    block_row = cache.block_table + row_of_table * cache.stride_table
-    rows = _rows(tile, kv_head, members, rows_len, row_offset, HEADS_PER_KV, BLOCK_M)
-
-    dims = tl.arange(0, DIMS)
-    q = _load_queries(queries, rows, dims, HEAD_DIM, DOT_DTYPE)
-    k_head = cache.k + kv_head.to(tl.int64) * cache.stride_head
-    v_head = cache.v + kv_head.to(tl.int64) * cache.stride_head
-    context = Context(block_row, k_head, v_head, cache.stride_block, cache.stride_token)
-
-    output = tl.zeros([BLOCK_M, DIMS], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if WINDOW > 0:
-        start = tl.maximum(start, tl.min(rows.position) - WINDOW + 1)
-    if SPLIT_MASKED and WINDOW == 0:
-        seen_by_all = tl.minimum(end, tl.min(rows.position) + 1)
-        whole = tl.maximum(seen_by_all - start, 0) // BLOCK_N * BLOCK_N
+    block_m: tl.constexpr = CONST.wide_m if WIDE else CONST.narrow_m
+    block_n: tl.constexpr = CONST.wide_n if WIDE else CONST.narrow_n
+    stages: tl.constexpr = CONST.wide_stages if WIDE else CONST.narrow_stages
+    start = tile.kv_start
+    rows = _rows(tile, kv_head, members, block_m, CONST)
+    dims = tl.arange(0, CONST.dims)
+    q = _load_queries(queries, rows, dims, CONST)
+    head_at = kv_head.to(tl.int64) * stride_kv_head
+    block_row = cache.block_table + tile.block_row.to(tl.int64) * stride_table
+    cache = Cache(
+        cache.k + head_at, cache.v + head_at, block_row, cache.stride_block, cache.stride_token
+    )
+    output = tl.zeros([block_m, CONST.dims], tl.float32)
+    row_max = tl.full([block_m], float("-inf"), tl.float32)
+    row_sum = tl.zeros([block_m], tl.float32)
+    if CONST.window > 0:
+        start = tl.maximum(start, tl.min(rows.position) - CONST.window + 1)
+    if WIDE and CONST.window == 0:
+        seen_by_all = tl.minimum(tile.kv_end, tl.min(rows.position) + 1)
+        whole = tl.maximum(seen_by_all - start, 0) // block_n * block_n
         output, row_max, row_sum = online_softmax_update(
-            q, output, row_max, row_sum, rows.position, start, start + whole,
-            context, factors, False, WINDOW, HAS_SOFT_CAP,
-            KV_FORMAT, BLOCK_SIZE, HEAD_DIM, BLOCK_N, STAGES,
+            q, output, row_max, row_sum, rows.position, start, start + whole, cache, factors,
+            False, block_n, stages, CONST,
         )  # fmt: skip
         start += whole
     output, row_max, row_sum = online_softmax_update(
-        q, output, row_max, row_sum, rows.position, start, end,
-        context, factors, True, WINDOW, HAS_SOFT_CAP,
-        KV_FORMAT, BLOCK_SIZE, HEAD_DIM, BLOCK_N, STAGES,
+        q, output, row_max, row_sum, rows.position, start, tile.kv_end, cache, factors,
+        True, block_n, stages, CONST,
     )  # fmt: skip
 
     output *= (factors.v_scale / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
-    _write_tile(
-        output, row_max, row_sum, slot, rows, dims, results, KV_HEADS * HEADS_PER_KV, HEAD_DIM
-    )
+    _write_tile(output, row_max, row_sum, tile.slot, rows, dims, results, CONST)
 
 
 @triton.jit
-def _merge_after_last(
-    tile, kv_head, counters, members, results,
-    HEADS_PER_KV: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, MERGE_M: tl.constexpr,
-):  # fmt: skip
+def _merge_after_last(tile, kv_head, counters, members, results, CONST: tl.constexpr):
     """Count a tile that has written its partials; if it is the last of its unit, merge the unit.
 
     A program writes all of its partials before it counts, and the last one reads all partials after
     it sees the count: release and acquire, at the scope of the device.
     """
     tl.debug_barrier()
-    counter = counters + tl.load(tile + TILE_COUNTER) * KV_HEADS + kv_head
+    counter = counters + tile.counter * CONST.kv_heads + kv_head
     num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
-    if num_done == tl.load(tile + TILE_NUM_PARTIALS):
+    if num_done == tile.num_partials:
         tl.store(counter, 0)
-        merge_unit(
-            tile, kv_head, members, results,
-            HEADS_PER_KV, KV_HEADS, HEAD_DIM, DIMS, MERGE_M,
-        )  # fmt: skip
+        merge_unit(tile, kv_head, members, results, CONST)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -191,43 +149,32 @@ def prefix_attention_kernel(
     partial_out, partial_lse, scale, soft_cap, v_scale,
     stride_q_token, stride_q_head, stride_kv_block, stride_kv_token, stride_kv_head,
     stride_out_token, stride_out_head, stride_table,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    KV_FORMAT: tl.constexpr, DOT_DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS_PER_KV: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    NARROW_M: tl.constexpr, NARROW_N: tl.constexpr, NARROW_STAGES: tl.constexpr,
-    WIDE_M: tl.constexpr, WIDE_N: tl.constexpr, WIDE_STAGES: tl.constexpr,
-    MERGE_M: tl.constexpr, MERGE_HERE: tl.constexpr,
+    CONST: tl.constexpr,
 ):  # fmt: skip
     """A persistent program: runs every num_programs-th (tile, KV head) of the step.
 
-    MERGE_HERE: merge in this launch. Counters are zero before and after.
+    Counters are zero before and after.
     """
     queries = Queries(q, stride_q_token, stride_q_head)
-    cache = Cache(
-        k_cache, v_cache, block_table,
-        stride_kv_block, stride_kv_token, stride_kv_head, stride_table,
-    )  # fmt: skip
+    cache = Cache(k_cache, v_cache, block_table, stride_kv_block, stride_kv_token)
     factors = Factors(scale, soft_cap, v_scale)
     results = Results(out, partial_out, partial_lse, stride_out_token, stride_out_head)
-    num_items = tl.load(header + HEADER_TILES) * KV_HEADS
+    num_items = tl.load(header) * CONST.kv_heads
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
-        kv_head = item % KV_HEADS
-        tile = tiles + item // KV_HEADS * TILE_FIELDS
-        if tl.load(tile + TILE_FLAGS) & IS_WIDE:
+        kv_head = item % CONST.kv_heads
+        tile = read_tile(tiles, item // CONST.kv_heads)
+        if tile.flags & IS_WIDE:
             _attend_tile(
-                tile, kv_head, members, queries, cache, factors, results, True,
-                WINDOW, HAS_SOFT_CAP, KV_FORMAT, DOT_DTYPE, BLOCK_SIZE, HEADS_PER_KV, KV_HEADS,
-                HEAD_DIM, DIMS, WIDE_M, WIDE_N, WIDE_STAGES,
+                tile, kv_head, members, queries, cache, stride_kv_head, stride_table, factors,
+                results, True, CONST,
             )  # fmt: skip
         else:
             _attend_tile(
-                tile, kv_head, members, queries, cache, factors, results, False,
-                WINDOW, HAS_SOFT_CAP, KV_FORMAT, DOT_DTYPE, BLOCK_SIZE, HEADS_PER_KV, KV_HEADS,
-                HEAD_DIM, DIMS, NARROW_M, NARROW_N, NARROW_STAGES,
+                tile, kv_head, members, queries, cache, stride_kv_head, stride_table, factors,
+                results, False, CONST,
             )  # fmt: skip
-        if MERGE_HERE and tl.load(tile + TILE_SLOT) >= 0:
-            _merge_after_last(
-                tile, kv_head, counters, members, results,
-                HEADS_PER_KV, KV_HEADS, HEAD_DIM, DIMS, MERGE_M,
-            )  # fmt: skip
+        if CONST.merge_here:
+            # Read anew: no register holds it during the loop over keys.
+            tile = read_tile(tiles, item // CONST.kv_heads)
+            if tile.slot >= 0:
+                _merge_after_last(tile, kv_head, counters, members, results, CONST)

@@ -14,6 +14,9 @@ All lengths are in tokens, depths in blocks.
 import triton
 import triton.language as tl
 
+_BLOCKS = tl.constexpr(128)
+"""Blocks of a table's row that are compared at a time."""
+
 
 @triton.jit
 def query_lens_of(query_start_loc, requests, num_requests):
@@ -24,18 +27,17 @@ def query_lens_of(query_start_loc, requests, num_requests):
 
 
 @triton.jit
-def _gated_degree(degree, query_len, WIDE_TOKENS: tl.constexpr, MAX_DEGREE: tl.constexpr):
+def _gated_degree(degree, query_len, SIZES: tl.constexpr):
     """Degree for the gate: a prefix is read once for the members that fit in a tile."""
-    per_unit = WIDE_TOKENS // tl.maximum(query_len, 1)
-    return tl.minimum(tl.minimum(degree, per_unit), MAX_DEGREE)
+    per_unit = SIZES.wide_tokens // tl.maximum(query_len, 1)
+    return tl.minimum(tl.minimum(degree, per_unit), SIZES.max_degree)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_requests", "max_member_tokens", "num_probes"])
 def find_depths(
     query_start_loc, seq_lens, block_table, min_prefix_tokens, depths,
     table_stride, num_requests, max_member_tokens, num_probes,
-    MAX_DEGREE: tl.constexpr, WIDE_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):  # fmt: skip
     """`depths[r]`: leading blocks whose sharing saves r the most reads, 0 for none.
 
@@ -45,19 +47,19 @@ def find_depths(
     open by the gate and held by c requests, at which p * (1 - 1/c) is largest.
     """
     request = tl.program_id(0)
-    others = tl.arange(0, REQUESTS)
+    others = tl.arange(0, SIZES.requests)
     exists = others < num_requests
     query_lens = query_lens_of(query_start_loc, others, num_requests)
     lens = tl.load(seq_lens + others, mask=exists, other=0)
     query_len = tl.sum(tl.where(others == request, query_lens, 0))
     takes_part = exists & (query_len > 0) & (query_len <= max_member_tokens)
     takes_part &= query_lens == query_len
-    num_blocks = tl.where(takes_part, (lens - query_lens) // BLOCK_SIZE, 0)
+    num_blocks = tl.where(takes_part, (lens - query_lens) // SIZES.block_size, 0)
     own_blocks = tl.sum(tl.where(others == request, num_blocks, 0))
     if own_blocks == 0:
         tl.store(depths + request, 0)
     else:
-        low = tl.zeros([REQUESTS], tl.int32)
+        low = tl.zeros([SIZES.requests], tl.int32)
         high = tl.minimum(num_blocks, own_blocks)
         high = tl.where(others == request, 0, high)  # not with itself
         own_row = block_table + request.to(tl.int64) * table_stride
@@ -72,9 +74,9 @@ def find_depths(
         deepest_first = tl.sort(low, descending=True)
         sharers = (others + 1).to(tl.float32)
         savings = deepest_first.to(tl.float32) * (sharers / (sharers + 1.0))
-        degree = _gated_degree(others + 2, query_len, WIDE_TOKENS, MAX_DEGREE)
+        degree = _gated_degree(others + 2, query_len, SIZES)
         least = tl.load(min_prefix_tokens + degree)
-        savings = tl.where(deepest_first * BLOCK_SIZE >= least, savings, 0.0)
+        savings = tl.where(deepest_first * SIZES.block_size >= least, savings, 0.0)
         best = tl.argmax(savings, axis=0)
         is_best = (others == best) & (savings > 0.0)
         tl.store(depths + request, tl.sum(tl.where(is_best, deepest_first, 0)))
@@ -83,7 +85,7 @@ def find_depths(
 @triton.jit(do_not_specialize=["table_stride", "num_requests"])
 def find_leaders(
     query_start_loc, block_table, depths, leaders, table_stride, num_requests,
-    REQUESTS: tl.constexpr, BLOCKS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):  # fmt: skip
     """`leaders[r]`: the first request that asks for the same blocks as r; r itself if none does.
 
@@ -91,7 +93,7 @@ def find_leaders(
     windows have placeholders for freed blocks.
     """
     request = tl.program_id(0)
-    others = tl.arange(0, REQUESTS)
+    others = tl.arange(0, SIZES.requests)
     depth = tl.load(depths + request)
     leader = request
     if depth > 0:
@@ -106,8 +108,8 @@ def find_leaders(
         leader = tl.min(tl.where(asks_same, others, request))
         leader_row = block_table + leader.to(tl.int64) * table_stride
         num_unequal = 0
-        for start in range(0, depth, BLOCKS):
-            at = start + tl.arange(0, BLOCKS)
+        for start in range(0, depth, _BLOCKS):
+            at = start + tl.arange(0, _BLOCKS)
             ours = tl.load(own_row + at, mask=at < depth, other=0)
             first = tl.load(leader_row + at, mask=at < depth, other=0)
             num_unequal += tl.sum((ours != first).to(tl.int32))
@@ -119,23 +121,22 @@ def find_leaders(
 def measure_groups(
     query_start_loc, depths, leaders, min_prefix_tokens,
     final_leaders, prefix_lens, ranks, degrees, num_requests,
-    MAX_DEGREE: tl.constexpr, WIDE_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):  # fmt: skip
     """Size of each request's group and its rank there; groups that the gate closes are dissolved.
 
-    `min_prefix_tokens` is the gate's table by degree, up to MAX_DEGREE.
+    `min_prefix_tokens` is the gate's table by degree, up to the largest that counts.
     """
     request = tl.program_id(0)
-    others = tl.arange(0, REQUESTS)
+    others = tl.arange(0, SIZES.requests)
     leader = tl.load(leaders + request)
     their_leaders = tl.load(leaders + others, mask=others < num_requests, other=-1)
     query_len = tl.load(query_start_loc + request + 1) - tl.load(query_start_loc + request)
     is_member = their_leaders == leader
     degree = tl.sum(is_member.to(tl.int32))
     rank = tl.sum((is_member & (others < request)).to(tl.int32))
-    prefix_len = tl.load(depths + leader) * BLOCK_SIZE
-    gated_degree = _gated_degree(degree, query_len, WIDE_TOKENS, MAX_DEGREE)
+    prefix_len = tl.load(depths + leader) * SIZES.block_size
+    gated_degree = _gated_degree(degree, query_len, SIZES)
     least = tl.load(min_prefix_tokens + gated_degree)
     is_shared = (degree > 1) & (prefix_len >= least)
     tl.store(final_leaders + request, tl.where(is_shared, leader, request))

@@ -1,6 +1,6 @@
 """The Triton kernel that cuts a step into tiles, launched after those of `grouping.py`.
 
-`schedule.py` describes the arrays, `tiles.py` their records. All lengths are in tokens.
+`schedule.py` has the arrays, `tiles.py` describes their records. All lengths are in tokens.
 """
 
 from typing import NamedTuple
@@ -9,23 +9,20 @@ import triton
 import triton.language as tl
 
 from batchllm_kernels.prefix_attention.device.grouping import query_lens_of
-from batchllm_kernels.prefix_attention.device.tile_constants import (
-    HEADER_COUNTERS,
-    HEADER_PIECE,
-    HEADER_PREFIX_TILES,
-    HEADER_SLOTS,
-    HEADER_TILES,
+from batchllm_kernels.prefix_attention.device.tiles import (
+    HEADER_FIELDS,
+    IS_FIRST,
+    IS_WIDE,
     MEMBER_FIELDS,
-    MEMBER_LEN,
-    MEMBER_PIECES,
-    MEMBER_POSITION,
-    MEMBER_SLOT,
-    MEMBER_TOKEN,
+    TILE_FIELDS,
+    Header,
+    Member,
+    Tile,
+    write_record,
 )
-from batchllm_kernels.prefix_attention.device.tile_writing import (
-    put_own_tiles,
-    put_prefix_tiles,
-)
+
+_EMIT = tl.constexpr(32)
+"""Tiles that a program writes at a time."""
 
 
 class _Arrays(NamedTuple):
@@ -95,17 +92,8 @@ class _Place(NamedTuple):
     own_counter: tl.tensor
 
 
-class _Totals(NamedTuple):
-    """Of the step, as in its header."""
-
-    tiles: tl.tensor
-    prefix_tiles: tl.tensor
-    slots: tl.tensor
-    counters: tl.tensor
-
-
 @triton.jit
-def _read(arrays, idx, NARROW_TOKENS: tl.constexpr, WIDE_TOKENS: tl.constexpr):
+def _read(arrays, idx, SIZES: tl.constexpr):
     """The requests at `idx`, with their units."""
     exists = idx < arrays.num_requests
     query_len = query_lens_of(arrays.query_start_loc, idx, arrays.num_requests)
@@ -116,11 +104,11 @@ def _read(arrays, idx, NARROW_TOKENS: tl.constexpr, WIDE_TOKENS: tl.constexpr):
     own_len = tl.load(arrays.seq_lens + idx, mask=exists, other=0) - prefix
 
     is_shared = prefix > 0
-    is_wide = query_len > NARROW_TOKENS
-    tile_tokens = tl.where(is_wide, WIDE_TOKENS, NARROW_TOKENS)
+    is_wide = query_len > SIZES.narrow_tokens
+    tile_tokens = tl.where(is_wide, SIZES.wide_tokens, SIZES.narrow_tokens)
     row_tiles = (query_len + tile_tokens - 1) // tile_tokens
     unit_len = tl.where(is_shared, query_len, 1)
-    per_unit = tl.where(is_shared, WIDE_TOKENS // tl.maximum(unit_len, 1), 1)
+    per_unit = tl.where(is_shared, SIZES.wide_tokens // tl.maximum(unit_len, 1), 1)
     unit_rank = rank // per_unit * per_unit
     unit_members = tl.minimum(per_unit, degree - unit_rank)
     head_prefix = tl.where(rank == unit_rank, prefix, 0)
@@ -131,28 +119,38 @@ def _read(arrays, idx, NARROW_TOKENS: tl.constexpr, WIDE_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _cut(each, piece):
-    own_pieces = tl.where(each.query_len > 0, (each.own_len + piece - 1) // piece, 0)
-    prefix_pieces = (each.head_prefix + piece - 1) // piece
-    is_partial = each.is_shared | (own_pieces > 1)
-    own_tiles = each.row_tiles * own_pieces
+def _cut(requests, piece):
+    own_pieces = tl.where(requests.query_len > 0, (requests.own_len + piece - 1) // piece, 0)
+    prefix_pieces = (requests.head_prefix + piece - 1) // piece
+    is_partial = requests.is_shared | (own_pieces > 1)
+    own_tiles = requests.row_tiles * own_pieces
     return _Cut(
         own_pieces,
         prefix_pieces,
-        each.unit_members * each.unit_len * prefix_pieces,
-        tl.where(is_partial, each.query_len * own_pieces, 0),
-        tl.where(each.is_wide, own_tiles, 0),
-        tl.where(each.is_wide, 0, own_tiles),
-        tl.where(is_partial & (each.is_shared == 0), each.row_tiles, 0),
+        requests.unit_members * requests.unit_len * prefix_pieces,
+        tl.where(is_partial, requests.query_len * own_pieces, 0),
+        tl.where(requests.is_wide, own_tiles, 0),
+        tl.where(requests.is_wide, 0, own_tiles),
+        tl.where(is_partial & (requests.is_shared == 0), requests.row_tiles, 0),
     )
 
 
 @triton.jit
-def _survey(
-    mine, arrays, min_piece_tokens, target_pieces, max_pieces,
-    PIECE_ALIGN: tl.constexpr, NARROW_TOKENS: tl.constexpr, WIDE_TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+def _add(sums, cuts, mask):
+    """The sums with those of the cuts where the mask is true."""
+    return _Cut(
+        sums.own_pieces + tl.sum(tl.where(mask, cuts.own_pieces, 0)),
+        sums.prefix_pieces + tl.sum(tl.where(mask, cuts.prefix_pieces, 0)),
+        sums.prefix_slots + tl.sum(tl.where(mask, cuts.prefix_slots, 0)),
+        sums.own_slots + tl.sum(tl.where(mask, cuts.own_slots, 0)),
+        sums.wide_tiles + tl.sum(tl.where(mask, cuts.wide_tiles, 0)),
+        sums.narrow_tiles + tl.sum(tl.where(mask, cuts.narrow_tiles, 0)),
+        sums.own_counters + tl.sum(tl.where(mask, cuts.own_counters, 0)),
+    )
+
+
+@triton.jit
+def _survey(mine, arrays, min_piece_tokens, target_pieces, max_pieces, SIZES: tl.constexpr):
     """(tokens of a piece, the head of the request's unit, its group's first position).
 
     Pieces of about equal length fill the device: few requests are split, many aren't. One program
@@ -162,73 +160,106 @@ def _survey(
     longest = 0
     head = 0
     first_position = 0
-    for first in range(0, arrays.num_requests, CHUNK):
-        each = _read(arrays, first + tl.arange(0, CHUNK), NARROW_TOKENS, WIDE_TOKENS)
-        work += tl.sum(each.row_tiles.to(tl.int64) * each.own_len + each.head_prefix)
-        context = tl.maximum(each.own_len, each.prefix)
-        longest = tl.maximum(longest, tl.max(tl.where(each.query_len > 0, context, 0)))
-        is_head = each.exists & (each.leader == mine.leader) & (each.rank == mine.unit_rank)
-        head += tl.sum(tl.where(is_head, each.idx, 0))
-        first_position += tl.sum((each.exists & (each.leader < mine.leader)).to(tl.int32))
+    for first in range(0, arrays.num_requests, SIZES.chunk):
+        some = _read(arrays, first + tl.arange(0, SIZES.chunk), SIZES)
+        work += tl.sum(some.row_tiles.to(tl.int64) * some.own_len + some.head_prefix)
+        context = tl.maximum(some.own_len, some.prefix)
+        longest = tl.maximum(longest, tl.max(tl.where(some.query_len > 0, context, 0)))
+        is_head = some.exists & (some.leader == mine.leader) & (some.rank == mine.unit_rank)
+        head += tl.sum(tl.where(is_head, some.idx, 0))
+        first_position += tl.sum((some.exists & (some.leader < mine.leader)).to(tl.int32))
     piece = tl.maximum((work + target_pieces - 1) // target_pieces, min_piece_tokens)
     piece = tl.maximum(piece, (longest + max_pieces - 1) // max_pieces)
-    piece = ((piece + PIECE_ALIGN - 1) // PIECE_ALIGN * PIECE_ALIGN).to(tl.int32)
+    piece = ((piece + SIZES.piece_align - 1) // SIZES.piece_align * SIZES.piece_align).to(tl.int32)
     return piece, head, first_position
 
 
 @triton.jit
-def _place(
-    mine, arrays, piece, head, first_position, first_own_counter,
-    NARROW_TOKENS: tl.constexpr, WIDE_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """(place of the request, totals of the step)."""
-    prefix_tiles = 0
-    wide_tiles = 0
-    narrow_tiles = 0
-    prefix_slots = 0
-    own_slots = 0
-    counters = 0
-    unit_own_pieces = 0
-    prefix_tiles_before = 0
-    wide_tiles_before = 0
-    narrow_tiles_before = 0
-    prefix_slots_before = 0
-    own_slots_before = 0
-    counters_before = 0
-    for first in range(0, arrays.num_requests, CHUNK):
-        each = _read(arrays, first + tl.arange(0, CHUNK), NARROW_TOKENS, WIDE_TOKENS)
-        cuts = _cut(each, piece)
-        prefix_tiles += tl.sum(cuts.prefix_pieces)
-        wide_tiles += tl.sum(cuts.wide_tiles)
-        narrow_tiles += tl.sum(cuts.narrow_tiles)
-        prefix_slots += tl.sum(cuts.prefix_slots)
-        own_slots += tl.sum(cuts.own_slots)
-        counters += tl.sum(cuts.own_counters)
-        in_unit = each.exists & (each.leader == mine.leader)
-        in_unit &= each.unit_rank == mine.unit_rank
-        unit_own_pieces += tl.sum(tl.where(in_unit, cuts.own_pieces, 0))
-        before = each.idx < mine.idx
-        prefix_tiles_before += tl.sum(tl.where(before, cuts.prefix_pieces, 0))
-        wide_tiles_before += tl.sum(tl.where(before, cuts.wide_tiles, 0))
-        narrow_tiles_before += tl.sum(tl.where(before, cuts.narrow_tiles, 0))
-        prefix_slots_before += tl.sum(tl.where(each.idx < head, cuts.prefix_slots, 0))
-        own_slots_before += tl.sum(tl.where(before, cuts.own_slots, 0))
-        counters_before += tl.sum(tl.where(before, cuts.own_counters, 0))
-    unit_prefix_pieces = (mine.prefix + piece - 1) // piece
-    narrow_tile = prefix_tiles + wide_tiles + narrow_tiles_before
+def _place(mine, arrays, piece, head, first_position, first_own_counter, SIZES: tl.constexpr):
+    """(place of the request, header of the step)."""
+    nothing = mine.idx * 0
+    zero = _Cut(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    total, before, unit = zero, zero, zero
+    prefix_slots_before = nothing
+    for first in range(0, arrays.num_requests, SIZES.chunk):
+        some = _read(arrays, first + tl.arange(0, SIZES.chunk), SIZES)
+        cuts = _cut(some, piece)
+        in_unit = (some.leader == mine.leader) & (some.unit_rank == mine.unit_rank)
+        total = _add(total, cuts, some.exists)
+        before = _add(before, cuts, some.exists & (some.idx < mine.idx))
+        unit = _add(unit, cuts, some.exists & in_unit)
+        prefix_slots_before += tl.sum(tl.where(some.idx < head, cuts.prefix_slots, 0))
+    prefix_pieces = (mine.prefix + piece - 1) // piece
+    prefix_and_wide = total.prefix_pieces + total.wide_tiles
     place = _Place(
         first_position,
         first_position + mine.unit_rank,
-        unit_prefix_pieces,
-        unit_prefix_pieces + unit_own_pieces,
+        prefix_pieces,
+        prefix_pieces + unit.own_pieces,
         prefix_slots_before,
-        prefix_slots + own_slots_before,
-        prefix_tiles_before,
-        tl.where(mine.is_wide, prefix_tiles + wide_tiles_before, narrow_tile),
-        first_own_counter + counters_before,
+        total.prefix_slots + before.own_slots,
+        before.prefix_pieces,
+        tl.where(
+            mine.is_wide,
+            total.prefix_pieces + before.wide_tiles,
+            prefix_and_wide + before.narrow_tiles,
+        ),
+        first_own_counter + before.own_counters,
     )
-    tiles = prefix_tiles + wide_tiles + narrow_tiles
-    return place, _Totals(tiles, prefix_tiles, prefix_slots + own_slots, counters)
+    tiles = prefix_and_wide + total.narrow_tiles
+    slots = total.prefix_slots + total.own_slots
+    return place, Header(tiles, total.prefix_pieces, slots, total.own_counters, piece)
+
+
+@triton.jit
+def _write_prefix_tiles(tiles, mine, place, piece, SIZES: tl.constexpr):
+    """Write the tiles of the unit's prefix, which the request leads."""
+    rows = mine.unit_members * mine.unit_len
+    for start in range(0, place.prefix_pieces, _EMIT):
+        idx = start + tl.arange(0, _EMIT)
+        flags = (idx == 0).to(tl.int32) * IS_FIRST + (rows > SIZES.narrow_tokens).to(
+            tl.int32
+        ) * IS_WIDE
+        kv_start = idx * piece
+        tile = Tile(
+            flags, mine.idx, kv_start, tl.minimum(kv_start + piece, mine.prefix),
+            place.unit_first, mine.unit_members, mine.unit_len, 0,
+            place.prefix_slot + idx * rows, place.unit_first, place.num_partials,
+            place.unit_first, mine.unit_members, mine.unit_len,
+            place.prefix_slot, place.prefix_pieces,
+        )  # fmt: skip
+        mask = idx < place.prefix_pieces
+        write_record(tiles, place.first_prefix_tile + idx, tile, mask, 16, TILE_FIELDS)
+
+
+@triton.jit
+def _write_own_tiles(tiles, mine, cut, place, piece):
+    """Write the tiles of the request's own part."""
+    num_tiles = cut.wide_tiles + cut.narrow_tiles
+    end = mine.prefix + mine.own_len
+    is_partial = mine.is_shared | (cut.own_pieces > 1)
+    for start in range(0, num_tiles, _EMIT):
+        idx = start + tl.arange(0, _EMIT)
+        row_tile = idx // cut.own_pieces
+        piece_idx = idx % cut.own_pieces
+        offset = row_tile * mine.tile_tokens
+        num_tokens = tl.minimum(mine.tile_tokens, mine.query_len - offset)
+        # The tile's last query sees keys up to its own; later pieces are empty.
+        visible_end = end - mine.query_len + offset + num_tokens
+        kv_start = mine.prefix + piece_idx * piece
+        is_first = (piece_idx == 0) & (mine.is_shared == 0)
+        tile = Tile(
+            is_first.to(tl.int32) * IS_FIRST + mine.is_wide.to(tl.int32) * IS_WIDE,
+            mine.idx, kv_start, tl.minimum(kv_start + piece, visible_end),
+            place.first_position + mine.rank, 1, num_tokens, offset,
+            tl.where(is_partial, place.own_slot + piece_idx * mine.query_len + offset, -1),
+            tl.where(mine.is_shared, place.unit_first, place.own_counter + row_tile),
+            tl.where(mine.is_shared, place.num_partials, cut.own_pieces),
+            place.unit_first, mine.unit_members,
+            tl.where(mine.is_shared, mine.unit_len, num_tokens),
+            place.prefix_slot, place.prefix_pieces,
+        )  # fmt: skip
+        write_record(tiles, place.first_own_tile + idx, tile, idx < num_tiles, 16, TILE_FIELDS)
 
 
 @triton.jit(
@@ -243,38 +274,30 @@ def _place(
 def lay_out(
     query_start_loc, seq_lens, leaders, prefix_lens, ranks, degrees, header, tiles, members,
     num_requests, min_piece_tokens, target_pieces, max_pieces, first_own_counter,
-    PIECE_ALIGN: tl.constexpr, NARROW_TOKENS: tl.constexpr, WIDE_TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZES: tl.constexpr,
 ):  # fmt: skip
     """Write each request's tiles: those of its own part, and of its unit's prefix if it leads.
 
-    Each program reads all requests twice, CHUNK at a time, so that any number fits its registers.
+    Each program reads all requests twice, a chunk at a time, so that any number fits its registers.
     """
     request = tl.program_id(0)
     arrays = _Arrays(query_start_loc, seq_lens, leaders, prefix_lens, ranks, degrees, num_requests)
-    mine = _read(arrays, request, NARROW_TOKENS, WIDE_TOKENS)
+    mine = _read(arrays, request, SIZES)
     piece, head, first_position = _survey(
-        mine, arrays, min_piece_tokens, target_pieces, max_pieces,
-        PIECE_ALIGN, NARROW_TOKENS, WIDE_TOKENS, CHUNK,
-    )  # fmt: skip
+        mine, arrays, min_piece_tokens, target_pieces, max_pieces, SIZES
+    )
     cut = _cut(mine, piece)
-    place, totals = _place(
-        mine, arrays, piece, head, first_position, first_own_counter,
-        NARROW_TOKENS, WIDE_TOKENS, CHUNK,
-    )  # fmt: skip
-
-    record = members + (first_position + mine.rank) * MEMBER_FIELDS
-    tl.store(record + MEMBER_TOKEN, tl.load(query_start_loc + request))
-    tl.store(record + MEMBER_POSITION, mine.prefix + mine.own_len - mine.query_len)
-    tl.store(record + MEMBER_LEN, mine.query_len)
-    tl.store(record + MEMBER_SLOT, place.own_slot)
-    tl.store(record + MEMBER_PIECES, cut.own_pieces)
+    place, totals = _place(mine, arrays, piece, head, first_position, first_own_counter, SIZES)
+    member = Member(
+        tl.load(query_start_loc + request),
+        mine.prefix + mine.own_len - mine.query_len,
+        mine.query_len,
+        place.own_slot,
+        cut.own_pieces,
+    )
+    write_record(members, first_position + mine.rank, member, True, 5, MEMBER_FIELDS)
     if request == 0:
-        tl.store(header + HEADER_TILES, totals.tiles)
-        tl.store(header + HEADER_PREFIX_TILES, totals.prefix_tiles)
-        tl.store(header + HEADER_SLOTS, totals.slots)
-        tl.store(header + HEADER_COUNTERS, totals.counters)
-        tl.store(header + HEADER_PIECE, piece)
+        write_record(header, request, totals, True, 5, HEADER_FIELDS)
     if mine.is_shared & (mine.rank == mine.unit_rank):
-        put_prefix_tiles(tiles, mine, place, piece, NARROW_TOKENS)
-    put_own_tiles(tiles, mine, cut, place, piece)
+        _write_prefix_tiles(tiles, mine, place, piece, SIZES)
+    _write_own_tiles(tiles, mine, cut, place, piece)

@@ -4,82 +4,71 @@ Logarithms here are to the base 2: scores are multiplied by log2(e) once, and th
 `exp2`.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from batchllm_kernels.prefix_attention.device.arguments import (
+    E4M3FN_BITS,
+    E4M3FNUZ_BITS,
+    E5M2_BITS,
+    PLAIN,
+)
 
-PLAIN, E4M3FN_BITS, E4M3FNUZ_BITS, E5M2_BITS = range(4)
-"""Formats of KV cache elements; FP8 that the chip can't convert is passed as uint8."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _PLAIN = tl.constexpr(PLAIN)
 _E4M3FN_BITS = tl.constexpr(E4M3FN_BITS)
 _E4M3FNUZ_BITS = tl.constexpr(E4M3FNUZ_BITS)
 _E5M2_BITS = tl.constexpr(E5M2_BITS)
 
 
-class Context(NamedTuple):
-    """Keys and values of one KV head in one row of the block table."""
-
-    block_row: tl.tensor
-    k_head: tl.tensor
-    v_head: tl.tensor
-    stride_block: tl.tensor
-    stride_token: tl.tensor
-
-
 @triton.jit
-def _decode(raw, KV_FORMAT: tl.constexpr, DOT_DTYPE: tl.constexpr):
+def _decode(raw, CONST: tl.constexpr):
     """Elements of the cache as operands of a matrix product.
 
     FP8 bits are read as a float16 with the same sign, exponent and mantissa bits. The exponents'
     biases differ, so e4m3 becomes smaller by a power of two, which the host multiplies into
     `k_scale` and `v_scale`.
     """
-    if KV_FORMAT == _E4M3FN_BITS or KV_FORMAT == _E4M3FNUZ_BITS:
+    if CONST.kv_format == _E4M3FN_BITS or CONST.kv_format == _E4M3FNUZ_BITS:
         bits = raw.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(DOT_DTYPE)
-    elif KV_FORMAT == _E5M2_BITS:
-        return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DOT_DTYPE)
+        return bits.to(tl.float16, bitcast=True).to(CONST.dot_dtype)
+    elif CONST.kv_format == _E5M2_BITS:
+        return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(CONST.dot_dtype)
     else:
-        return raw.to(DOT_DTYPE)
+        return raw.to(CONST.dot_dtype)
 
 
 @triton.jit
-def _blocks_of(context, keys, end, BLOCK_SIZE: tl.constexpr):
+def _blocks_of(cache, keys, end, CONST: tl.constexpr):
     """The cache's blocks of the keys; block 0 from `end` on."""
-    return tl.load(context.block_row + keys.to(tl.uint32) // BLOCK_SIZE, mask=keys < end, other=0)
+    blocks = keys.to(tl.uint32) // CONST.block_size
+    return tl.load(cache.block_table + blocks, mask=keys < end, other=0)
 
 
 @triton.jit
-def _load(
-    context, blocks, keys, is_key, dims,
-    IS_MASKED: tl.constexpr, KV_FORMAT: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
+def _load(cache, blocks, keys, is_key, dims, IS_MASKED: tl.constexpr, CONST: tl.constexpr):
     """(k, v) of the keys, a row for each."""
-    block_at = blocks.to(tl.int64) * context.stride_block
-    at = block_at + (keys.to(tl.uint32) % BLOCK_SIZE) * context.stride_token
-    k_rows = context.k_head + at
-    v_rows = context.v_head + at
-    if IS_MASKED or dims.shape[0] != HEAD_DIM:
-        wanted = is_key[:, None] & (dims[None, :] < HEAD_DIM)
-        zero: tl.constexpr = 0.0 if KV_FORMAT == _PLAIN else 0
+    block_at = blocks.to(tl.int64) * cache.stride_block
+    at = block_at + (keys.to(tl.uint32) % CONST.block_size) * cache.stride_token
+    k_rows = cache.k + at
+    v_rows = cache.v + at
+    if IS_MASKED or dims.shape[0] != CONST.head_dim:
+        wanted = is_key[:, None] & (dims[None, :] < CONST.head_dim)
+        zero: tl.constexpr = 0.0 if CONST.kv_format == _PLAIN else 0
         k = tl.load(k_rows[:, None] + dims[None, :], mask=wanted, other=zero)
         v = tl.load(v_rows[:, None] + dims[None, :], mask=wanted, other=zero)
     else:
         k = tl.load(k_rows[:, None] + dims[None, :])
         v = tl.load(v_rows[:, None] + dims[None, :])
-    return _decode(k, KV_FORMAT, DOT_DTYPE), _decode(v, KV_FORMAT, DOT_DTYPE)
+    return _decode(k, CONST), _decode(v, CONST)
 
 
 @triton.jit
-def _scores(q, k, factors, HAS_SOFT_CAP: tl.constexpr):
+def _scores(q, k, factors, CONST: tl.constexpr):
     """Scores of all rows and keys, before the mask."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factors.scale
-    if HAS_SOFT_CAP:
+    if CONST.has_soft_cap:
         # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|): nothing overflows.
         decay = tl.exp2(tl.abs(scores) * (-2.0 / factors.soft_cap * _LOG2_E))
         capped = factors.soft_cap * _LOG2_E * (1.0 - decay) / (1.0 + decay)
@@ -89,10 +78,8 @@ def _scores(q, k, factors, HAS_SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def online_softmax_update(
-    q, output, row_max, row_sum, positions, start, end, context, factors,
-    IS_MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    KV_FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    q, output, row_max, row_sum, positions, start, end, cache, factors,
+    IS_MASKED: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CONST: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [start, end) of a context, BLOCK_N at a time.
 
@@ -100,21 +87,18 @@ def online_softmax_update(
     are looked up in the step before: loaded in their own, they would take half of the stages of
     Triton's pipeliner from the keys and values.
     """
-    dims = tl.arange(0, q.shape[1])
-    blocks = _blocks_of(context, start + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
+    dims = tl.arange(0, CONST.dims)
+    blocks = _blocks_of(cache, start + tl.arange(0, BLOCK_N), end, CONST)
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         keys = first + tl.arange(0, BLOCK_N)
         is_key = keys < end
-        k, v = _load(
-            context, blocks, keys, is_key, dims,
-            IS_MASKED, KV_FORMAT, q.dtype, BLOCK_SIZE, HEAD_DIM,
-        )  # fmt: skip
-        blocks = _blocks_of(context, keys + BLOCK_N, end, BLOCK_SIZE)
-        scores = _scores(q, k, factors, HAS_SOFT_CAP)
+        k, v = _load(cache, blocks, keys, is_key, dims, IS_MASKED, CONST)
+        blocks = _blocks_of(cache, keys + BLOCK_N, end, CONST)
+        scores = _scores(q, k, factors, CONST)
         if IS_MASKED:
             sees = is_key[None, :] & (keys[None, :] <= positions[:, None])
-            if WINDOW > 0:
-                sees &= keys[None, :] > positions[:, None] - WINDOW
+            if CONST.window > 0:
+                sees &= keys[None, :] > positions[:, None] - CONST.window
             scores = tl.where(sees, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         # For a row that has seen no key yet, -inf - -inf would be NaN.
