@@ -62,7 +62,7 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
         ModelError: `documents` holds no text to train the tokenizer on.
     """
     if documents is None:
-        from batchllm_operator.demo.table import demo_documents
+        from batchllm_operator.demo.documents import demo_documents
 
         documents = [document.text for document in demo_documents()]
     if not any(documents):

@@ -1,17 +1,11 @@
-"""The demo's lake table: passages of real documentation, each with several queries.
-
-Every machine has such text: long descriptions of installed Python distributions.
-"""
+"""The demo's lake table: passages of real documentation, each with several queries."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
-import sys
-from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,14 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
+from batchllm_operator.demo.documents import DemoDocument, demo_documents
 from batchllm_operator.errors import TableError
 
-_MIN_DOCUMENT_CHARS: Final = 400
-_MAX_DOCUMENT_CHARS: Final = 2_500
-_OWN_DISTRIBUTION: Final = "batchllm-operator"
 _MAX_DOCUMENTS: Final = 60
-_QUERIES: Final = ("What it does", "Installation", "Usage", "Requirements", "License")
-"""Of each document."""
+_MAX_QUERIES: Final = 5
+"""Of a document."""
 DEMO_SCHEMA: Final = pa.schema(
     [
         pa.field("snippet_id", pa.string(), nullable=False),
@@ -41,24 +33,22 @@ DEMO_SCHEMA: Final = pa.schema(
 def build_demo_table(folder: Path, *, ds: str) -> str:
     """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`; returns a summary.
 
-    Documents are descriptions of installed distributions, from all over the alphabet. Rows share
-    documents as well as queries, and are in a fixed order that isn't grouped by document. One
-    environment always gives the same bytes; an older file is replaced in one step.
+    Documents are descriptions of installed distributions; their queries are the headings that recur
+    most across all of them ("Installation", "Usage", ...), so that rows share documents as well as
+    queries. Rows are in a fixed order that isn't grouped by document. One environment always gives
+    the same bytes; an older file is replaced in one step.
 
     Raises:
-        TableError: `ds` can't name a partition, or no installed distribution has a long
-            description.
+        TableError: `ds` can't name a partition, or no installed distribution has a
+            description with headings.
     """
     if not ds or "/" in ds or ds.startswith("."):
         raise TableError(f"demo table {folder}: {ds!r} can't name a partition; use 2026-01-31")
-    by_text = {document.text: document for document in demo_documents()}  # clipped, some are equal
-    num_documents = min(_MAX_DOCUMENTS, len(by_text))
-    documents = list(by_text.values())
-    chosen = [documents[idx * len(documents) // num_documents] for idx in range(num_documents)]
+    chosen = _choose(demo_documents())
     if not chosen:
         raise TableError(
-            f"demo table {folder}: no Python distribution installed here has a long description,"
-            " so there is nothing to make a table of"
+            f"demo table {folder}: no Python distribution installed here has a long description"
+            " with headings, so there is nothing to make a table of"
         )
     rows = [
         {
@@ -67,8 +57,8 @@ def build_demo_table(folder: Path, *, ds: str) -> str:
             "document": document.text,
             "query": query,
         }
-        for document in chosen
-        for idx, query in enumerate(_QUERIES)
+        for document, queries in chosen
+        for idx, query in enumerate(queries)
     ]
     # An order that is independent of the row's document.
     rows.sort(key=lambda row: hashlib.sha256(row["snippet_id"].encode()).digest())
@@ -80,51 +70,29 @@ def build_demo_table(folder: Path, *, ds: str) -> str:
         unfinished.replace(partition_path / "part-0.parquet")
     finally:
         unfinished.unlink(missing_ok=True)
-    documents_and_queries = f"{counted(num_documents, 'document')}, {len(_QUERIES)} queries"
-    return f"{counted(len(rows), 'row')} ({documents_and_queries}) in {partition_path}"
+    queries = counted(len({row["query"] for row in rows}), "different query", "different queries")
+    documents = counted(len(chosen), "document")
+    return f"{counted(len(rows), 'row')} ({documents}, {queries}) in {partition_path}"
 
 
-@dataclass(frozen=True, slots=True)
-class DemoDocument:
-    package: str
-    """Normalised name of the distribution; identifies the document."""
-    text: str
-    """The description, clipped at a line break."""
+def _choose(documents: Sequence[DemoDocument]) -> list[tuple[DemoDocument, tuple[str, ...]]]:
+    """Documents with the queries that most others share, and their queries."""
+    spellings = Counter(heading for document in documents for heading in document.headings)
+    recurrence = Counter(h.casefold() for document in documents for h in document.headings)
+    # One spelling for all documents ("Quick Start", "Quick start"), so that queries are shared.
+    canonical: dict[str, str] = {}
+    for heading, _ in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
+        canonical.setdefault(heading.casefold(), heading)
 
-
-def clip(text: str, max_chars: int) -> str:
-    """`text` cut to at most `max_chars` characters, at the last line break if there is one."""
-    if len(text) <= max_chars:
-        return text
-    head = text[:max_chars]
-    at_line = head.rfind("\n")
-    return head[:at_line].rstrip() if at_line > 0 else head
-
-
-def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> tuple[DemoDocument, ...]:
-    """Long descriptions of the installed distributions, sorted by name, without equal texts.
-
-    The same environment always gives the same documents. This package's own
-    description is left out, so that editing the README doesn't change the demo.
-    """
-    return tuple(DemoDocument(package, clip(text, max_chars)) for package, text in _descriptions())
-
-
-@cache
-def _descriptions() -> tuple[tuple[str, str], ...]:
-    """(normalised name, whole description) of every distribution with enough text."""
-    # setuptools adds its `_vendor` folder to sys.path when it is imported.
-    folders = [folder for folder in sys.path if Path(folder).name != "_vendor"]
-    by_package: dict[str, str] = {}
-    for distribution in metadata.distributions(path=folders):
-        fields = distribution.metadata.json
-        name, text = fields.get("name"), fields.get("description")
-        if isinstance(name, str) and isinstance(text, str):  # else it is broken, or has none
-            text = "\n".join(line.rstrip() for line in text.strip().splitlines())
-            # The first on sys.path is in use.
-            by_package.setdefault(re.sub(r"[-_.]+", "-", name).lower(), text)
-    packages: dict[str, str] = {}
-    for package, text in sorted(by_package.items()):
-        if len(text) >= _MIN_DOCUMENT_CHARS and package != _OWN_DISTRIBUTION:
-            packages.setdefault(text, package)
-    return tuple((package, text) for text, package in packages.items())
+    by_text: dict[str, DemoDocument] = {}
+    for document in documents:
+        if document.headings:
+            by_text.setdefault(document.text, document)
+    candidates = []
+    for document in by_text.values():
+        ranked = sorted((-recurrence[h.casefold()], h.casefold()) for h in document.headings)
+        queries = tuple(canonical[heading] for _, heading in ranked[:_MAX_QUERIES])
+        num_shared = sum(count < -1 for count, _ in ranked[:_MAX_QUERIES])
+        candidates.append((-num_shared, document.package, document, queries))
+    candidates.sort(key=lambda candidate: candidate[:2])
+    return [(document, queries) for _, _, document, queries in candidates[:_MAX_DOCUMENTS]]

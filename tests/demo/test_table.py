@@ -1,6 +1,4 @@
-import sys
 from collections import Counter
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchllm_operator.demo import table
-from batchllm_operator.demo.table import (
-    DEMO_SCHEMA,
-    DemoDocument,
-    build_demo_table,
-    clip,
-    demo_documents,
-)
+from batchllm_operator.demo.documents import DemoDocument
+from batchllm_operator.demo.table import DEMO_SCHEMA, build_demo_table
 from batchllm_operator.errors import TableError
 
 DS = "2026-01-31"
@@ -45,10 +38,14 @@ def test_table_has_a_few_hundred_rows_with_unique_keys(folder: Path) -> None:
     assert max(len(row["document"]) for row in rows) <= 2_500
 
 
-def test_each_document_has_each_query(folder: Path) -> None:
+def test_documents_have_several_queries_and_queries_recur(folder: Path) -> None:
     rows = read_rows(folder)
-    assert set(Counter(row["document"] for row in rows).values()) == {5}
-    assert len(Counter(row["query"] for row in rows)) == 5
+    queries_per_document = Counter(row["document"] for row in rows)
+    documents_per_query = Counter(row["query"] for row in rows)
+    assert sum(count >= 3 for count in queries_per_document.values()) > 0.8 * len(
+        queries_per_document
+    )
+    assert sum(count for count in documents_per_query.values() if count > 1) > 0.5 * len(rows)
 
 
 def test_rows_are_not_grouped_by_document(folder: Path) -> None:
@@ -66,11 +63,26 @@ def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path) -> 
     assert summary.startswith(f"{len(read_rows(tmp_path))} rows (")
 
 
-def test_equal_documents_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [DemoDocument(package, f"text of {package[0]}") for package in ("a", "b", "b2")]
+def test_spellings_of_one_heading_are_one_query(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = (
+        DemoDocument("a", "text of a", ("Quick Start", "Only here")),
+        DemoDocument("b", "text of b", ("Quick start",)),
+        DemoDocument("c", "text of c", ("Quick start",)),
+        DemoDocument("d", "text of c", ("Quick start",)),
+        DemoDocument("e", "text of e", ()),
+    )
     monkeypatch.setattr(table, "demo_documents", lambda: documents)
-    assert build_demo_table(tmp_path, ds=DS).startswith("10 rows (2 documents, 5 queries) in ")
-    assert len(read_rows(tmp_path)) == 10
+    monkeypatch.setattr(table, "_MAX_QUERIES", 1)
+    summary = build_demo_table(tmp_path, ds=DS)
+    rows = sorted(read_rows(tmp_path), key=lambda row: row["snippet_id"])
+    assert [(row["snippet_id"], row["query"]) for row in rows] == [
+        ("a:0", "Quick start"),
+        ("b:0", "Quick start"),
+        ("c:0", "Quick start"),
+    ]
+    assert summary.startswith("3 rows (3 documents, 1 different query) in ")
 
 
 def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,34 +96,3 @@ def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_ds_must_be_able_to_name_a_partition(tmp_path: Path, ds: str) -> None:
     with pytest.raises(TableError, match="can't name a partition"):
         build_demo_table(tmp_path, ds=ds)
-
-
-def test_clip_ends_at_a_line_break() -> None:
-    assert clip("one\ntwo\nthree", 9) == "one\ntwo"
-    assert clip("one\ntwo", 7) == "one\ntwo"
-    assert clip("a" * 10, 4) == "aaaa"
-
-
-def test_documents_are_sorted_clipped_and_without_this_package() -> None:
-    documents = demo_documents(max_chars=1_000)
-    packages = [document.package for document in documents]
-    assert packages == sorted(set(packages))
-    assert "batchllm-operator" not in packages
-    assert all(0 < len(document.text) <= 1_000 for document in documents)
-    assert len(documents) >= 50
-
-
-def test_documents_are_the_same_where_setuptools_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What setuptools carries is on sys.path from then on, and isn't the environment's."""
-    setuptools = find_spec("setuptools")
-    assert setuptools is not None and setuptools.origin is not None
-    carried = str(Path(setuptools.origin).with_name("_vendor"))
-    assert Path(carried).is_dir()
-    found = []
-    for paths in ([path for path in sys.path if path != carried], [carried, *sys.path]):
-        monkeypatch.setattr(sys, "path", paths)
-        table._descriptions.cache_clear()
-        found.append(demo_documents())
-    assert found[0] == found[1]
