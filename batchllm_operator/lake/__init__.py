@@ -16,11 +16,11 @@ from batchllm_operator.lake.publishing import Publication as Publication
 from batchllm_operator.lake.row_stream import joined as joined
 from batchllm_operator.lake.scanning import listed_columns as listed_columns
 from batchllm_operator.lake.scanning import row_condition as row_condition
+from batchllm_operator.lake.schema import StoredColumns as StoredColumns
 from batchllm_operator.lake.schema import check_names as check_names
 from batchllm_operator.lake.staging import StagedFile as StagedFile
 from batchllm_operator.lake.staging import StagedRows as StagedRows
 from batchllm_operator.lake.staging import Staging as Staging
-from batchllm_operator.lake.stored_columns import StoredColumns as StoredColumns
 from batchllm_operator.lake.table import FilePart as FilePart
 from batchllm_operator.lake.table import InputFile as InputFile
 from batchllm_operator.lake.table import LakeTable as LakeTable

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.lake.stored_columns import StoredColumns
+from batchllm_operator.lake.schema import StoredColumns
 from batchllm_operator.streams import one_ahead
 
 MAX_GROUP_BYTES: Final = 128 << 20

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Final
 
 from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.table import LakeTable
 from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
 from batchllm_operator.storage import Folder
-
-_DELTA_LOG: Final = "_delta_log"
-_ICEBERG_METADATA: Final = "metadata"
 
 
 def open_table(
@@ -42,9 +38,9 @@ def open_table(
 def _format_in(address: TableAddress) -> str:
     """The format of the table in a folder, whose address names none."""
     folder = Folder.open(address.location)
-    if folder.exists(_DELTA_LOG):
+    if folder.exists("_delta_log"):
         return "delta"
-    if any(name.endswith(".metadata.json") for name in folder.child(_ICEBERG_METADATA).find()):
+    if any(name.endswith(".metadata.json") for name in folder.child("metadata").find()):
         raise TableError(
             f"table {address.uri}: an Iceberg table lies there; write"
             " iceberg://CATALOG/NAMESPACE.TABLE, as only its catalog knows which of its files count"

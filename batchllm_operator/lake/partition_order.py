@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Final
 
@@ -26,11 +26,6 @@ def in_order(names: Iterable[str]) -> list[str]:
     if all(map(_NUMBER.fullmatch, distinct)):
         return sorted(distinct, key=lambda name: (Decimal(name), name))
     return sorted(distinct, key=lambda name: (_spelled(name), name))
-
-
-def in_orders(names: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
-    """The names of each column, ascending."""
-    return {column: tuple(in_order(values)) for column, values in names.items()}
 
 
 def before(names: Iterable[str], partition: str) -> list[str]:

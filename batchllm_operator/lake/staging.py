@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake.data_files import files_of, files_written, fit, row_groups
-from batchllm_operator.lake.schema import plain_type
-from batchllm_operator.lake.stored_columns import StoredColumns
+from batchllm_operator.lake.schema import StoredColumns, plain_type
 
 
 @dataclass(frozen=True, slots=True)

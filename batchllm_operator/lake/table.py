@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake.parquet_footer import read_footer
-from batchllm_operator.lake.partition_order import in_orders
+from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.publishing import Attempt, Publication, check_name, publish_once
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import Scan, reading
+from batchllm_operator.lake.schema import StoredColumns
 from batchllm_operator.lake.staging import StagedRows, Staging
-from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.spec import FilterTerm
 from batchllm_operator.storage import Folder
 
@@ -88,7 +88,11 @@ class Snapshot:
                     side = inner
                 else:
                     side.setdefault(name, set()).add(value)
-        return cls(partition, version, tuple(files), schema, in_orders(outer), in_orders(inner))
+        outer_names, inner_names = (
+            {name: tuple(in_order(values)) for name, values in side.items()}
+            for side in (outer, inner)
+        )
+        return cls(partition, version, tuple(files), schema, outer_names, inner_names)
 
     @property
     def num_rows(self) -> int:

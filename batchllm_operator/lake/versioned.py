@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, check_name
+from batchllm_operator.lake.schema import StoredColumns
 from batchllm_operator.lake.staging import StagedFile, StagedRows, Staging
-from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import LakeTable, Snapshot
 
 RUN_ID: Final = "run_id"

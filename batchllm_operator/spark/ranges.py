@@ -35,9 +35,8 @@ Place = tuple[bytes, int]
 
 def keys_of(tokens: TokenTable) -> list[bytes]:
     """The key of each prompt."""
-    data = tokens.token_ids.astype(">u4").tobytes()
-    ends = (tokens.offsets * _TOKEN_BYTES).tolist()
-    return [data[start:end] for start, end in pairwise(ends)]
+    keys: list[bytes] = key_array(tokens).to_pylist()
+    return keys
 
 
 def key_array(tokens: TokenTable) -> pa.Array:

@@ -167,20 +167,18 @@ def counted(spark: SparkSession, progress: Progress, num_tasks: int, note: str) 
     stop = threading.Event()
     num_shown, ended = 0, dict[int, int]()  # by stage
 
-    def show(num_ended: int) -> None:
-        nonlocal num_shown
-        progress.advance(num_ended - num_shown, note)
-        num_shown = num_ended
-
     def watch() -> None:
+        nonlocal num_shown
         with suppress(Exception):  # the context meets it, too
             while tracker is not None and not stop.wait(_POLL_S):
                 for stage in {*ended, *tracker.getActiveStageIds()}:
                     if (info := tracker.getStageInfo(stage)) is not None:  # of its last attempt
                         ended[stage] = max(info.numCompletedTasks, ended.get(stage, 0))
-                show(min(sum(ended.values()), num_tasks))
+                num_ended = min(sum(ended.values()), num_tasks)
+                progress.advance(num_ended - num_shown, note)
+                num_shown = num_ended
 
-    show(0)
+    progress.advance(0, note)
     watcher = threading.Thread(target=watch, name="batchllm-spark-tasks", daemon=True)
     watcher.start()
     try:
@@ -188,4 +186,4 @@ def counted(spark: SparkSession, progress: Progress, num_tasks: int, note: str) 
     finally:
         stop.set()
         watcher.join()
-    show(num_tasks)
+    progress.advance(num_tasks - num_shown, note)

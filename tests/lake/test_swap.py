@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake.parquet.swap import etag_of, exclusive, replace_file
+from batchllm_operator.lake.parquet.table import etag_of, exclusive, replace_file
 from batchllm_operator.storage import Folder
 
 

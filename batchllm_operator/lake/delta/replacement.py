@@ -27,6 +27,7 @@ from batchllm_operator.lake.delta.log import DeltaLog
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.lake.publishing import Publication, RefusedCommit
 from batchllm_operator.lake.schema import (
+    StoredColumns,
     check_names,
     check_own,
     check_takes,
@@ -35,7 +36,6 @@ from batchllm_operator.lake.schema import (
     plain_type,
 )
 from batchllm_operator.lake.staging import StagedFile, Staging
-from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.versioned import Change
 from batchllm_operator.storage import Folder
 
@@ -85,7 +85,8 @@ class Replacement(Change[TableVersion]):
             _check_partition(where, seen, *place)
         table = None if seen is None else seen.schema
         new = check_takes(where, table, column, columns, add_columns=add_columns)
-        if not (seen is None or seen.takes_local_time) and any(
+        features = ["timestampNtz"] if seen is None else seen.raw.protocol().writer_features or ()
+        if "timestampNtz" not in features and any(
             holds(kind, lambda part: types.is_timestamp(part) and part.tz is None)
             for kind in new.types
         ):

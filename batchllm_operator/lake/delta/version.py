@@ -48,11 +48,6 @@ class TableVersion:
     partition_columns: tuple[str, ...]
     raw: deltalake.DeltaTable
 
-    @property
-    def takes_local_time(self) -> bool:
-        """Whether columns of timestamps without a time zone may be added."""
-        return "timestampNtz" in (self.raw.protocol().writer_features or ())
-
     def rules(self) -> Iterator[str]:
         """Names of the rules for new rows that a writer must apply: constraints, and columns whose
         values it has to check or generate.

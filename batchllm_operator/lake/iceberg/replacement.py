@@ -33,9 +33,8 @@ from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors,
 from batchllm_operator.lake.iceberg.partition import PartitionView
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, looking_again
-from batchllm_operator.lake.schema import check_takes
+from batchllm_operator.lake.schema import StoredColumns, check_takes
 from batchllm_operator.lake.staging import StagedFile, Staging
-from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.versioned import Change
 from batchllm_operator.spec import TableAddress
 

@@ -20,8 +20,7 @@ from batchllm_operator.lake.iceberg.replacement import Replacement, stored_colum
 from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.scanning import Scan, reading
-from batchllm_operator.lake.schema import check_own
-from batchllm_operator.lake.stored_columns import StoredColumns
+from batchllm_operator.lake.schema import StoredColumns, check_own
 from batchllm_operator.lake.table import FilePart, InputFile, Snapshot
 from batchllm_operator.lake.versioned import VersionedTable
 from batchllm_operator.spec import TableAddress

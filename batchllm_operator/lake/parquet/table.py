@@ -2,7 +2,9 @@
 
 A published partition is one file, `<column>=<value>/data.parquet`, because one file can be
 replaced in one step both locally (rename) and on S3 (PUT), without a transaction log. Its footer
-names the publication.
+names the publication. It is replaced only if it is unchanged: on S3 the storage compares
+(`If-Match`, `If-None-Match`); on local disk a lock keeps other writers of this package out, which
+ends with its process.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from filelock import FileLock
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.data_files import files_of
@@ -26,16 +29,14 @@ from batchllm_operator.lake.parquet.partitions import (
     hive_values,
     is_visible,
 )
-from batchllm_operator.lake.parquet.swap import etag_of, exclusive, replace_file
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, check_name
 from batchllm_operator.lake.scanning import Scan, reading
-from batchllm_operator.lake.schema import check_fit, merge_schemas
+from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas
 from batchllm_operator.lake.staging import StagedRows
-from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
 from batchllm_operator.spec import TableAddress
-from batchllm_operator.storage import Folder
+from batchllm_operator.storage import Folder, s3
 from batchllm_operator.streams import ahead
 
 DATA_FILE: Final = "data.parquet"
@@ -257,3 +258,60 @@ def _etag_version(details: Details) -> str | None:
 def _listing_version(files: Iterable[InputFile]) -> str:
     listed = "".join(f"{file.name}\0{file.size_bytes}\0{file.version}\n" for file in files)
     return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
+
+
+@contextmanager
+def exclusive(folder: Folder, name: str) -> Iterator[None]:
+    """Lock the local file `name` against replacement; on S3 do nothing.
+
+    Raises `StorageError`: the folder can't be created, or can't hold a lock.
+    """
+    if not folder.is_local:
+        yield
+        return
+    path = Path(folder.full_path(f".{name}.lock"))
+    # Another kind of lock wouldn't end with its process.
+    lock = FileLock(path, fallback_to_soft=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise StorageError(f"{path}: can't be locked: {error}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while locked, or another's would be removed
+        lock.release()
+
+
+def etag_of(file: Any) -> str | None:
+    """The ETag of a file from `Folder.open_file`, to which its reads keep; None without ETags."""
+    details = getattr(file, "details", None)
+    return details.get("ETag") if isinstance(details, dict) else None
+
+
+def replace_file(
+    folder: Folder, source: Path, name: str, *, etag: str | None
+) -> RefusedCommit | None:
+    """Replace `name` by a copy of the local file `source`, in one step; None if that is done.
+
+    The caller holds the folder's `exclusive` lock. `etag` is that of the file to replace; None if
+    there is none.
+    """
+    from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+
+    try:
+        if folder.is_local:
+            folder.publish_file(source, name)
+        else:
+            s3.put_if(folder.fs, folder.full_path(name), source, etag)
+        return None
+    except StorageError as error:
+        return RefusedCommit(str(error), error, may_repeat=False)
+    except (OSError, BotoCoreError) as error:
+        text, status = f"{folder.uri}/{name}: {error}", s3.http_status(error)
+        # 404, too, where a file was expected.
+        if s3.is_unmet(error) or (status == 404 and etag is not None):
+            return RefusedCommit(text, error)
+        is_answered = status is not None and status < 500
+        return RefusedCommit(text, error, may_arrive=not is_answered, may_repeat=False)
