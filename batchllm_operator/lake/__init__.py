@@ -25,3 +25,4 @@ from batchllm_operator.lake.table import FilePart as FilePart
 from batchllm_operator.lake.table import InputFile as InputFile
 from batchllm_operator.lake.table import LakeTable as LakeTable
 from batchllm_operator.lake.table import Snapshot as Snapshot
+from batchllm_operator.lake.versioned import VersionedTable as VersionedTable

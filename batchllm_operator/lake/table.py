@@ -18,7 +18,7 @@ from batchllm_operator.lake.publishing import Attempt, Publication, check_name, 
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import Scan, reading
 from batchllm_operator.lake.schema import StoredColumns
-from batchllm_operator.lake.staging import StagedRows, Staging
+from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.spec import FilterTerm
 from batchllm_operator.storage import Folder
 
@@ -196,17 +196,6 @@ class LakeTable(ABC):
             TableError: the table's schema, partitioning or protocol doesn't accept such rows.
             StorageError: the storage can't keep concurrent commits apart.
         """
-
-    def staging(
-        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> Staging | None:
-        """To write data files elsewhere than in the process that publishes.
-
-        None if a partition is one file. A table that doesn't exist may be created for it.
-
-        Raises `TableError`: as `check_outputs`.
-        """
-        return None
 
     def publish(
         self,

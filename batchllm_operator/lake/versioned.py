@@ -120,6 +120,10 @@ class VersionedTable(LakeTable, Generic[Version]):
         return change.columns
 
     def staging(self, partition: str, columns: pa.Schema, *, add_columns: bool = False) -> Staging:
+        """To write data files elsewhere than in the process that publishes.
+
+        A table that doesn't exist may be created for it. Raises as `check_outputs`.
+        """
         self.check_outputs(partition, columns, add_columns=add_columns)
         version = self._latest() or self._create(columns)
         return self._change(version, partition, columns, add_columns=add_columns).staging()

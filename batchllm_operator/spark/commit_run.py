@@ -22,7 +22,15 @@ import pyarrow.compute as pc
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.partition import Joining, write_partition
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import LakeTable, StagedFile, StagedRows, Staging, gather, write_files
+from batchllm_operator.lake import (
+    LakeTable,
+    StagedFile,
+    StagedRows,
+    Staging,
+    VersionedTable,
+    gather,
+    write_files,
+)
 from batchllm_operator.progress import Progress
 from batchllm_operator.shards.buckets import (
     BUCKET_ROWS,
@@ -80,8 +88,7 @@ def _write(
     spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
     joining = Joining(plan, sources)
     add_columns = spec.output.add_columns
-    staging = table.staging(plan.manifest.ds, joining.schema, add_columns=add_columns)
-    if staging is None:
+    if not isinstance(table, VersionedTable):
         if num_rows > MOST_ROWS_OF_ONE_FILE:
             raise TableError(
                 f"output {table.uri}: a partition of plain Parquet is one file, and {num_rows:,}"
@@ -89,6 +96,7 @@ def _write(
                 " commit with --on local"
             )
         return write_partition(plan, sources, spool, table)
+    staging = table.staging(plan.manifest.ds, joining.schema, add_columns=add_columns)
     rows_each = _rows_each(plan, sources)
     num_ranges = -(-num_rows // rows_each)
     if num_ranges == 0:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import SpecError
-from batchllm_operator.lake import ParquetTable, open_table
+from batchllm_operator.lake import VersionedTable, open_table
 from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.output_lengths import learn_output_lengths
 from batchllm_operator.plan.plan_job import complete, describe_plan
@@ -85,7 +85,7 @@ def _warn_of_one_file(spec: JobSpec, num_rows: int) -> None:
     if num_rows <= MOST_ROWS_OF_ONE_FILE:
         return
     table = open_table(spec.output.uri, spec.input.partition_column)
-    if isinstance(table, ParquetTable):
+    if not isinstance(table, VersionedTable):
         _log.warning(
             "output %s: a partition of plain Parquet is one file, and Spark won't commit one of"
             " %s rows; give the job an Iceberg or Delta table, or commit with --on local",

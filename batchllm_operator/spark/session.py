@@ -80,17 +80,17 @@ def _without_logs_of_py4j() -> Iterator[None]:
     """Leaves out py4j's log records, also the root logger's: it raises the same."""
     named, root = logging.getLogger("py4j"), logging.getLogger()
     level = named.level
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return Path(record.pathname).parent.name != "py4j"
+
     named.setLevel(logging.CRITICAL)
-    root.addFilter(_is_not_of_py4j)
+    root.addFilter(is_shown)
     try:
         yield
     finally:
-        root.removeFilter(_is_not_of_py4j)
+        root.removeFilter(is_shown)
         named.setLevel(level)
-
-
-def _is_not_of_py4j(record: logging.LogRecord) -> bool:
-    return Path(record.pathname).parent.name != "py4j"
 
 
 @contextmanager
