@@ -48,6 +48,11 @@ from benchmarks.provenance import provenance
 INTERPRETER_SHAPE = AttentionShape(num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
 INTERPRETER_LIMITS = BatchLimits(max_num_requests=8, max_num_tokens=64)
 INTERPRETER_DTYPE = torch.float32
+_SHOWN = (
+    *("setting", "ours_ms", "fa3_ms", "speedup_vs_fa3", "speedup_vs_best", "predicted_speedup"),
+    *("ideal_ms", "unique_gb_per_s", "unique_bandwidth_share", "unique_kv_bytes", "plain_kv_bytes"),
+)
+"""Fields of a row that are printed."""
 
 
 def run_gate(
@@ -77,21 +82,6 @@ def run_gate(
             )
     verdict = raised.pop(OURS, "pass")
     return verdict, checks, raised
-
-
-def print_row(row: dict[str, Any]) -> None:
-    def number(key: str, form: str) -> str:
-        value = row.get(key)
-        return format(value, form) if value is not None else "-".rjust(int(form.split(".")[0]))
-
-    print(
-        f"{row['setting']:34}{number('ours_ms', '9.4f')}{number('fa3_ms', '9.4f')}"
-        f"{number('speedup_vs_fa3', '8.2f')}{number('speedup_vs_best', '8.2f')}"
-        f"{number('predicted_speedup', '11.2f')}{number('ideal_ms', '9.4f')}"
-        f"{number('unique_gb_per_s', '9.0f')}{number('unique_bandwidth_share', '8.1%')}"
-        f"{row['unique_kv_bytes'] / 1e6:10.1f}{row['plain_kv_bytes'] / 1e6:10.1f}",
-        flush=True,
-    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -144,10 +134,6 @@ def measure(
         report["plan"] = time_plan(bench, ours)
         plan_host_us = report["plan"]["host"]["median_us"]
         wanted.sort(key=lambda setting: not kernel_targets.is_target(setting))  # those first
-    print(
-        f"{'setting':34}{'ours ms':>9}{'FA3 ms':>9}{'vs FA3':>8}{'vs best':>8}{'predicted':>11}"
-        f"{'ideal ms':>9}{'GB/s':>9}{'of peak':>8}{'unique MB':>10}{'plain MB':>10}"
-    )
     rows: list[tuple[Setting, dict[str, Any]]] = []
     for setting in wanted:
         if args.budget_s is not None and time.monotonic() - started_at > args.budget_s:
@@ -156,7 +142,8 @@ def measure(
         row = measured(bench, setting, ours, baselines) if ours else modelled(bench, setting)
         rows.append((setting, row))
         report["rows"].append(row)
-        print_row(row)
+        shown = (f"{name}={row[name]}" for name in _SHOWN if row.get(name) is not None)
+        print(*shown, flush=True)
         if ours is not None:
             write(report, args.json)  # in case that this is the last one
             torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ from batchllm_operator.engine import Engine, EngineOutput, EngineRequest
 from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.runahead.groups import ChainProfile, RunaheadGroup, chain_subject
-from batchllm_operator.runahead.meeting import Meeting, Rounds
+from batchllm_operator.runahead.meeting import Rounds
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -19,13 +19,13 @@ class Replicas:
 
     Args:
         plan: the plan, with the number of replicas.
-        folder: see `Meeting`.
+        folder: see `Rounds`.
         rank: of this replica.
     """
 
     def __init__(self, plan: StoredPlan, folder: Path, rank: int) -> None:
         self._spec = plan.manifest.spec
-        self._rounds = Rounds(Meeting(folder, rank, self._spec.engine.replicas))
+        self._rounds = Rounds(folder, rank, self._spec.engine.replicas)
         self._costs: dict[int, int] = {}
         """Computed tokens of chained groups that no request has paid for."""
         self._charged: dict[int, int] = {}

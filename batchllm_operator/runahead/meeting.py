@@ -39,80 +39,27 @@ class PrefixChain(Protocol):
     def measure(self) -> tuple[float, list[tuple[int, int, float]]]: ...
 
 
-class Meeting:
-    """A folder in which replicas leave messages for each other.
-
-    Args:
-        folder: exists, and is empty when the first replica starts.
-        rank: of this replica.
-        world_size: replicas.
-    """
-
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        self.folder, self.rank, self.world_size = folder, rank, world_size
-        self._num_exchanges = 0
-        self._presence: int | None = os.open(self._presence_of(rank), os.O_CREAT | os.O_RDWR)
-        fcntl.flock(self._presence, fcntl.LOCK_EX)  # the system releases it with the process
-
-    def exchange(
-        self, message: Any, is_stopped: Callable[[], bool] = lambda: False
-    ) -> list[Any] | None:
-        """Leave a message, JSON, and wait for those of all others.
-
-        Returns:
-            The messages by rank; None if a replica has ended, doesn't come in time, or this one
-            is stopped meanwhile.
-        """
-        self._num_exchanges += 1
-        paths = [self.folder / f"{self._num_exchanges}-{r}.json" for r in range(self.world_size)]
-        unfinished = self.folder / f"{self.rank}.unfinished"
-        unfinished.write_text(json.dumps(message), encoding="utf-8")
-        unfinished.replace(paths[self.rank])
-        until = time.monotonic() + _MOST_WAIT_S
-        while True:
-            gone = [rank for rank, path in enumerate(paths) if self._has_ended(rank)]
-            if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
-                if set(gone) & set(missing) or is_stopped() or time.monotonic() > until:
-                    paths[self.rank].unlink()
-                    return None
-                time.sleep(_POLL_S)
-                continue
-            return [json.loads(path.read_bytes()) for path in paths]
-
-    def close(self) -> None:
-        """Take part in no further exchange."""
-        if self._presence is not None:
-            os.close(self._presence)
-            self._presence = None
-
-    def _presence_of(self, rank: int) -> Path:
-        return self.folder / f"{rank}.lock"
-
-    def _has_ended(self, rank: int) -> bool:
-        """Whether a replica was there, and isn't any more."""
-        if rank == self.rank:
-            return False
-        try:
-            with self._presence_of(rank).open("r+") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (FileNotFoundError, BlockingIOError):
-            return False
-        return True
-
-
 class Rounds:
     """The meetings of a replica, until no marked prefix is left or one fails.
+
+    Args:
+        folder: where replicas leave messages; empty when the first one starts.
+        rank: of this replica.
+        world_size: replicas.
 
     Attributes:
         is_over: whether replicas don't meet any more.
         measured: (rate of the link, prefill steps of the slowest replica), once they are measured.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self._folder, self._rank, self._world_size = folder, rank, world_size
+        self._num_exchanges = 0
         self._done: set[tuple[int, ...]] = set()
         self.is_over = False
         self.measured: tuple[float, list[tuple[int, int, float]]] | None = None
+        self._presence = os.open(self._presence_of(rank), os.O_CREAT | os.O_RDWR)
+        fcntl.flock(self._presence, fcntl.LOCK_EX)  # the system releases it with the process
 
     def meet(
         self,
@@ -145,7 +92,7 @@ class Rounds:
                 "groups": [asdict(group) for group in groups],
                 "measure": measure,
             }
-        messages = self._meeting.exchange(own, is_stopped)
+        messages = self.exchange(own, is_stopped)
         if (reason := _reason_against(messages)) is not None:
             self._end(reason)
             return []
@@ -159,25 +106,64 @@ class Rounds:
 
     def close(self) -> None:
         """Tell the other replicas not to wait for this one."""
-        self.is_over = True
-        self._meeting.close()
+        if not self.is_over:
+            self.is_over = True
+            os.close(self._presence)
+
+    def exchange(
+        self, message: Any, is_stopped: Callable[[], bool] = lambda: False
+    ) -> list[Any] | None:
+        """Leave a message, JSON, and wait for those of all others.
+
+        Returns:
+            The messages by rank; None if a replica has ended, doesn't come in time, or this one
+            is stopped meanwhile.
+        """
+        self._num_exchanges += 1
+        paths = [self._folder / f"{self._num_exchanges}-{r}.json" for r in range(self._world_size)]
+        unfinished = self._folder / f"{self._rank}.unfinished"
+        unfinished.write_text(json.dumps(message), encoding="utf-8")
+        unfinished.replace(paths[self._rank])
+        until = time.monotonic() + _MOST_WAIT_S
+        while True:
+            gone = {rank for rank in range(self._world_size) if self._has_ended(rank)}
+            missing = {rank for rank, path in enumerate(paths) if not path.exists()}
+            if not missing:
+                return [json.loads(path.read_bytes()) for path in paths]
+            if gone & missing or is_stopped() or time.monotonic() > until:
+                paths[self._rank].unlink()
+                return None
+            time.sleep(_POLL_S)
+
+    def _presence_of(self, rank: int) -> Path:
+        return self._folder / f"{rank}.lock"
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a replica was there, and isn't any more."""
+        if rank == self._rank:
+            return False
+        try:
+            with self._presence_of(rank).open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):
+            return False
+        return True
 
     def _work(
         self, chain: PrefixChain, messages: Sequence[Mapping[str, Any]]
     ) -> list[RunaheadGroup]:
-        meeting = self._meeting
-        num_blocks = min(each["limits"]["num_blocks"] for each in messages)
+        num_blocks = min(message["limits"]["num_blocks"] for message in messages)
         limits = ChainLimits(**{**messages[0]["limits"], "num_blocks": num_blocks})
         marked = self._new_groups(messages, limits)
-        has_work = any(each["groups"] for each in messages)
-        if any(each["measure"] for each in messages):
-            chain.open(meeting.rank, meeting.world_size, meeting.folder / "chain")
+        has_work = any(message["groups"] for message in messages)
+        if any(message["measure"] for message in messages):
+            chain.open(self._rank, self._world_size, self._folder / "chain")
             self._measure(chain)
         if not has_work:
             self.close()
-        if not 0 < len(marked) < meeting.world_size:  # as many replicas compute as many prefixes
+        if not 0 < len(marked) < self._world_size:  # as many replicas compute as many prefixes
             return []
-        chain.open(meeting.rank, meeting.world_size, meeting.folder / "chain")
+        chain.open(self._rank, self._world_size, self._folder / "chain")
         failure = chain.prefill([group for _, group in marked])
         if failure is not None:
             self._end(failure)
@@ -185,7 +171,7 @@ class Rounds:
         ids = ", ".join(str(group.group_id) for _, group in marked)
         _log.info("prefixes computed together: groups %s", ids)
         self._done |= {tuple(group.prefix_token_ids) for _, group in marked}
-        return [group for rank, group in marked if rank == meeting.rank]
+        return [group for rank, group in marked if rank == self._rank]
 
     def _new_groups(
         self, messages: Sequence[Mapping[str, Any]], limits: ChainLimits
@@ -194,26 +180,26 @@ class Rounds:
 
         A prefix that several shards have counts once, and one that was computed before not at all.
         """
-        found: dict[tuple[int, ...], tuple[int, RunaheadGroup]] = {}
+        marked: dict[tuple[int, ...], tuple[int, RunaheadGroup]] = {}
         num_blocks = 0
         for rank, group in _groups_of(messages):
             prefix = tuple(group.prefix_token_ids)
-            if prefix in found or prefix in self._done:
+            if prefix in marked or prefix in self._done:
                 continue
             try:
-                group.check(self._meeting.world_size, limits)
+                group.check(self._world_size, limits)
             except SpecError as error:
                 _log.warning("replicas don't compute a prefix together: %s", error)
                 continue
             num_blocks += group.num_blocks(limits.block_size)
-            if not found or num_blocks <= _MOST_OF_CACHE * limits.num_blocks:
-                found[prefix] = rank, group
-        return list(found.values())
+            if not marked or num_blocks <= _MOST_OF_CACHE * limits.num_blocks:
+                marked[prefix] = rank, group
+        return list(marked.values())
 
     def _measure(self, chain: PrefixChain) -> None:
         _log.info("measuring how fast replicas compute and pass on prefixes")
         _, steps = own = chain.measure()
-        messages = self._meeting.exchange(own)
+        messages = self.exchange(own)
         if messages is None:
             raise RunaheadError("a replica has ended while it was measured")
         if not steps:

@@ -74,7 +74,7 @@ class EngineSpec(Section):
     """GPUs that one engine spans."""
     replicas: Neutral[int] = Field(default=1, ge=1, le=_MAX_REPLICAS)
     """Engines that a run starts, each with `tensor_parallel_size` GPUs of its own. They share the
-    shard: a group is on one of them, unless the plan spreads it over all (`planner.runahead`)."""
+    shards; all may compute a very long prefix together (`planner.runahead`)."""
     scheduler: Neutral[Literal["batchllm", "stock"]] = "batchllm"
     """The scheduler of engine steps: our group scheduler, or vLLM's own, to compare."""
     attention: Neutral[Literal["batchllm", "stock"]] = "stock"

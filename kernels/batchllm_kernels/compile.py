@@ -201,8 +201,9 @@ def _type(param: Any, arch: str, kv_dtype: torch.dtype) -> str:
         return f"*{triton_dtype(kv_dtype).name}" if is_plain else "*u8"
     if name.startswith("stride") or param.do_not_specialize:
         return "i32"
-    known = {"q": triton_dtype(Q_DTYPE).name, "out": triton_dtype(Q_DTYPE).name}
-    return "*" + known.get(name, "fp32" if name.startswith("partial") else "i32")
+    if name in ("q", "out"):
+        return f"*{triton_dtype(Q_DTYPE).name}"
+    return "*fp32" if name.startswith("partial") else "*i32"
 
 
 def _jobs(arch: str) -> Iterator[partial[Report]]:

@@ -25,7 +25,7 @@ from batchllm_kernels.prefix_attention.config import (
     to_json,
 )
 from batchllm_kernels.tuning import candidates, search
-from batchllm_kernels.tuning.candidates import Grid, shortlist, steps_ahead
+from batchllm_kernels.tuning.candidates import shortlist, steps_ahead
 from batchllm_kernels.tuning.search import (
     Bench,
     TuningError,
@@ -171,7 +171,6 @@ def test_a_shortlist_has_settings_that_may_ship_the_best_first(
 def test_steps_ahead() -> None:
     assert [steps_ahead(n, is_amd=False) for n in range(1, 8)] == [0, 0, 1, 2, 3, 4, 5]
     assert [steps_ahead(n, is_amd=True) for n in range(1, 6)] == [0, 1, 2, 3, 4]
-    assert len(Grid.of(128, 16, is_amd=True).narrow) >= 2
 
 
 @pytest.mark.parametrize("step", ["launch", "split", "gate", "check"])

@@ -16,7 +16,7 @@ import pytest
 from batchllm_operator.errors import RunaheadError
 from batchllm_operator.runahead import meeting as meeting_module
 from batchllm_operator.runahead.groups import ChainLimits, RunaheadGroup
-from batchllm_operator.runahead.meeting import Meeting, Rounds
+from batchllm_operator.runahead.meeting import Rounds
 
 LIMITS = ChainLimits(block_size=16, num_blocks=100, max_chunk=256, max_model_len=1024)
 
@@ -57,7 +57,7 @@ class Pod:
 
     def __init__(self, folder: Path, *chains: Chain | None) -> None:
         self.chains = chains
-        self.rounds = [Rounds(Meeting(folder, rank, len(chains))) for rank in range(len(chains))]
+        self.rounds = [Rounds(folder, rank, len(chains)) for rank in range(len(chains))]
 
     def meet(self, *groups: list[RunaheadGroup], measure: bool = False) -> list[list[int]]:
         """Ids of the groups that each replica is charged for."""
@@ -170,15 +170,15 @@ def test_nobody_waits_for_a_replica_that_has_left(tmp_path: Path) -> None:
 def test_nobody_waits_for_a_replica_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path;"
-        "from batchllm_operator.runahead.meeting import Meeting;"
-        "here = Meeting(Path(sys.argv[1]), 1, 2); print('here', flush=True); time.sleep(600)"
+        "from batchllm_operator.runahead.meeting import Rounds;"
+        "here = Rounds(Path(sys.argv[1]), 1, 2); print('here', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"here\n"
-            meeting = Meeting(tmp_path, 0, 2)
+            meeting = Rounds(tmp_path, 0, 2)
             assert not meeting._has_ended(1)
         finally:
             process.kill()
@@ -186,7 +186,7 @@ def test_nobody_waits_for_a_replica_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_what_a_replica_said_before_it_left_counts(tmp_path: Path) -> None:
-    first, second = Meeting(tmp_path, 0, 2), Meeting(tmp_path, 1, 2)
+    first, second = Rounds(tmp_path, 0, 2), Rounds(tmp_path, 1, 2)
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(second.exchange, "b")
         assert first.exchange("a") == ["a", "b"]
@@ -201,6 +201,6 @@ def test_a_replica_waits_until_it_is_stopped_or_too_long(
 ) -> None:
     monkeypatch.setattr(meeting_module, "_MOST_WAIT_S", 600.0 if is_stopped else 0.1)
     began = time.monotonic()
-    assert Meeting(tmp_path, 0, 2).exchange("a", lambda: is_stopped) is None
+    assert Rounds(tmp_path, 0, 2).exchange("a", lambda: is_stopped) is None
     assert time.monotonic() - began < 300
     assert not list(tmp_path.glob("*.json"))  # one that comes later finds nobody

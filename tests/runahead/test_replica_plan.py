@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,68 +224,54 @@ def test_one_replica_has_nothing_to_place(tmp_path: Path) -> None:
     assert _replica_planner(job, target(job)) is None
 
 
+PLACED = ReplicaPlacement.model_validate(
+    {
+        "num_replicas": 2,
+        "spread": [{"group_id": 0, "split": [64, 32]}],
+        "makespan_s": 3.0,
+        "without_chains_s": 4.5,
+    }
+)
+
+
 @pytest.fixture
-def targeted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Plan jobs of the fake engine as if they had a model."""
-
-    def set_target() -> None:
-        monkeypatch.setattr("batchllm_operator.plan.given.find_target", target)
-
-    return set_target
-
-
-def test_replicas_change_neither_the_plan_nor_its_files(
-    tmp_path: Path, targeted: Callable[[], None]
-) -> None:
-    """What is paid for stays paid for when a run gets more GPUs."""
-    targeted()
-    write_table(tmp_path / "documents", document_rows(3, 30))
-    one = plan_job(fake_spec(tmp_path), DS)
-    two = plan_job(fake_spec(tmp_path, engine={"replicas": 2}), DS)
-    assert two.manifest.plan_id == one.manifest.plan_id
-    assert two.manifest.files == one.manifest.files
-    assert "2 replicas share a shard" in format_plan(two.manifest, "uri")
-    assert "replicas" not in format_plan(one.manifest, "uri")
-
-
-def test_one_shard_of_a_plan_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that measures has the connector in all of its engines, to its end."""
-    placement = ReplicaPlacement(num_replicas=2, makespan_s=1, without_chains_s=1, measure=True)
+def placing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of the fake engine, whose replicas form no chain, are placed nevertheless."""
 
     def place(self: ReplicaPlanner, *args: Any) -> ReplicaPlacement:
-        return placement.model_copy(update={"measure": self.wants_profile})
+        return PLACED.model_copy(update={"measure": self.wants_profile})
 
     monkeypatch.setattr(ReplicaPlanner, "place", place)
     planner = ReplicaPlanner.of(spec(tmp_path), target(spec(tmp_path)))
     monkeypatch.setattr(ReplicaPlanner, "of", lambda spec, target: planner)
     write_table(tmp_path / "documents", document_rows(6, 3))
+
+
+def test_replicas_change_neither_the_plan_nor_its_files(tmp_path: Path, placing: None) -> None:
+    """What is paid for stays paid for when a run gets more GPUs."""
+    one = plan_job(fake_spec(tmp_path), DS)
+    two = plan_job(fake_spec(tmp_path, engine={"replicas": 2}), DS)
+    assert two.manifest.plan_id == one.manifest.plan_id
+    assert two.manifest.files == one.manifest.files
+    assert all(shard.replicas is None for shard in one.manifest.shards)
+    assert all(shard.replicas is not None for shard in two.manifest.shards)
+    assert "2 replicas share a shard" in format_plan(two.manifest, "uri")
+    assert "replicas" not in format_plan(one.manifest, "uri")
+
+
+def test_one_shard_of_a_plan_measures(tmp_path: Path, placing: None) -> None:
+    """A run that measures has the connector in all of its engines, to its end."""
     two = fake_spec(tmp_path, planner={"num_shards": 3}, engine={"replicas": 2})
     plan = plan_job(two, DS).manifest
     measured = [shard.replicas.measure for shard in plan.shards if shard.replicas is not None]
     assert measured == [True, False, False]
 
 
-def test_what_is_printed_says_what_chains_are_to_gain(
-    tmp_path: Path, targeted: Callable[[], None]
-) -> None:
-    targeted()
-    write_table(tmp_path / "documents", document_rows(2, 3))
-    plan = plan_job(fake_spec(tmp_path, engine={"replicas": 2}), DS).manifest
-    shard = plan.shards[0]
-    placed = ReplicaPlacement.model_validate(
-        {
-            "num_replicas": 2,
-            "spread": [{"group_id": 0, "split": [64, 32]}],
-            "makespan_s": 3.0,
-            "without_chains_s": 4.5,
-        }
-    )
-    marked = plan.model_copy(update={"shards": (shard.model_copy(update={"replicas": placed}),)})
-    text = format_plan(marked, "uri")
+def test_what_is_printed_says_what_chains_are_to_gain(tmp_path: Path, placing: None) -> None:
+    job = fake_spec(tmp_path, planner={"num_shards": 1}, engine={"replicas": 2})
+    text = format_plan(plan_job(job, DS).manifest, "uri")
     assert "all compute 1 prefix together: the longest such shard takes 3 s, not 4.5 s" in text
-    asked = placed.model_copy(update={"spread": (), "measure": True})
-    marked = plan.model_copy(update={"shards": (shard.model_copy(update={"replicas": asked}),)})
-    assert "the run will measure how fast replicas hand KV on" in format_plan(marked, "uri")
+    assert "the run will measure how fast replicas hand KV on" in text
 
 
 @pytest.mark.parametrize(

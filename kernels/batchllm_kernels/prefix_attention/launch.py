@@ -139,16 +139,27 @@ class Launches:
             out.dtype, out.shape == q.shape, out.stride(), out.device,
             window, soft_cap is None, aligned,
         )  # fmt: skip
-        launch = self._known.get(key)
+        work, launch = self.schedule, self._known.get(key)
         if launch is None:
-            launch = self._prepare(q, k_cache, v_cache, out, window, soft_cap, aligned)
+            check_tensors(q, k_cache, v_cache, out, work.shape, work.header.device)
+            code, factor = kv_format(k_cache.dtype, work.config.arch)
+            constants = kernel_constants(
+                work.launch,
+                work.shape,
+                dot_dtype=dot_dtype(q.dtype, k_cache.dtype, interpreted=q.device.type == "cpu"),
+                kv_format=code,
+                window=window,
+                has_soft_cap=soft_cap is not None,
+                merge_here=work.config.merge_in_launch,
+            )
+            launch = _Launch(constants, factor, work.launch, (work.max_programs, 1, 1), aligned)
             self._known[key] = launch
         if launch.constants.kv_format != formats.PLAIN:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         scale *= k_scale * launch.kv_factor
         if soft_cap is None:
             scale, soft_cap = scale * _LOG2_E, 1.0
-        work, (out_token, out_head, _) = self.schedule, out.stride()
+        out_token, out_head, _ = out.stride()
         launch(
             prefix_attention_kernel,
             q, k_cache, v_cache, out, block_table, work.header, work.tiles, work.members,
@@ -162,30 +173,6 @@ class Launches:
                 out, work.header, work.tiles, work.members,
                 work.partial_out, work.partial_lse, out_token, out_head,
             )  # fmt: skip
-
-    def _prepare(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        window: int | None,
-        soft_cap: float | None,
-        aligned: bool,
-    ) -> _Launch:
-        work = self.schedule
-        check_tensors(q, k_cache, v_cache, out, work.shape, work.header.device)
-        code, factor = kv_format(k_cache.dtype, work.config.arch)
-        constants = kernel_constants(
-            work.launch,
-            work.shape,
-            dot_dtype=dot_dtype(q.dtype, k_cache.dtype, interpreted=q.device.type == "cpu"),
-            kv_format=code,
-            window=window,
-            has_soft_cap=soft_cap is not None,
-            merge_here=work.config.merge_in_launch,
-        )
-        return _Launch(constants, factor, work.launch, (work.max_programs, 1, 1), aligned)
 
 
 @dataclass(frozen=True, slots=True)

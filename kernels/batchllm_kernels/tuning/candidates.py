@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product, zip_longest
 from typing import Final
@@ -22,39 +22,32 @@ _STEP_BYTES: Final = (4096, 16384)
 _MOST_PROGRAMS: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Settings to combine."""
+def grid(
+    head_dim: int, kv_bits: int, *, is_amd: bool
+) -> tuple[list[Tiling], list[tuple[Tiling, int, Mapping[str, int]]]]:
+    """Narrow tilings, and wide ones with warps and options of a vendor's compiler.
 
-    narrow: tuple[Tiling, ...]
-    wide: tuple[tuple[Tiling, int, Mapping[str, int]], ...]
-    """(tiling, num_warps, options of the compiler)."""
-
-    @classmethod
-    def of(cls, head_dim: int, kv_bits: int, *, is_amd: bool) -> Grid:
-        """The grid for a vendor's chips. To try more, add to the tuples here."""
-        row_bytes = 1 << (head_dim * kv_bits // 8 - 1).bit_length()
-        least, most = _STEP_BYTES
-        steps = [n for n in (16, 32, 64, 128) if least <= n * row_bytes <= most]
-        options: dict[int, tuple[Mapping[str, int], ...]]
-        if is_amd:
-            stages, wide_stages = [2, 3], [2]
-            nonkdim = {"waves_per_eu": 2, "matrix_instr_nonkdim": 16}
-            options = {4: ({"waves_per_eu": 2}, nonkdim), 8: (nonkdim,)}
-        else:
-            stages, wide_stages = [3, 4], [3, 4]
-            # Register limits for 3 or 4 programs at once; with 8 warps, 2 would spill.
-            options = {4: ({}, {"maxnreg": 168}, {"maxnreg": 128}), 8: ({},)}
-        rows = {4: (32, 64, 128) if is_amd else (32, 64), 8: (64, 128)}
-        keys = (16, 32) if head_dim == 256 else (32, 64)
-        return cls(
-            tuple(Tiling(16, n, count) for n, count in product(steps, stages)),
-            tuple(
-                (Tiling(m, n, count), warps, extra)
-                for warps, sizes in rows.items()
-                for m, n, count, extra in product(sizes, keys, wide_stages, options[warps])
-            ),
-        )
+    To try more, add to the tuples here.
+    """
+    row_bytes = 1 << (head_dim * kv_bits // 8 - 1).bit_length()
+    least, most = _STEP_BYTES
+    steps = [n for n in (16, 32, 64, 128) if least <= n * row_bytes <= most]
+    options: dict[int, tuple[Mapping[str, int], ...]]
+    if is_amd:
+        stages, wide_stages = [2, 3], [2]
+        nonkdim = {"waves_per_eu": 2, "matrix_instr_nonkdim": 16}
+        options = {4: ({"waves_per_eu": 2}, nonkdim), 8: (nonkdim,)}
+    else:
+        stages, wide_stages = [3, 4], [3, 4]
+        # Register limits for 3 or 4 programs at once; with 8 warps, 2 would spill.
+        options = {4: ({}, {"maxnreg": 168}, {"maxnreg": 128}), 8: ({},)}
+    rows = {4: (32, 64, 128) if is_amd else (32, 64), 8: (64, 128)}
+    keys = (16, 32) if head_dim == 256 else (32, 64)
+    return [Tiling(16, n, count) for n, count in product(steps, stages)], [
+        (Tiling(m, n, count), warps, extra)
+        for warps, sizes in rows.items()
+        for m, n, count, extra in product(sizes, keys, wide_stages, options[warps])
+    ]
 
 
 def steps_ahead(num_stages: int, *, is_amd: bool) -> int:
@@ -83,7 +76,7 @@ def shortlist(
         jobs: processes that compile.
     """
     is_amd = chip.target.backend == "hip"
-    grid = Grid.of(head_dim, kv_bits, is_amd=is_amd)
+    narrow, wide = grid(head_dim, kv_bits, is_amd=is_amd)
 
     def bytes_ahead(launch: LaunchConfig) -> int:
         ahead = steps_ahead(launch.narrow.num_stages, is_amd=is_amd)
@@ -94,17 +87,17 @@ def shortlist(
 
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         fitting = partial(_fitting, pool, arch, chip)
-        smallest = Tiling(16, 16, 1)
         alone = [
-            LaunchConfig(head_dim, kv_bits, smallest, *wide[:2], 1, wide[2]) for wide in grid.wide
+            LaunchConfig(head_dim, kv_bits, Tiling(16, 16, 1), tiling, warps, 1, options)
+            for tiling, warps, options in wide
         ]
-        wides = sorted(fitting(alone), key=lambda launch: -launch.wide.block_m)
         by_wide = [
             sorted(
-                (replace(launch, narrow=each, programs_per_processor=1) for each in grid.narrow),
-                key=lambda launch: -bytes_ahead(launch),
+                (replace(launch, narrow=one, programs_per_processor=1) for one in narrow),
+                key=bytes_ahead,
+                reverse=True,
             )
-            for launch in wides
+            for launch in sorted(fitting(alone), key=lambda launch: -launch.wide.block_m)
         ]
         waiting = [one for turn in zip_longest(*by_wide) for one in turn if one is not None]
         found: list[LaunchConfig] = []
