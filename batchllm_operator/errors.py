@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 ERROR_MARK: Final = "batchllm: error: "
 """Prefix on stderr of the error that ended the command."""
+_MAX_CHARS: Final = 400
 
 
 _EXTRAS: Final = {
@@ -166,3 +167,10 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by signal {signal_number}")
         self.signal_number = signal_number
+
+
+def one_line(error: BaseException) -> str:
+    """An error of a library in one short line, for a message."""
+    text = " ".join(str(error).split())
+    clipped = text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "..."
+    return f"{type(error).__name__}: {clipped}" if text else type(error).__name__

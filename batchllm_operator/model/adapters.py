@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
 from batchllm_operator.amounts import first_of
-from batchllm_operator.errors import ModelError
-from batchllm_operator.model.files import ModelFiles, cached_folder, folder_digest, one_line
+from batchllm_operator.errors import ModelError, one_line
+from batchllm_operator.model.files import ModelFiles, cached_folder, folder_digest
 from batchllm_operator.model.tokenizer import without_limits
 from batchllm_operator.model.weights import check_adapter_weights, weight_shapes
 from batchllm_operator.spec import ModelSpec

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from batchllm_operator.errors import ModelError
+from batchllm_operator.errors import ModelError, one_line
 
 _TIMEOUT_S: Final = 10
 _HINT: Final = "a folder begins with ./, ../, ~/ or /"
@@ -131,14 +131,6 @@ def pointer_fault(data: bytes) -> str | None:
     if data.startswith(_LFS_START):
         return "is a pointer of Git LFS, not the file itself; fetch it with: git lfs pull"
     return None
-
-
-def one_line(error: BaseException) -> str:
-    """An error of a library in one line: its first, with what follows if that ends in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return repr(error)
-    return " ".join(lines[:3]) if lines[0].endswith(":") else lines[0]
 
 
 def folder_digest(folder: Path) -> str:

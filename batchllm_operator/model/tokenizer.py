@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from batchllm_operator.errors import ModelError
-from batchllm_operator.model.files import ModelFiles, one_line, pointer_fault
+from batchllm_operator.errors import ModelError, one_line
+from batchllm_operator.model.files import ModelFiles, pointer_fault
 from batchllm_operator.spec import ModelSpec
 
 _CONFIG_FILE: Final = "config.json"

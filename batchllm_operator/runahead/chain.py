@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from batchllm_operator.errors import RunaheadError
+from batchllm_operator.errors import RunaheadError, one_line
 from batchllm_operator.runahead.blocks import KVBlocks
 
 _log = logging.getLogger(__name__)
@@ -283,11 +283,6 @@ class Chain:
 def mark(device: torch.device) -> Any:
     """An event after this thread's launches so far, for the chain's thread; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one short line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _side_stream(device: torch.device) -> Any:

@@ -15,8 +15,7 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.answers.generated import REASONING_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.vllm.formats import structured_outputs
-from batchllm_operator.engine.vllm.logs import one_line
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import SpecError, one_line
 from batchllm_operator.spec import JobSpec, ResponseFormat, SamplingSpec
 from batchllm_operator.spec.sections import MAX_SAMPLES
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints

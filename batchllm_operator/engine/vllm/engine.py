@@ -28,7 +28,7 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.engine.vllm.answers import ReasoningSplitter, VLLMAnswers
 from batchllm_operator.engine.vllm.arguments import engine_args
 from batchllm_operator.engine.vllm.formats import check_planned
-from batchllm_operator.engine.vllm.logs import one_line, without_llvmlite
+from batchllm_operator.engine.vllm.logs import without_llvmlite
 from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings
 from batchllm_operator.engine.vllm.start import (
     check_pooling,
@@ -36,7 +36,7 @@ from batchllm_operator.engine.vllm.start import (
     load_adapters,
     start_attention,
 )
-from batchllm_operator.errors import EngineError, ModelError, SpecError
+from batchllm_operator.errors import EngineError, ModelError, SpecError, one_line
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.register import attention_chosen
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings

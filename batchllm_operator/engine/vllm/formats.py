@@ -20,8 +20,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from batchllm_operator.answers.subschemas import parts, resolved
 from batchllm_operator.engine.limited import first_failure
-from batchllm_operator.engine.vllm.logs import one_line
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import SpecError, one_line
 from batchllm_operator.spec import ChoiceFormat, JobSpec, JsonSchemaFormat, ResponseFormat
 from batchllm_operator.spec.limits import shown
 

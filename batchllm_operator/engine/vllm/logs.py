@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
+from batchllm_operator.errors import one_line
+
 LEVEL: Final = "VLLM_LOGGING_LEVEL"
 _OURS: Final = "BATCHLLM_VLLM_LOGGING_LEVEL"
 """Holds the level that we have set, by which a process that this one starts knows it as ours."""
-_MAX_ERROR_CHARS: Final = 400
 _STREAM: Final = "VLLM_LOGGING_STREAM"
 _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     # We choose the seed, the scheduler and the form of prompts.
@@ -84,10 +85,3 @@ def without_llvmlite() -> Iterator[None]:
     finally:
         if module is not None:
             sys.modules[name] = module
-
-
-def one_line(error: BaseException) -> str:
-    """An error of vLLM in one short line."""
-    text = " ".join(str(error).split())
-    clipped = text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "..."
-    return f"{type(error).__name__}: {clipped}" if text else type(error).__name__

@@ -21,8 +21,7 @@ from vllm.platforms import current_platform
 
 from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
 from batchllm_operator.engine.protocol import EngineJob
-from batchllm_operator.engine.vllm.logs import one_line
-from batchllm_operator.errors import EngineError
+from batchllm_operator.errors import EngineError, one_line
 from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings

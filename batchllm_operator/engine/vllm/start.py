@@ -9,8 +9,7 @@ from vllm.lora.request import LoRARequest
 from batchllm_operator.engine.arguments import unknown_parser
 from batchllm_operator.engine.protocol import EngineJob
 from batchllm_operator.engine.vllm.answers import pooling_params
-from batchllm_operator.engine.vllm.logs import one_line
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import SpecError, one_line
 from batchllm_operator.model import find_adapters
 from batchllm_operator.spec import JobSpec, ModelSpec
 
