@@ -87,13 +87,13 @@ def find_length(
     Raises:
         ModelError: a length in the model's files isn't a number of at least 2.
     """
-    fields = _Fields(config, engine.extra_args.get("hf_overrides"))
+    fields = _fields(config, engine.extra_args.get("hf_overrides"))
     lengths = [(fields.get(key), f"{key} of {_CONFIG}") for key in _KEYS]
     if own := fields.get("model_max_length"):
         lengths = [(own, f"model_max_length of {_CONFIG}")]
     if engine.extra_args.get("disable_sliding_window") and (window := fields.get("sliding_window")):
         lengths.append((window, f"sliding_window of {_CONFIG}"))
-    if is_pooled and fields.get("position_embedding_type", of_text=False) == "absolute":
+    if is_pooled and fields.get("position_embedding_type") == "absolute":
         of_tokenizer = (files.read_json(_TOKENIZER) or {}).get("model_max_length")
         lengths.append((of_tokenizer, f"model_max_length of {_TOKENIZER}"))
     known = [(length, source) for length, source in lengths if isinstance(length, int | float)]
@@ -119,26 +119,17 @@ def find_length(
     return ModelLength(usual, max(most, own) if isinstance(own, int) else most, source)
 
 
-class _Fields:
-    """Reads a config's fields, with `hf_overrides` of the engine."""
-
-    def __init__(self, config: Any, overrides: object) -> None:
-        has_text = hasattr(config, "get_text_config")
-        self._config, self._text = config, config.get_text_config() if has_text else config
-        given = dict(overrides) if isinstance(overrides, Mapping) else {}
-        of_text = given.get("text_config")
-        given |= of_text if isinstance(of_text, Mapping) else {}
-        if "rope_scaling" in given:  # another name
-            given["rope_parameters"] = given["rope_scaling"]
-        self._given = given
-
-    def get(self, name: str, *, of_text: bool = True) -> Any:
-        if name in self._given:
-            return self._given[name]
-        return getattr(self._text if of_text else self._config, name, None)
+def _fields(config: Any, overrides: object) -> dict[str, Any]:
+    """The fields of a config for texts, with the engine's `hf_overrides`."""
+    given = dict(overrides) if isinstance(overrides, Mapping) else {}
+    of_text = given.get("text_config")
+    given |= of_text if isinstance(of_text, Mapping) else {}
+    if "rope_scaling" in given:  # another name
+        given["rope_parameters"] = given["rope_scaling"]
+    return {**config.get_text_config().to_dict(), **given}
 
 
-def _by_positions(fields: _Fields, limit: int, source: str) -> tuple[int, str]:
+def _by_positions(fields: Mapping[str, Any], limit: int, source: str) -> tuple[int, str]:
     """At most as many tokens as there are learned positions."""
     kind, positions = fields.get("model_type"), fields.get("max_position_embeddings")
     is_learned = fields.get("position_embedding_type") in (None, "absolute")
@@ -151,7 +142,7 @@ def _by_positions(fields: _Fields, limit: int, source: str) -> tuple[int, str]:
     return positions - first, f"max_position_embeddings of {_CONFIG}{less}"
 
 
-def _rope_parameters(fields: _Fields) -> list[Mapping[str, Any]]:
+def _rope_parameters(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Those of all layers, or of each kind of layers."""
     given = fields.get("rope_parameters") or fields.get("rope_scaling")
     if not isinstance(given, Mapping) or not given:

@@ -152,7 +152,8 @@ def test_no_prompt_is_longer_than_the_learned_positions(
 
 def test_a_rope_factor_that_is_no_number_is_refused(tmp_path: Path) -> None:
     config = rope(type="linear", factor="2")
-    given = SimpleNamespace(**{**config, "rope_parameters": config["rope_scaling"]})
+    fields = {**config, "rope_parameters": config["rope_scaling"]}
+    given = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=lambda: fields))
     with pytest.raises(ModelError, match=r"factor in rope_scaling of config\.json is '2'"):
         find_length(given, write(tmp_path, config), EngineSpec(), is_pooled=False)
 
@@ -166,7 +167,8 @@ def test_a_length_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_vllms_own_switch_lifts_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = write(tmp_path, LLAMA)
-    found = find_length(SimpleNamespace(**LLAMA), files, EngineSpec(), is_pooled=False)
+    given = AutoConfig.from_pretrained(tmp_path)
+    found = find_length(given, files, EngineSpec(), is_pooled=False)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert found is not None
     assert choose_length(found, 9000, "m") == 9000 == vllms(tmp_path, 9000, {}, is_pooled=False)
