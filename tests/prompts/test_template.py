@@ -21,26 +21,45 @@ def render(columns: dict[str, Any], template: str, **options: Any) -> RenderedPr
     return PromptRenderer(PromptSpec(template=template, **options)).render(batch)
 
 
-def texts(columns: dict[str, Any], template: str, **options: Any) -> list[str]:
+UNICODE = ["Ünïcödé 表 🙂", "a\u0301", "\u202eright", "tab\tand\r\nlines", " "]
+SYSTEM = 'Answer {"like": "this"}, {doc} {'
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], list[str]]] = {
+    "row by row": (
+        {"query": ["q0", "q1"], "doc": ["d0", "d1"], "unused": [None, 1]},
+        "{doc}\n{query}|{doc}",
+        {},
+        ["d0\nq0|d0", "d1\nq1|d1"],
+    ),
+    "doubled braces are literal, values are never parsed": (
+        {"q": ["{q}", "{{}}", "{0.__class__}", "%s\\n"]},
+        '{{"q": "{q}"}}',
+        {},
+        ['{"q": "{q}"}', '{"q": "{{}}"}', '{"q": "{0.__class__}"}', '{"q": "%s\\n"}'],
+    ),
+    "text as it is": ({"doc": UNICODE}, "{doc}", {}, UNICODE),
+    "the system text first": ({"doc": ["x"]}, "|{doc}", {"system": SYSTEM}, [SYSTEM + "|x"]),
+    "the chat template places the system text": (
+        {"doc": ["x"]},
+        "{doc}",
+        {"system": "Be brief.", "chat_template": True},
+        ["x"],
+    ),
+    "no places": ({"doc": [None, "x"]}, "constant", {"constant": True}, ["constant"] * 2),
+    "a column's name with a dot, no fields of a value": (
+        {"q.id": ["a", "b"], "q": ["x", "y"], "a[0]": ["1", "2"]},
+        "{q.id}|{q}|{a[0]}",
+        {},
+        ["a|x|1", "b|y|2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_columns_are_placed(case: str) -> None:
+    columns, template, options, expected = CASES[case]
     rendered = render(columns, template, **options)
     assert rendered.errors == {}
-    assert rendered.present() == rendered.texts.to_pylist()
-    return rendered.present()
-
-
-def test_columns_are_placed_row_by_row() -> None:
-    columns = {"query": ["q0", "q1"], "doc": ["d0", "d1"], "unused": [None, 1]}
-    assert texts(columns, "{doc}\n{query}|{doc}") == ["d0\nq0|d0", "d1\nq1|d1"]
-
-
-def test_doubled_braces_are_literal_and_values_are_never_parsed() -> None:
-    columns = {"q": ["{q}", "{{}}", "{0.__class__}", "%s\\n"]}
-    assert texts(columns, '{{"q": "{q}"}}') == [
-        '{"q": "{q}"}',
-        '{"q": "{{}}"}',
-        '{"q": "{0.__class__}"}',
-        '{"q": "%s\\n"}',
-    ]
+    assert rendered.present() == rendered.texts.to_pylist() == expected
 
 
 @given(st.text(alphabet="ab {}!:.[", min_size=1, max_size=12), st.text(max_size=5))
@@ -54,13 +73,6 @@ def test_an_accepted_template_means_what_it_means_to_python(template: str, value
     expected = "".join(literal + ("" if name is None else value) for literal, name, *_ in parsed)
     rendered = PromptRenderer(spec).render(pa.record_batch(columns))
     assert rendered.present() == ([expected] if expected else [])
-
-
-@pytest.mark.parametrize(
-    "text", ["Ünïcödé 表 🙂", "a\u0301", "\u202eright", "tab\tand\r\nlines", " "]
-)
-def test_text_is_placed_as_it_is(text: str) -> None:
-    assert texts({"doc": [text]}, "{doc}") == [text]
 
 
 def test_a_null_is_an_error_of_its_row_only() -> None:
@@ -105,21 +117,3 @@ def test_errors_are_in_the_order_of_their_rows() -> None:
     assert [(row, error.kind) for row, error in rendered.errors.items()] == [
         (0, "empty_prompt"), (1, "null_value"), (3, "empty_prompt"), (4, "null_value")
     ]  # fmt: skip
-
-
-def test_the_system_text_comes_first_as_it_is() -> None:
-    system = 'Answer {"like": "this"}, {doc} {'
-    assert texts({"doc": ["x"]}, "|{doc}", system=system) == [system + "|x"]
-
-
-def test_the_chat_template_places_the_system_text_instead() -> None:
-    assert texts({"doc": ["x"]}, "{doc}", system="Be brief.", chat_template=True) == ["x"]
-
-
-def test_a_template_without_places_gives_every_row_the_same() -> None:
-    assert texts({"doc": [None, "x"]}, "constant", constant=True) == ["constant", "constant"]
-
-
-def test_a_column_whose_name_has_a_dot_is_placed_and_fields_of_a_value_are_not() -> None:
-    columns = {"q.id": ["a", "b"], "q": ["x", "y"], "a[0]": ["1", "2"]}
-    assert texts(columns, "{q.id}|{q}|{a[0]}") == ["a|x|1", "b|y|2"]
