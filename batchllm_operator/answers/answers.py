@@ -40,7 +40,7 @@ KINDS: Final[tuple[type[AnswerKind], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The kinds of a job's answers."""
+    """The kinds of a job's answers; see `AnswerKind` for the methods of its names."""
 
     kinds: tuple[AnswerKind, ...]
 
@@ -64,20 +64,16 @@ class Answers:
         return [field for kind in self.kinds for field in kind.fields]
 
     def over(self, parts: Parts) -> Answers:
-        """See `AnswerKind.over`."""
         return Answers(tuple(kind.over(parts) for kind in self.kinds))
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        """See `AnswerKind.columns`."""
         return _joined(kind.columns(outputs) for kind in self.kinds)
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
-        """See `AnswerKind.fault`."""
         faults = (kind.fault(text, raw) for kind in self.kinds)
         return next((fault for fault in faults if fault is not None), None)
 
     def read(self, output: Any) -> dict[str, Any]:
-        """See `AnswerKind.read`."""
         return _joined(kind.read(output) for kind in self.kinds)
 
     def fake(self, prompt: FakePrompt) -> tuple[str, dict[str, Any]]:

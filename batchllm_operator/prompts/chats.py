@@ -73,10 +73,9 @@ class ChatRenderer:
         control_rows: set[int] = set()
         made = self._of_turns if self._turns else self._of_column
         chats = made(batch, errors, control_rows)
-        texts: list[str | None] = [None] * batch.num_rows
-        for row, text in self._texts(chats, errors).items():
-            texts[row] = text
-        return RenderedPrompts.of(texts, errors, control_rows)
+        text_of = self._texts(chats, errors)
+        texts = pa.array(map(text_of.get, range(batch.num_rows)), pa.large_string())
+        return RenderedPrompts(texts, dict(sorted(errors.items())), frozenset(control_rows))
 
     def _of_turns(
         self, batch: pa.RecordBatch, errors: dict[int, RowError], control_rows: set[int]

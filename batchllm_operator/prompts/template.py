@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Final
@@ -35,14 +35,6 @@ class RenderedPrompts:
     texts: pa.LargeStringArray
     errors: dict[int, RowError]
     control_rows: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(
-        cls, texts: Sequence[str | None], errors: Mapping[int, RowError], control: Iterable[int]
-    ) -> RenderedPrompts:
-        """Texts by row, with the errors of those without one."""
-        array = pa.array(texts, pa.large_string())
-        return cls(array, dict(sorted(errors.items())), frozenset(control))
 
     @property
     def idxs(self) -> npt.NDArray[np.int64]:
@@ -116,10 +108,10 @@ class PromptRenderer:
         chats = [
             [*self._chat_head, {"role": "user", "content": text}] for text in rendered.present()
         ]
-        texts: list[str | None] = [None] * len(rendered.texts)
-        for row, text in zip(rendered.idxs, chat.render(chats) if chats else (), strict=True):
-            texts[row] = text
-        return replace(rendered, texts=pa.array(texts, pa.large_string()))
+        texts = iter(chat.render(chats) if chats else ())
+        is_valid = rendered.texts.is_valid().to_pylist()
+        array = pa.array([next(texts) if v else None for v in is_valid], pa.large_string())
+        return replace(rendered, texts=array)
 
     def _join(self, values: dict[str, TextColumn], num_rows: int) -> pa.LargeStringArray:
         """All pieces of each row as one text, null if one of them is null."""
