@@ -109,9 +109,10 @@ def test_relative_time_is_a_geometric_mean() -> None:
     ],
 )
 def test_choice(alone: float, shared: float, expected: str) -> None:
-    measured = {"now": {"a": 1.0, "s": 1.0}, "new": {"a": alone, "s": shared}}
+    measured = [("now", {"a": 1.0, "s": 1.0}), ("new", {"a": alone, "s": shared})]
     assert choose(measured, ["a"]) == expected
-    assert choose({"now": {"a": 4.0}, "x": {"a": 3.0}, "y": {"a": 2.0}, "z": {"a": 5.0}}, []) == "y"
+    times = {"now": 4.0, "x": 3.0, "y": 2.0, "z": 5.0}
+    assert choose([(name, {"a": time}) for name, time in times.items()], []) == "y"
 
 
 def timings_from(gains: dict[int, dict[int, float]]) -> dict[tuple[int, int], tuple[float, float]]:

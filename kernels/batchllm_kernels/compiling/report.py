@@ -91,7 +91,7 @@ def async_depths(ttgir: str) -> dict[str, int]:
     step's keys are a group, and so are its values. A kernel with a window lacks the wide loop
     without masks.
     """
-    bodies = [found[2] for found in _LOOP.finditer(ttgir)]
+    bodies = [loop[2] for loop in _LOOP.finditer(ttgir)]
     loops = [body for body in bodies if "scf.for" not in body and _DOT.search(body)]
     names = ("wide", "wide_masked", "narrow")[3 - len(loops) :]
     depths = {}

@@ -126,7 +126,7 @@ class ArchConfig:
     def with_launch(self, launch: LaunchConfig) -> ArchConfig:
         """These settings with others for a head size and width."""
         key = launch.head_dim, launch.kv_bits
-        launches = (launch if (one.head_dim, one.kv_bits) == key else one for one in self.launch)
+        launches = (launch if (old.head_dim, old.kv_bits) == key else old for old in self.launch)
         return replace(self, launch=tuple(launches))
 
 

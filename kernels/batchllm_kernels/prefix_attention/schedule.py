@@ -50,12 +50,12 @@ def partials_for(num_slots: int, shape: AttentionShape, device: torch.device) ->
     keep theirs when a later one needs more.
     """
     key = (device, shape.num_q_heads, shape.head_dim)
-    found = _partials.get(key)
-    if found is None or len(found.out) < num_slots:
+    partials = _partials.get(key)
+    if partials is None or len(partials.out) < num_slots:
         size = (num_slots, shape.num_q_heads)
         out = torch.empty(*size, shape.head_dim, device=device)
-        found = _partials[key] = Partials(out, torch.empty(*size, device=device))
-    return found
+        partials = _partials[key] = Partials(out, torch.empty(*size, device=device))
+    return partials
 
 
 class Capacity(NamedTuple):

@@ -93,19 +93,19 @@ def shortlist(
         ]
         by_wide = [
             sorted(
-                (replace(launch, narrow=one, programs_per_processor=1) for one in narrow),
+                (replace(launch, narrow=tiling, programs_per_processor=1) for tiling in narrow),
                 key=bytes_ahead,
                 reverse=True,
             )
             for launch in sorted(fitting(alone), key=lambda launch: -launch.wide.block_m)
         ]
-        waiting = [one for turn in zip_longest(*by_wide) for one in turn if one is not None]
-        found: list[LaunchConfig] = []
-        while waiting and len(found) < count:
-            missing = count - len(found)
-            found += fitting(waiting[:missing])
+        waiting = [launch for turn in zip_longest(*by_wide) for launch in turn if launch]
+        fits: list[LaunchConfig] = []
+        while waiting and len(fits) < count:
+            missing = count - len(fits)
+            fits += fitting(waiting[:missing])
             waiting = waiting[missing:]
-    return sorted(found, key=rank, reverse=True)
+    return sorted(fits, key=rank, reverse=True)
 
 
 def _fitting(
@@ -115,7 +115,7 @@ def _fitting(
     # As in the shipped settings: by the last tile on NVIDIA, by a second launch on AMD.
     merges = chip.target.backend == "cuda"
     plain = [Variant(arch, launch, merge_in_launch=merges) for launch in launches]
-    variants = [each for variant in plain for each in (variant, variant.with_extras())]
+    variants = [kind for variant in plain for kind in (variant, variant.with_extras())]
     reports = list(pool.map(partial(_report_of, chip=chip), variants))
     for launch, both in zip(launches, zip(reports[::2], reports[1::2], strict=True), strict=True):
         if not any(report.fault for report in both):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, exp, log
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from batchllm_kernels.tuning.workloads import (
 )
 
 Timings = Mapping[str, float]
+Settings = TypeVar("Settings")
 Timer = Callable[[Callable[[], object], float], float]
 """(function, milliseconds to time it for) -> median milliseconds."""
 
@@ -109,12 +110,12 @@ class Bench:
 
     def times(self, config: ArchConfig, milliseconds: float) -> dict[str, float]:
         """Of all workloads."""
-        return {one.name: self.time(config, one, milliseconds) for one in self.workloads}
+        return {load.name: self.time(config, load, milliseconds) for load in self.workloads}
 
     @cached_property
     def _caches(self) -> tuple[Tensor, Tensor]:
         size = self.shape.block_size
-        return self._random_caches(max(num_blocks(one.groups, size) for one in self.workloads))
+        return self._random_caches(max(num_blocks(load.groups, size) for load in self.workloads))
 
     def _planner(self, config: ArchConfig, workload: Workload) -> StepPlanner:
         limits = BatchLimits(workload.num_requests, workload.num_query_tokens)
@@ -144,22 +145,21 @@ def relative_time(timings: Timings, baseline: Timings) -> float:
     return exp(sum(log(timings[name] / baseline[name]) for name in timings) / len(timings))
 
 
-def choose(measured: Mapping[Any, Timings], alone: Collection[str]) -> Any:
+def choose(measured: Sequence[tuple[Settings, Timings]], alone: Collection[str]) -> Settings:
     """The settings with the shortest time relative to the first, or those.
 
     Args:
-        measured: timings by settings, the current ones first.
+        measured: settings with their timings, the current ones first.
         alone: names of workloads that share nothing; their time may grow by at most the factor
             `MOST_LOSS_ALONE`, by geometric mean.
     """
-    best, *_ = measured
-    baseline, least = measured[best], 1 - LEAST_GAIN
-    for settings, timings in measured.items():
-        time_s = relative_time(timings, baseline)
+    (best, baseline), least = measured[0], 1 - LEAST_GAIN
+    for settings, timings in measured:
+        time = relative_time(timings, baseline)
         own = {name: timings[name] for name in alone}
         slows_alone = bool(own) and relative_time(own, baseline) > MOST_LOSS_ALONE
-        if time_s <= least and not slows_alone:
-            best, least = settings, time_s
+        if time <= least and not slows_alone:
+            best, least = settings, time
     return best
 
 
@@ -183,47 +183,43 @@ def tune_launch(
     shape, deadline = bench.shape, clock() + budget_s
     current = config.launch_config(shape.head_dim, shape.kv_bits)
     name = f"{config.arch} {shape.head_dim}/{shape.kv_bits}"
-    alive = [current, *(one for one in candidates if one != current)]
-    measured: dict[int, dict[str, float]] = {}
-    launches = dict(enumerate(alive))
-    ids = list(launches)
+    tried = [current, *(launch for launch in candidates if launch != current)]
+    measured: list[tuple[LaunchConfig, Timings]] = []
     for milliseconds in ROUNDS_MS:
-        now: dict[int, dict[str, float]] = {}
-        for idx in ids:
-            if now and clock() > deadline:
+        timed: list[tuple[LaunchConfig, Timings]] = []
+        for launch in tried:
+            if timed and clock() > deadline:
                 _say(f"{name}: out of time, the rest isn't tried")
                 break
-            tried = config.with_launch(launches[idx])
-            timings = _measure(tried, bench, milliseconds, check=not measured)
+            wanted = config.with_launch(launch)
+            timings = _measure(wanted, bench, milliseconds, check=not measured)
             if timings is not None:
-                now[idx] = timings
-            elif idx == 0:
+                timed.append((launch, timings))
+            elif not timed:
                 raise TuningError(f"{name}: the settings in use ({current}) don't work")
-        if len(now) == 1 and measured:
+        if len(timed) == 1 and measured:
             break  # only the current settings: the previous round says more
-        measured = now
-        rows = [{"settings": str(launches[idx]), "ms": ms} for idx, ms in measured.items()]
+        measured = timed
+        rows = [{"settings": str(launch), "ms": timings} for launch, timings in measured]
         raw.setdefault(name, []).append({"milliseconds": milliseconds, "measured": rows})
-        others = sorted(
-            (idx for idx in measured if idx),
-            key=lambda idx: relative_time(measured[idx], measured[0]),
-        )
-        ids = [0, *others[: ceil(len(others) / 2)]]
-        if clock() > deadline or len(ids) == 1:
+        (_, baseline), *others = measured
+        others.sort(key=lambda pair: relative_time(pair[1], baseline))
+        tried = [current, *(launch for launch, _ in others[: ceil(len(others) / 2)])]
+        if clock() > deadline or len(tried) == 1:
             break
     alone = [workload.name for workload in bench.workloads if workload.shares_nothing]
-    chosen = launches[choose(measured, alone)]
+    chosen = choose(measured, alone)
     _say(f"{name}: {chosen}")
     return config.with_launch(chosen)
 
 
 def tune_split(config: ArchConfig, bench: Bench, raw: dict[str, Any]) -> ArchConfig:
     """The settings with the fastest split rule, if one is faster."""
-    measured = {
-        rule: bench.times(replace(config, split=rule), ROUNDS_MS[-1])
+    measured = [
+        (rule, bench.times(replace(config, split=rule), ROUNDS_MS[-1]))
         for rule in (config.split, *SPLITS)
-    }
-    raw["split"] = {str(rule): timings for rule, timings in measured.items()}
+    ]
+    raw["split"] = {str(rule): timings for rule, timings in measured}
     chosen = choose(measured, [])
     _say(f"{config.arch}: {chosen}")
     return replace(config, split=chosen)
@@ -236,7 +232,7 @@ def tune_gate(config: ArchConfig, bench: Bench, raw: dict[str, Any]) -> ArchConf
     closed = replace(config, gate=Gate({}, member_tokens))
     timings: dict[tuple[int, int], tuple[float, float]] = {}
     for (degree, tokens), workload in gate_workloads().items():
-        shared, apart = (bench.time(one, workload, ROUNDS_MS[-1]) for one in (opened, closed))
+        shared, apart = (bench.time(gated, workload, ROUNDS_MS[-1]) for gated in (opened, closed))
         timings[degree, tokens] = shared, apart
     raw["gate"] = [
         {"degree": degree, "prefix": tokens, "shared_ms": shared, "apart_ms": apart}
@@ -276,7 +272,9 @@ def gate_table(timings: Mapping[tuple[int, int], tuple[float, float]]) -> dict[i
     least: int | None = None
     for degree in sorted({degree for degree, _ in timings}):
         from_here = None
-        for tokens in sorted((tokens for one, tokens in timings if one == degree), reverse=True):
+        for tokens in sorted(
+            (length for members, length in timings if members == degree), reverse=True
+        ):
             shared, apart = timings[degree, tokens]
             if shared > apart * (1 - LEAST_GAIN_SHARED):
                 break
