@@ -14,12 +14,10 @@ import yaml
 from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
-from support.staged_job import run_only
 
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
-from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py
 CLI = "batchllm_operator"
@@ -83,16 +81,6 @@ def test_what_no_worker_can_be(
     done = batchllm(command, "--plan", "/nowhere", *arguments)
     assert done.code == ExitCode.INVALID
     assert said in done.err
-
-
-def test_verify_fails_while_a_shard_is_free(
-    make_plan: Callable[..., str], batchllm: Batchllm
-) -> None:
-    uri = make_plan()
-    run_only(StoredPlan.open(uri), 3)
-    done = batchllm("verify", "--plan", uri, "--worker", 0, "--num-workers", 2)
-    assert done.code == ExitCode.INCOMPLETE
-    assert "1 of 8 shards finished, and no worker runs shard 0" in done.err
 
 
 def test_replicas_are_workers_in_one_pod(

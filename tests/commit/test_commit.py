@@ -99,16 +99,6 @@ def test_commit_before_run_names_the_shards(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / f"ds={DS}").exists()
 
 
-def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = run_job(fake_spec(tmp_path))
-    report = commit_run(plan.folder.uri)
-    data = tmp_path / "out" / f"ds={DS}" / "data.parquet"
-    before = data.stat()
-    assert commit_run(plan.folder.uri) == report
-    assert (data.stat().st_mtime_ns, data.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
-
-
 def test_a_later_run_replaces_the_partition_and_no_other(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows())
     write_table(tmp_path / "documents", document_rows(1, 1), ds="2026-02-01")
@@ -262,15 +252,6 @@ def test_parts_of_another_plan_are_not_published(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / f"ds={DS}").exists()
 
 
-def test_somebody_elses_partition_is_not_replaced(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = run_job(fake_spec(tmp_path))
-    write_table(tmp_path / "out", [{"precious": 1}])
-    with pytest.raises(TableError, match=r"a\.parquet"):
-        commit_run(plan.folder.uri)
-    assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "a.parquet").num_rows == 1
-
-
 def test_another_jobs_partition_is_not_replaced(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(2, 2))
     spec, other = fake_spec(tmp_path), fake_spec(tmp_path, name="other")
@@ -303,17 +284,6 @@ def test_one_request_may_stand_for_very_many_rows(
     report = commit_run(run_job(fake_spec(tmp_path)).folder.uri)
     assert (report.plan.num_requests, report.plan.num_duplicate_rows) == (1, 999)
     assert published(tmp_path)["generated_text"].to_pylist() == [expected_text(row)] * 1000
-
-
-def test_an_empty_partition_is_published_if_asked_for(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(), ds="2026-01-01")
-    plan = plan_job(fake_spec(tmp_path, on_empty="commit"), DS)
-    assert plan.manifest.shards == ()
-    report = commit_run(plan.folder.uri)
-    assert (report.plan.num_rows, report.sample_rows) == (0, ())
-    table = published(tmp_path)
-    assert table.num_rows == 0
-    assert table.column_names[:2] == ["row_key", "generated_text"]
 
 
 def test_types_of_keys_and_carried_columns_survive(tmp_path: Path) -> None:

@@ -69,11 +69,16 @@ def timeline(folder: Path, attempt: int = 1, **fields: Any) -> Timeline | None:
     return read_timeline(Folder.open(str(folder)), began)
 
 
+def shown(folder: Path, attempt: int = 1) -> Timeline:
+    found = timeline(folder, attempt)
+    assert found is not None
+    return found
+
+
 def test_a_workers_timeline_is_that_of_one_attempt(tmp_path: Path) -> None:
     write_trace(tmp_path, [step(0, 0.0, 100)], attempt=1)
     write_trace(tmp_path, [step(0, 0.0, 200), step(1, 1.0, 300)], attempt=2)
-    found = timeline(tmp_path, 2)
-    assert found is not None
+    found = shown(tmp_path, 2)
     assert (found.num_decode_tokens, found.name) == ((200.0, 300.0), "worker 7, from shard 5")
     assert timeline(tmp_path, 3) is None
 
@@ -81,8 +86,7 @@ def test_a_workers_timeline_is_that_of_one_attempt(tmp_path: Path) -> None:
 def test_each_step_is_a_bin_while_there_are_few(tmp_path: Path) -> None:
     steps = [step(0, 0.0, 900), step(1, 1.0, 400, waiting=3), step(2, 2.0, 100, used=70)]
     write_trace(tmp_path, steps)
-    found = timeline(tmp_path)
-    assert found is not None
+    found = shown(tmp_path)
     assert (found.shard_idx, found.num_steps, found.chunk_size) == (5, 3, CHUNK)
     assert (found.duration_s, found.bin_s) == (3.0, 1.0)
     assert found.num_decode_tokens == (900.0, 400.0, 100.0)
@@ -100,8 +104,7 @@ def test_a_valley_is_a_small_step_while_requests_wait(tmp_path: Path) -> None:
         step(4, 6.0, 1),
     ]
     write_trace(tmp_path, steps)
-    found = timeline(tmp_path)
-    assert found is not None
+    found = shown(tmp_path)
     assert (found.num_valley_steps, found.duration_s) == (1, 7.0)
     assert found.valley_share == pytest.approx(3 / 7, abs=1e-4)
     assert sum(found.valley) * found.bin_s == pytest.approx(3.0, abs=1e-2)
@@ -123,8 +126,7 @@ def test_long_runs_keep_their_means_and_peaks(
     write_trace(folder, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timelines, "condense", partial(condense, num_bins=num_bins))
-        found = timeline(folder)
-    assert found is not None
+        found = shown(folder)
     assert len(found.kv_used) == len(found.num_decode_tokens) == min(num_bins, len(rows))
     assert max(found.kv_used) == pytest.approx(max(row.num_used_blocks for row in rows) / 100)
     decoded = [row.num_decode_tokens for row in rows]
@@ -136,8 +138,7 @@ def test_long_runs_keep_their_means_and_peaks(
 def test_a_long_step_fills_the_bins_that_it_takes(tmp_path: Path) -> None:
     steps = [step(idx, idx / 10, 100, used=90) for idx in range(10)]
     write_trace(tmp_path, [*steps, step(10, 1.0, 700), step(11, 11.9, 200)])
-    found = timeline(tmp_path)
-    assert found is not None
+    found = shown(tmp_path)
     assert (found.bin_s, len(found.kv_used)) == (1.0, 12)
     assert found.num_decode_tokens == (100.0, *(700.0,) * 10, 650.0)
     assert found.kv_used == (0.9, *(0.1,) * 11)
@@ -146,8 +147,7 @@ def test_a_long_step_fills_the_bins_that_it_takes(tmp_path: Path) -> None:
 def test_engines_of_an_attempt_follow_each_other(tmp_path: Path) -> None:
     write_trace(tmp_path, [step(0, 0.0, 3), step(1, 1.0, 3)], name="b", chunk=500)
     write_trace(tmp_path, [step(0, 0.0, 2), step(1, 1.0, 2)], name="a")
-    found = timeline(tmp_path)
-    assert found is not None
+    found = shown(tmp_path)
     assert (found.num_steps, found.chunk_size) == (4, 500)
     assert found.num_decode_tokens[0] == 2.0 and found.num_decode_tokens[-1] == 3.0
 
@@ -158,8 +158,7 @@ def test_of_very_many_steps_the_last_engines_count(
     monkeypatch.setattr(timelines, "_MOST_STEPS", 3)
     for number in (1, 2, 3):
         write_trace(tmp_path, [step(0, 0.0, number), step(1, 1.0, number)], name=str(number))
-    found = timeline(tmp_path)
-    assert found is not None
+    found = shown(tmp_path)
     assert found.num_decode_tokens == (3.0, 3.0)
 
 

@@ -7,29 +7,20 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.demo_job import wait_until
-from support.fake_job import DS, document_rows, fake_spec, write_table
-from support.fork_server import ForkServer
 from support.staged_job import (
     NUM_PARTS,
     NUM_ROWS,
     Engines,
-    check_published,
     plan_one_shard,
 )
 
-from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.errors import EngineError, Interrupted, StorageError
-from batchllm_operator.inspect.gc import find_garbage, remove_garbage
-from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run import live_progress as live
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.run_shards import run_worker
@@ -76,17 +67,6 @@ def test_a_finished_attempt_says_what_its_report_says(lake_uri: str) -> None:
     assert (found.num_gpus, found.gpu_s) == (0, 0.0)
     assert 0 <= found.engine_start_s <= found.elapsed_s
     assert read_status(plan).is_finished
-
-
-def test_an_attempt_starts_then_runs(plan: StoredPlan) -> None:
-    engines = Engines(at=7, act=lambda: wait_for_state(plan, "running"))
-
-    def start(spec: JobSpec, job: EngineJob) -> Engine:
-        wait_for_state(plan, "starting")
-        return engines(spec, job)
-
-    run_worker(plan, start=start)
-    assert left(plan).state == "finished"
 
 
 def test_a_drained_attempt_keeps_what_its_parts_hold(lake_uri: str) -> None:
@@ -151,32 +131,6 @@ def test_a_fenced_attempt_has_failed_and_the_later_one_counts(plan: StoredPlan) 
     run_worker(plan, owner="task", start=Engines(at=8, act=other))
     assert (left(plan, 1).state, left(plan, 2).state) == ("failed", "finished")
     assert read_status(plan).shards[0].state == "finished"
-
-
-def test_killed_processes_leave_the_last_sign(tmp_path: Path, commands: ForkServer) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    extra = {"delay_s": 0.05, "max_in_flight": 1}
-    changes: dict[str, Any] = {"planner": {"num_shards": 1}, "engine": {"extra_args": extra}}
-    plan = plan_job(fake_spec(tmp_path, **changes), DS)
-    command = ["run", "--plan", plan.folder.uri]
-    env = {**os.environ, live.INTERVAL_VARIABLE: "0.1"}
-    process = commands.start("batchllm_operator", command, env=env)
-    try:
-        wait_for_state(plan, "running")
-        wait_until(lambda: left(plan).done.num_rows > 0, "a row is done", poll_s=0.01)
-    finally:
-        process.kill()
-        process.wait()
-    killed = left(plan)
-    assert killed.state == "running" and killed.done.num_rows < NUM_ROWS
-    assert read_status(plan, now=killed.updated_at).shards[0].state == "running"
-    later = killed.updated_at + timedelta(minutes=2)
-    assert read_status(plan, now=later).shards[0].state == "silent"
-    run_worker(plan)
-    status = read_status(plan)
-    assert (status.shards[0].state, status.shards[0].num_attempts) == ("finished", 2)
-    commit_run(plan.folder.uri)
-    check_published(plan)
 
 
 class BadStorage:
@@ -319,37 +273,3 @@ def test_the_environment_sets_the_interval(
     assert live.interval_s() == seconds
     is_refused = seconds == 5.0 and text != ""
     assert (f"{text!r} isn't a number of seconds" in caplog.text) == is_refused
-
-
-def test_an_observer_sees_the_tally_from_its_begin_to_its_end(plan: StoredPlan) -> None:
-    seen: list[ShardProgress] = []
-
-    @contextmanager
-    def observe(tally: ShardTally) -> Iterator[None]:
-        seen.append(tally.snapshot())
-        yield
-        seen.append(tally.snapshot())
-
-    run_worker(plan, observe=observe, num_gpus=1)
-    assert [each.state for each in seen] == ["starting", "finished"]
-    assert [each.done.num_rows for each in seen] == [0, NUM_ROWS]
-    assert {each.num_gpus for each in seen} == {1}
-    run_worker(plan, observe=observe)
-    assert len(seen) == 2, "a finished shard has no attempt to look at"
-
-
-def test_progress_keeps_a_plan_young_and_goes_with_it(plan: StoredPlan) -> None:
-    spec = plan.manifest.spec
-    with pytest.raises(EngineError):
-        run_worker(plan, start=Engines(at=8, act=_fail))
-    written_at = max(details["mtime"] for details in plan.folder.find().values())
-    attempt = plan.run_folder(0).child(attempt_name(1))
-    os.utime(attempt.full_path(PROGRESS_FILE), (written_at + 100, written_at + 100))
-    assert find_garbage(spec, before=written_at + 50) == ([], [])
-    garbage, _ = find_garbage(spec, before=written_at + 101)
-    removed, kept = remove_garbage(garbage)
-    assert len(removed) == 1 and not kept and not plan.folder.exists()
-
-
-def _fail() -> None:
-    raise EngineError("no")

@@ -97,6 +97,12 @@ def finish(plan: StoredPlan, queue: ShardQueue, claimed: Claimed) -> None:
     queue.ended(reports[claimed.shard_idx])
 
 
+def claim(queue: ShardQueue) -> Claimed:
+    claimed = queue.take()
+    assert claimed is not None
+    return claimed
+
+
 def taken(queue: ShardQueue) -> list[int]:
     """What a worker claims when nothing ends and nobody else claims."""
     return [claimed.shard_idx for claimed in iter(queue.take, None)]
@@ -144,18 +150,19 @@ def test_runs_without_predicted_work_have_equal_numbers_of_shards() -> None:
     assert runs_of(np.zeros(4), 2).tolist() == [0, 0, 1, 1]
 
 
-def test_more_workers_than_shards(plan: StoredPlan, clock: Time) -> None:
-    claimed = [queue_of(plan, worker, 20, clock).take() for worker in range(20)]
-    idxs = [each.shard_idx for each in claimed if each is not None]
-    assert sorted(idxs) == list(range(NUM_SHARDS))
-
-
-def test_two_workers_with_the_same_number_share_the_work(plan: StoredPlan, clock: Time) -> None:
-    both = [queue_of(plan, 0, 1, clock), queue_of(plan, 0, 1, clock)]
-    claimed = [queue.take() for queue in itertools.islice(itertools.cycle(both), NUM_SHARDS + 2)]
-    idxs = [each.shard_idx for each in claimed if each is not None]
-    assert sorted(idxs) == list(range(NUM_SHARDS))
-    assert all(each.attempt.number == 1 for each in claimed if each is not None)
+@pytest.mark.parametrize(
+    "workers",
+    [[(worker, 20) for worker in range(20)], [(0, 1), (0, 1)]],
+    ids=["more workers than shards", "two of the same number"],
+)
+def test_each_shard_is_claimed_once(
+    plan: StoredPlan, clock: Time, workers: list[tuple[int, int]]
+) -> None:
+    queues = itertools.cycle([queue_of(plan, *worker, clock) for worker in workers])
+    tries = [queue.take() for queue in itertools.islice(queues, 20)]
+    claimed = [each for each in tries if each is not None]
+    assert sorted(each.shard_idx for each in claimed) == list(range(NUM_SHARDS))
+    assert all(each.attempt.number == 1 for each in claimed)
 
 
 def test_of_two_that_see_the_same_shard_free_one_takes_another(
@@ -185,16 +192,13 @@ def beside_a_faster_worker(
 ) -> tuple[ShardQueue, Claimed]:
     """A worker after its first shard, while another has finished some and has claimed one more."""
     queue, other = (queue_of(plan, worker, 2, clock) for worker in range(2))
-    own = queue.take()
-    assert own is not None
+    own = claim(queue)
     for _ in range(num_by_other):
         clock.s += 10.0
-        claimed = other.take()
-        assert claimed is not None
+        claimed = claim(other)
         finish(plan, other, claimed)
     finish(plan, queue, own)
-    claimed = other.take()
-    assert claimed is not None
+    claimed = claim(other)
     write_progress(plan, claimed, clock.now())
     return queue, claimed
 
@@ -246,8 +250,7 @@ def test_it_waits_as_long_as_shards_are_free(plan: StoredPlan, clock: Time) -> N
 def test_a_live_attempt_is_never_taken_whatever_its_clock_says(
     plan: StoredPlan, clock: Time, ahead_s: float
 ) -> None:
-    claimed = queue_of(plan, 0, 1, clock).take()
-    assert claimed is not None
+    claimed = claim(queue_of(plan, 0, 1, clock))
     watcher = queue_of(plan, 1, 2, clock)
     for _ in range(60):
         write_progress(plan, claimed, clock.now(ahead_s))
@@ -260,8 +263,7 @@ def test_a_live_attempt_is_never_taken_whatever_its_clock_says(
 def test_an_attempt_that_stands_still_is_taken_over_by_one(
     plan: StoredPlan, clock: Time, ahead_s: float
 ) -> None:
-    claimed = queue_of(plan, 0, 1, clock).take()
-    assert claimed is not None
+    claimed = claim(queue_of(plan, 0, 1, clock))
     write_progress(plan, claimed, clock.now(ahead_s))
     watchers = [queue_of(plan, worker, 2, clock) for worker in range(2)]
     heirs = []
@@ -316,8 +318,7 @@ def test_a_process_of_another_machine_or_container_is_waited_for(
 def test_an_earlier_try_of_the_same_task_is_taken_over_at_once(
     plan: StoredPlan, clock: Time, owner: str
 ) -> None:
-    claimed = queue_of(plan, 0, 1, clock, owner).take()
-    assert claimed is not None
+    claimed = claim(queue_of(plan, 0, 1, clock, owner))
     write_progress(plan, claimed, clock.now())
     assert 0 not in taken(queue_of(plan, 0, 1, clock, "task2"))
     assert 0 in taken(queue_of(plan, 0, 1, clock, "task"))
@@ -327,8 +328,7 @@ def test_two_tries_of_one_task_do_not_fence_each_other_in_turn(
     plan: StoredPlan, clock: Time
 ) -> None:
     first = queue_of(plan, 0, 1, clock, "task")
-    claimed = first.take()
-    assert claimed is not None
+    claimed = claim(first)
     write_progress(plan, claimed, clock.now())
     second = queue_of(plan, 0, 1, clock, "task")
     heir = second.take()
@@ -344,8 +344,7 @@ def test_two_tries_of_one_task_do_not_fence_each_other_in_turn(
 
 
 def test_failed_shards_come_last_and_once(plan: StoredPlan, clock: Time) -> None:
-    claimed = queue_of(plan, 0, 1, clock).take()
-    assert claimed is not None
+    claimed = claim(queue_of(plan, 0, 1, clock))
     write_progress(plan, claimed, clock.now(), state="failed")
     queue = queue_of(plan, 0, 1, clock)
     assert taken(queue) == [*range(1, NUM_SHARDS), 0]
@@ -419,8 +418,8 @@ def test_a_worker_goes_on_without_a_shard_that_was_taken_over(plan: StoredPlan) 
         clock.s += pause_s
     # Shard 0 was finished; the claim of shard 1 was made by hand, and shows no sign of life.
     assert sorted(worker.reports) == list(range(NUM_SHARDS))
-    claim = read_claim(plan.run_folder(1), 3)
-    assert claim is not None and claim.worker == 0
+    third = read_claim(plan.run_folder(1), 3)
+    assert third is not None and third.worker == 0
     assert drain.num_open_parts() == 0
 
 
