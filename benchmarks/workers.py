@@ -182,10 +182,13 @@ def measure(job: Job, case: Case) -> dict[str, Any]:
     for number, place in enumerate(places):
         # One that joins has the number of all.
         num_workers = len(places) if place.begins_at else NUM_WORKERS
-        clocks = {"clock": simulation.clock, "now": simulation.now}
-        shards = ShardQueue(plan, number, num_workers, **clocks)
-        engine = {"look_ahead": job.look_ahead, "start_s": START_S}
-        machines.append(Machine(simulation, plan, shards, job.seconds, place, **engine))
+        shards = ShardQueue(plan, number, num_workers, clock=simulation.clock, now=simulation.now)
+        machine = Machine(
+            *(simulation, plan, shards, job.seconds, place),
+            look_ahead=job.look_ahead,
+            start_s=START_S,
+        )
+        machines.append(machine)
     simulation.run()
     for machine in machines:
         machine.discard()

@@ -73,12 +73,14 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.faults.series import STAGES, WORKERS, Series, Suite
+from benchmarks.faults.series import Series
 from benchmarks.faults.tables import FORMATS
-from benchmarks.faults.trial import FATAL
+from benchmarks.faults.trial import FATAL, Trial
+from benchmarks.faults.worker_trial import WorkerTrial
 from benchmarks.provenance import provenance
 
 _SUMMED: Final = (
@@ -117,14 +119,16 @@ def idle_kinds(outcomes: Sequence[dict[str, Any]]) -> list[str]:
     return sorted(kind for kind, count in trials.items() if count >= _MANY and kind not in met)
 
 
-def work(root: Path, suite: Suite, seed: int, jobs: Jobs) -> tuple[list[dict[str, Any]], bool]:
+def work(
+    root: Path, trial: type[Trial], seed: int, jobs: Jobs
+) -> tuple[list[dict[str, Any]], bool]:
     """Run trials; returns their outcomes, and whether the series has come to its end."""
     outcomes = []
-    series = Series(root, seed, suite)
+    series = Series(root, seed, trial)
     try:
         for table_format, numbers in jobs:
             for outcome in series.trials(table_format, numbers):
-                outcomes.append({"format": table_format, **outcome.as_dict()})
+                outcomes.append({"format": table_format, **asdict(outcome)})
                 print(_line(outcomes[-1]), file=sys.stderr, flush=True)
         return outcomes, True
     except Exception:  # noqa: BLE001 - what has been tried is told all the same
@@ -153,9 +157,9 @@ def main() -> int:
         parser.error(f"--formats: there is no {', '.join(unknown)}")
     root = args.root or Path(tempfile.mkdtemp(prefix="batchllm-faults-"))
     started_at = time.monotonic()
-    suite = WORKERS if args.workers else STAGES
+    trial = WorkerTrial if args.workers else Trial
     outcomes, is_whole = run_trials(
-        root, suite, args.seed, formats, args.trials, num_processes=args.processes
+        root, trial, args.seed, formats, args.trials, num_processes=args.processes
     )
     if args.json:
         args.json.write_text(json.dumps(outcomes, indent=1))
@@ -182,7 +186,7 @@ def main() -> int:
 
 def run_trials(
     root: Path,
-    suite: Suite,
+    trial: type[Trial],
     seed: int,
     formats: Sequence[str],
     num_trials: int,
@@ -194,7 +198,7 @@ def run_trials(
     bounds = [num_trials * idx // num_processes for idx in range(num_processes + 1)]
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork")) as pool:
         all_series = [
-            pool.submit(work, root / f"series-{idx}", suite, seed, [(f, part) for f in formats])
+            pool.submit(work, root / f"series-{idx}", trial, seed, [(f, part) for f in formats])
             for idx, part in enumerate(map(range, bounds, bounds[1:]))
         ]
         results = [series.result() for series in all_series]

@@ -15,14 +15,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
-from benchmarks.faults.job import (
-    Job,
-    Truth,
-    computed_truth,
-    input_rows,
-    is_whole,
-    job_json,
-)
+from benchmarks.faults.job import Job, Truth, computed_truth, input_rows, is_whole, job_json
 from benchmarks.faults.tables import BUCKET, DS, FORMATS, s3_client
 from benchmarks.faults.zygote import Child, Command
 
@@ -38,11 +31,7 @@ class Place:
     """Tables of one format, and a staging folder, in a folder or bucket of their own."""
 
     def __init__(
-        self,
-        root: Path,
-        table_format: str,
-        job: Job,
-        endpoints: tuple[str, str] | None,
+        self, root: Path, table_format: str, job: Job, endpoints: tuple[str, str] | None
     ) -> None:
         """`endpoints` are S3's: the commands', and the one that never fails, for looking on."""
         self.root, self.job = root, job
@@ -79,17 +68,10 @@ class Place:
         """Start a command."""
         with self.log.open("a") as log:
             log.write(f"$ {[str(arg)[:60] for arg in args]} {faults}\n")
-        words = [str(arg) for arg in args]
-        command = Command(
-            words,
-            self.log,
-            self.engine_log,
-            self.root,
-            endpoint=self.endpoint,
-            pace=self.pace,
-            **faults,
+        settings = {"endpoint": self.endpoint, "pace": self.pace, **faults}
+        return Child(
+            Command(list(map(str, args)), self.log, self.engine_log, self.root, **settings)
         )
-        return Child(command)
 
     def step_through(self, args: Sequence[str], look: Callable[[], object]) -> int:
         """Give a command, and look before each of its file operations; how many there were."""

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from benchmarks.faults.damage import mount_disk, unmount_disk
 from benchmarks.faults.inside import read_engine_log
-from benchmarks.faults.job import (
-    BY_ONE,
-    BY_WORKERS,
-    Job,
-    compare,
-    computed_truth,
-)
+from benchmarks.faults.job import compare, computed_truth
 from benchmarks.faults.place import Place
 from benchmarks.faults.s3 import FaultyProxy, S3Server
-from benchmarks.faults.trial import ON_DISK, ON_S3, Outcome, Trial, Usual
-from benchmarks.faults.worker_trial import WORKERS_ON_DISK, WORKERS_ON_S3, WorkerTrial
+from benchmarks.faults.trial import Outcome, Trial, Usual
 from benchmarks.faults.zygote import start_server
 
 _NUM_MEASURED: Final = 2
@@ -30,26 +22,12 @@ _S3_EVERY: Final = 6
 """One trial in so many is on S3."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suite:
-    """Trials of a job, of each kind in turn."""
-
-    trial: type[Trial]
-    job: Job
-    on_disk: Sequence[str]
-    on_s3: Sequence[str]
-
-
-STAGES: Final = Suite(Trial, BY_ONE, ON_DISK, ON_S3)
-WORKERS: Final = Suite(WorkerTrial, BY_WORKERS, WORKERS_ON_DISK, WORKERS_ON_S3)
-
-
 class Series:
-    """Runs trials one after the other."""
+    """Runs trials one after the other, of each kind in turn."""
 
-    def __init__(self, root: Path, seed: int, suite: Suite) -> None:
+    def __init__(self, root: Path, seed: int, trial: type[Trial]) -> None:
         """Forks processes: the caller has no thread yet."""
-        self._root, self._seed, self._suite = root, seed, suite
+        self._root, self._seed, self._trial = root, seed, trial
         start_server()
         self._server = S3Server()
         self._proxy = FaultyProxy(self._server.address)
@@ -62,12 +40,12 @@ class Series:
         for number in numbers:
             is_s3 = number % _S3_EVERY == _S3_EVERY - 1
             turn = number // _S3_EVERY if is_s3 else number - number // _S3_EVERY
-            kinds = self._suite.on_s3 if is_s3 else self._suite.on_disk
+            kinds = self._trial.on_s3 if is_s3 else self._trial.on_disk
             usual = self._measured(table_format, is_s3)
             place = self._place(table_format, is_s3)
             rng = random.Random(f"{self._seed} {table_format} {number}")
             proxy = self._proxy if is_s3 else None
-            trial = self._suite.trial(kinds[turn % len(kinds)], place, usual, proxy, rng)
+            trial = self._trial(kinds[turn % len(kinds)], place, usual, proxy, rng)
             outcome = trial.run()
             if outcome.has_failed:
                 del self._places[table_format, is_s3]  # left to be looked into
@@ -125,7 +103,7 @@ class Series:
         if not is_s3:
             mount_disk(root)
         endpoints = (self._proxy.endpoint, f"http://{self._server.address}") if is_s3 else None
-        return Place(root, table_format, self._suite.job, endpoints)
+        return Place(root, table_format, self._trial.job, endpoints)
 
     def _remove(self, place: Place) -> None:
         unmount_disk(place.root)

@@ -5,27 +5,18 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.damage import damage_parts, small_disk
 from benchmarks.faults.inside import read_engine_log
-from benchmarks.faults.job import MAX_IN_FLIGHT, SPILL_ROWS, compare, computed_truth
+from benchmarks.faults.job import BY_ONE, MAX_IN_FLIGHT, SPILL_ROWS, Job, compare, computed_truth
 from benchmarks.faults.place import Onlooker, Place, StuckError
 from benchmarks.faults.s3 import FaultyProxy
 
 STAGES: Final = ("plan", "run", "commit")
-ON_DISK: Final = (
-    *("kill_commit", "kill_run", "stop_run", "kill_run_at_write", "kill_plan", "zombie_run"),
-    *("kill_commit_at_write", "damage", "disk_full", "late_commit", "kill_plan_at_write"),
-    "watched_commit",
-)
-ON_S3: Final = (
-    *("s3_lost_response", "s3_kill", "s3_500", "s3_slow_down", "s3_timeout", "zombie_run"),
-    *("damage", "stop_run"),
-)
 _ALSO_EARLIER: Final = (
     *("kill_plan", "kill_plan_at_write", "kill_commit", "kill_commit_at_write", "late_commit"),
 )
@@ -80,12 +71,21 @@ class Outcome:
         """Whether the product did what it never may."""
         return any(getattr(self, name) for name in FATAL)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Trial:
     """A new version of the input, over what the lake holds, with a fault on its way."""
+
+    job: ClassVar[Job] = BY_ONE
+    on_disk: ClassVar[Sequence[str]] = (
+        *("kill_commit", "kill_run", "stop_run", "kill_run_at_write", "kill_plan", "zombie_run"),
+        *("kill_commit_at_write", "damage", "disk_full", "late_commit", "kill_plan_at_write"),
+        "watched_commit",
+    )
+    """Kinds of faults."""
+    on_s3: ClassVar[Sequence[str]] = (
+        *("s3_lost_response", "s3_kill", "s3_500", "s3_slow_down", "s3_timeout", "zombie_run"),
+        *("damage", "stop_run"),
+    )
 
     def __init__(
         self,

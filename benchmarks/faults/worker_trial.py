@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.inside import read_engine_log
-from benchmarks.faults.job import input_rows
+from benchmarks.faults.job import BY_WORKERS, input_rows
 from benchmarks.faults.place import StuckError
 from benchmarks.faults.trial import FENCE_COSTS, KILL_COSTS, Trial
 from benchmarks.faults.zygote import Child
@@ -32,17 +32,6 @@ _ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "workers_clocks": ("kill", "stop", "join"),
     "workers_any": ("kill", "kill_at_write", "stop", "drain", "terminate", "twin", "kill_all"),
 }
-WORKERS_ON_DISK: Final = tuple(_ACTIONS)
-WORKERS_ON_S3: Final = (
-    "workers_s3_lost_response",
-    "workers_s3_kill",
-    "workers_zombie",
-    "workers_s3_500",
-    "workers_any",
-    "workers_s3_slow_down",
-    "workers_s3_timeout",
-    "workers_twins",
-)
 _CLAIM: Final = re.compile(r"attempt-([0-9]+)/claim\.json")
 _DRAIN_S: Final = 30.0
 _SILENCE_S: Final = 90.0
@@ -78,6 +67,13 @@ class Hand:
 
 class WorkerTrial(Trial):
     """A job whose shards are run by workers, to which things happen until one does the rest."""
+
+    job = BY_WORKERS
+    on_disk = tuple(_ACTIONS)
+    on_s3 = (
+        *("workers_s3_lost_response", "workers_s3_kill", "workers_zombie", "workers_s3_500"),
+        *("workers_any", "workers_s3_slow_down", "workers_s3_timeout", "workers_twins"),
+    )
 
     def _with_fault(self, kind: str) -> None:
         self._hands: list[Hand] = []

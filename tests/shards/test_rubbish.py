@@ -16,7 +16,7 @@ from support.levels import examples
 from support.staged_job import claim_attempt
 
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
+from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.inspect.verify import record_plan, verify_plan
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
@@ -98,20 +98,6 @@ def test_a_ledger_of_rubbish_is_right_or_refused(shard: Folder, data: st.DataObj
     file = shard.read_bytes(entry.path)
     assert hashlib.sha256(file).hexdigest() == entry.sha256
     assert 0 <= entry.num_failed_rows < 1 << 63 and entry.engine_s >= 0
-
-
-@given(data=st.data())
-def test_a_claim_of_rubbish_is_a_claim(shard: Folder, data: st.DataObject) -> None:
-    whole = shard.read_bytes("attempt-00001/claim.json")
-    folder = shard.child("claims")
-    for name in folder.find():
-        folder.remove(name)
-    first = claim_attempt(folder)
-    content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
-    folder.write_bytes(f"attempt-{first.number + 1:05d}/claim.json", content)
-    with pytest.raises(FencedError, match="has taken over"):
-        first.check_current()
-    assert claim_attempt(folder).number == first.number + 2
 
 
 @pytest.fixture(scope="module")
