@@ -22,7 +22,7 @@ AIRFLOW_TESTS := tests/dags/test_dags.py \
 # Tests that call Airflow's Kubernetes provider, with the oldest Airflow and the newest. All locks have the same version of
 # the provider (tests/tooling/test_environment.py).
 POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py credentials_of_pods.py) \
-  tests/operators/pods/test_spec.py
+  tests/operators/jobs/test_pod.py
 LONG_TESTS := $(addprefix tests/,e2e dags tooling kernels)
 FULL_TESTS := $(addsuffix /full,$(LONG_TESTS)) $(sort $(shell find tests -type d -name full))
 # A process gets whole files, because fixtures are slow. Files keep their order: those with few, long tests come early

@@ -67,8 +67,6 @@ def test_workers_share_a_plan(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--worker", 1], "from 0 to --num-workers less 1, here 0"),
-        (["--worker", 2, "--num-workers", 2], "from 0 to --num-workers less 1, here 1"),
         (["--worker", -1, "--num-workers", 2], "--worker -1"),
         (["--worker", 0, "--num-workers", 0], "--num-workers must be at least 1"),
         (["--worker", "x", "--num-workers", 1], "invalid int value"),

@@ -65,7 +65,10 @@ def is_on_spark(args: argparse.Namespace, spec: JobSpec) -> bool:
 
 
 def add_worker(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which of a plan's workers is meant; see `check_worker`."""
+    """Add the arguments that say which of a plan's workers is meant; see `check_worker`.
+
+    A number from `--num-workers` on is that of a worker that came later: it has no run of its own.
+    """
     command.add_argument(
         "--worker", type=int, default=0, metavar="I", help="its number among them (default: 0)"
     )
@@ -82,11 +85,8 @@ def check_worker(args: argparse.Namespace) -> None:
     """Raise `UsageError` unless there can be such a worker."""
     if args.num_workers < 1:
         raise UsageError("--num-workers must be at least 1")
-    if not 0 <= args.worker < args.num_workers:
-        raise UsageError(
-            f"--worker {args.worker}: workers are numbered from 0 to --num-workers less 1, here"
-            f" {args.num_workers - 1}"
-        )
+    if args.worker < 0:
+        raise UsageError(f"--worker {args.worker}: workers are numbered from 0")
 
 
 def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:

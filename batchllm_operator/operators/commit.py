@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from airflow.sdk import Asset, Context, XComArg
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_and_counts
+from batchllm_operator.operators.command import uris_and_counts
+from batchllm_operator.operators.jobs.end import EndKind, JobEnd
+from batchllm_operator.operators.jobs.owner import LABEL, job_of
 from batchllm_operator.operators.metrics import send_stage
+from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
 
 _EVENT_FIELDS: Final = (
     *("ds", "num_rows_in", "num_rows_out", "num_failed_rows", "achieved_saving_ratio"),
@@ -17,11 +20,12 @@ _EVENT_FIELDS: Final = (
 )
 
 
-class BatchLLMCommitOperator(BatchLLMCommandOperator):
+class BatchLLMCommitOperator(BatchLLMStageOperator):
     """Checks that every row of a plan is answered and publishes the partition in one step.
 
-    Runs `batchllm commit`; doing so twice is harmless. The return value holds the URIs of
-    the table and of the report, and the report's counts.
+    Runs `batchllm commit`, in the worker or, with `runner="kubernetes"`, in the pod of a Job; doing
+    so twice is harmless. The return value holds the URIs of the table and of the report, and the
+    report's counts.
 
     Each `Asset` among the task's `outlets` gets an event with the partition (`ds`), the rows
     in, out and failed, the saving ratio and the URIs of plan, report and table. Every success sends
@@ -30,18 +34,44 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        kwargs: see `BatchLLMCommandOperator`; `outlets` is Airflow's.
+        kwargs: see `BatchLLMJobOperator`; `outlets` is Airflow's.
     """
 
-    template_fields: Sequence[str] = ("plan_uri", *BatchLLMCommandOperator.template_fields)
+    template_fields: Sequence[str] = ("plan_uri", *BatchLLMStageOperator.template_fields)
     ui_color = "#e2d5ef"
+    component: ClassVar[str] = "commit"
 
     def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.plan_uri = plan_uri
 
-    def execute(self, context: Context) -> dict[str, str | int | float]:
-        result = self.run_command("commit", "--plan", str(self.plan_uri))
+    def command(self, context: Context) -> list[str]:
+        return ["commit", "--plan", str(self.plan_uri)]
+
+    def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
+        return self.command(context)
+
+    def verified(self, context: Context, end: JobEnd | None) -> dict[str, Any] | str:
+        """The report's figures, once a Job has ended well; before, it is an earlier commit's."""
+        if end is None:
+            return ""
+        if end.kind is not EndKind.COMPLETE:
+            return "nothing says that the partition is published"
+        return self._commands().run("report", *self.command(context)[1:])
+
+    def work(self) -> str:
+        return " ".join(self.command({}))
+
+    def table_uri(self) -> str:
+        return str(self.plan_uri).partition("/_batchllm/")[0]
+
+    def stem(self) -> str:
+        return f"{job_of(str(self.plan_uri))}-commit"
+
+    def stage_labels(self) -> dict[str, str]:
+        return {f"{LABEL}/job": job_of(str(self.plan_uri))}
+
+    def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
         if num_failed := result.get("num_failed_rows"):
             self.log.warning(
                 "%s of %s failed, and were published with the reason in column `error`; report: %s",

@@ -10,12 +10,12 @@ from typing import Any, Final, Literal, NamedTuple
 # Airflow 3.1, 3.2 and 3.3 each have it in another place.
 from airflow.providers.common.compat.sdk import Stats
 
+from batchllm_operator.operators.jobs.owner import job_of
+
 Kind = Literal["counter", "gauge", "timer"]
 
 JOB_TAG: Final = "job"
 DAG_TAG: Final = "dag_id"
-STAGE_TAG: Final = "stage"
-"""Only for metrics of pods; the names of others contain the stage."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,9 +67,6 @@ STAGE_METRICS: Final[Mapping[str, tuple[TaskMetric, ...]]] = {
 }
 """Metrics that a task sends when it succeeds, by stage."""
 
-PODS_REPLACED: Final = "batchllm.pods.replaced"
-QUOTA_WAITS: Final = "batchllm.pods.quota_waits"
-
 
 def send_stage(stage: str, context: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     """Send the metrics of a successful stage; never raises.
@@ -86,21 +83,10 @@ def send_stage(stage: str, context: Mapping[str, Any], result: Mapping[str, Any]
             _send(metric.name, metric.kind, value, tags)
 
 
-def count_pod_event(name: str, stage: str, context: Mapping[str, Any], job: str) -> None:
-    """Count one `PODS_REPLACED` or `QUOTA_WAITS` of a task; never raises."""
-    tags = {STAGE_TAG: stage, JOB_TAG: job, **_dag_tag(context)}
-    _send(name, "counter", 1, tags)
-
-
 def _tags(context: Mapping[str, Any], plan_uri: str) -> dict[str, str]:
     """Job and DAG, but not the partition: each date would be a new series."""
-    parts = ("", "", *plan_uri.rstrip("/").split("/"))  # .../<job>/<ds>/plan-<id>
-    return {JOB_TAG: parts[-3] or "job", **_dag_tag(context)}
-
-
-def _dag_tag(context: Mapping[str, Any]) -> dict[str, str]:
     dag_id = getattr(context.get("ti"), "dag_id", None)
-    return {DAG_TAG: str(dag_id)} if dag_id else {}
+    return {JOB_TAG: job_of(plan_uri)} | ({DAG_TAG: str(dag_id)} if dag_id else {})
 
 
 def _send(name: str, kind: Kind, value: float, tags: dict[str, str]) -> None:

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from airflow.sdk import Context
 
+from batchllm_operator.operators.jobs.end import JobEnd
+from batchllm_operator.operators.jobs.owner import LABEL
+from batchllm_operator.operators.jobs.pod import JOB_UID
 from batchllm_operator.operators.planning import Planning
-from batchllm_operator.operators.pods.owner import LABEL
-from batchllm_operator.operators.pods.spec import UID_PLACE
 from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
 
 
 class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
     """Builds the prefix plan of a job for one partition of its input table.
 
-    Runs `batchllm plan`, in the worker or, with `runner="kubernetes"`, in a pod of its own
-    that needs no GPU. Planning the same partition again gives the same plan.
+    Runs `batchllm plan`, in the worker or, with `runner="kubernetes"`, in the pod of a Job that
+    needs no GPU. Planning the same partition again gives the same plan.
 
-    XComs: the return value is one `{"plan_uri": ..., "worker": ..., "num_workers": ...}` per
-    worker, for `BatchLLMGenerateOperator.partial(...).expand_kwargs(plan.output)` (Airflow maps
-    over return values only; the list is empty for a partition without rows). `plan_uri` is the
-    plan's URI, `plan` the URI and all counts. More workers than Airflow maps a task over
-    (`[core] max_map_length`, 1,024) are refused before anything is planned.
+    XComs: `plan_uri` is the plan's URI, `plan` the URI and all counts, `num_workers` how many
+    workers share it, for `BatchLLMGenerateOperator`: at most as many as there are shards.
 
     Args:
         spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
             its content, with absolute local paths, which must be valid there, too.
         ds: the partition (templated); by default the run's logical date.
-        num_workers: workers that share the plan, or one for each shard if there are fewer. The
-            plan doesn't depend on it. None: a worker for each shard if the spec says how many
-            (`planner.num_shards`), else one worker.
-        kwargs: see `BatchLLMPodOperator`.
+        num_workers: workers that share the plan, or one for each shard if there are fewer
+            (templated). The plan doesn't depend on it. None: a worker for each shard if the spec
+            says how many (`planner.num_shards`), else one worker.
+        kwargs: see `BatchLLMJobOperator`.
 
     Raises:
         ValueError: `num_workers` isn't a positive integer.
@@ -45,11 +43,13 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
         return ["plan", "--job", self.spec_path, "--ds", self.ds]
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
-        """`batchllm plan` with the spec itself, and a record for `verify` under the pod's UID."""
-        return ["plan", *self.job_arguments, "--record", UID_PLACE]
+        """`batchllm plan` with the spec itself, and a record for `verify` under the Job's UID."""
+        return ["plan", *self.job_arguments, "--record", JOB_UID]
 
-    def verify_command(self, context: Context, pod_uid: str | None) -> list[str] | None:
-        return None if pod_uid is None else [*self.job_arguments, "--record", pod_uid]
+    def verified(self, context: Context, end: JobEnd | None) -> dict[str, Any] | str:
+        if end is None:  # only a Job can have left results
+            return ""
+        return self._commands().verify(*self.job_arguments, "--record", end.uid)
 
     def stem(self) -> str:
         return f"{self.spec.name}-plan"

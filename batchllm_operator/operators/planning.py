@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow.providers.common.compat.sdk import AirflowFailException, conf
+from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import BaseOperator, Context
 
 from batchllm_operator.errors import SpecError
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 PLAN_URI_KEY: Final = "plan_uri"
 SUMMARY_KEY: Final = "plan"
-_MAX_MAP_LENGTH: Final = 1024
-"""Airflow's default."""
+NUM_WORKERS_KEY: Final = "num_workers"
 
 
 class Planning(BaseOperator):
@@ -31,18 +30,17 @@ class Planning(BaseOperator):
     """
 
     # `report_root` is templated only because Airflow keeps template fields with the parsed DAG.
-    planning_fields = ("spec_path", "ds", "report_root")
+    planning_fields = ("spec_path", "ds", "num_workers", "report_root")
 
     def __init__(
         self,
         *,
         spec_path: str,
         ds: str = "{{ ds }}",
-        num_workers: int | None = None,
+        num_workers: int | str | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
-            raise ValueError(f"num_workers is {num_workers!r}; it must be an integer from 1")
+        check_num_workers(num_workers)
         super().__init__(**kwargs)
         self.spec_path = spec_path
         self.ds = ds
@@ -75,23 +73,9 @@ class Planning(BaseOperator):
         )
 
     def check(self) -> None:
-        """Refuse a run without a partition, and more tasks than Airflow maps one over.
-
-        Airflow would fail only after planning.
-        """
+        """Refuse a run without a partition."""
         if self.ds.strip() in ("", "None"):
             raise AirflowFailException(self._no_partition(f"ds is {self.ds!r}"))
-        what, count = "num_workers", self.num_workers
-        if count is None:
-            what, count = f"{self.spec_path}: planner.num_shards", self.spec.planner.num_shards or 1
-        limit = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
-        if count > limit:
-            raise AirflowFailException(
-                f"{what} is {count}, but Airflow makes at most {limit} tasks of one ([core]"
-                " max_map_length); give the task group fewer num_workers, which share any number of"
-                " shards, or raise that setting for the API server, which applies it, and for"
-                " workers, which read it here"
-            )
 
     def work(self) -> str:
         return " ".join(self.job_arguments)
@@ -99,18 +83,19 @@ class Planning(BaseOperator):
     def table_uri(self) -> str:
         return self.spec.output.uri
 
-    def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
-        """Push the plan's URI and counts; see the class."""
+    def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
+        """Push the plan's URI, counts and number of workers, and return the counts."""
         send_stage("plan", context, result)
-        plan_uri = str(result["plan_uri"])
-        context["ti"].xcom_push(key=PLAN_URI_KEY, value=plan_uri)
-        context["ti"].xcom_push(key=SUMMARY_KEY, value=uris_and_counts(result))
-        wanted = self.num_workers or self.spec.planner.num_shards or 1
+        summary = uris_and_counts(result)
+        wanted = int(self.num_workers or self.spec.planner.num_shards or 1)
         num_workers = min(wanted, int(result["num_shards"]))
-        return [
-            {"plan_uri": plan_uri, "worker": worker, "num_workers": num_workers}
-            for worker in range(num_workers)
-        ]
+        for key, value in (
+            (PLAN_URI_KEY, str(result["plan_uri"])),
+            (SUMMARY_KEY, summary),
+            (NUM_WORKERS_KEY, num_workers),
+        ):
+            context["ti"].xcom_push(key=key, value=value)
+        return summary
 
     @cached_property
     def spec(self) -> JobSpec:
@@ -124,6 +109,14 @@ class Planning(BaseOperator):
     def job_arguments(self) -> list[str]:
         """The job and its partition, for a command that can't read the spec's file."""
         return ["--job-json", self.spec.model_dump_json(exclude_unset=True), "--ds", self.ds]
+
+
+def check_num_workers(number: Any) -> None:
+    """Raise `ValueError` unless it is None, a positive integer or a text, which Airflow renders."""
+    if number is None or isinstance(number, str):
+        return
+    if type(number) is not int or number < 1:
+        raise ValueError(f"num_workers is {number!r}; it must be an integer from 1")
 
 
 def _report_root(spec_path: str) -> str | None:

@@ -6,7 +6,7 @@ sorted by partition: a day that runs again stays between its neighbours.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,7 +16,6 @@ from airflow.models.xcom import XComModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from batchllm_operator.amounts import counted
 from batchllm_operator.web.runs import (
     ACTIVE,
     COMMIT,
@@ -176,27 +175,16 @@ def job_state(session: Session, job: JobRun) -> JobState:
     tasks = [row for row in rows if group_of(row.task_id) == group_of(ref.task_id)]
     if sum(row.operator in PLANS for row in tasks) > 1:
         return JobState("planned")
-    for row in tasks:
-        state = state_name(row.state)
-        if row.operator == COMMIT and state in ("success", "failed", *ACTIVE):
-            return _stage("committing", "committed", state, (row.task_id, row.map_index))
-    return _generating([row for row in tasks if row.operator == GENERATE])
-
-
-def _generating(workers: Sequence[Any]) -> JobState:
-    counts = Counter(state_name(worker.state) for worker in workers)
-    all_tasks = counted(len(workers), "task")
-    done = f"{counts['success']:,} of {all_tasks}"
-    if num_failed := sum(counts[state] for state in FAILED):
-        text = f"generating failed ({num_failed:,} of {all_tasks})"
-        # A task that failed because of another one before it has no log.
-        logs = (
-            (worker.task_id, worker.map_index) for worker in workers if worker.state == "failed"
-        )
-        return JobState(text, is_failed=True, logging_task=next(logs, None))
-    if any(counts[state] for state in ACTIVE):
-        return JobState(f"generating ({done})")
-    return JobState("planned" if not counts["success"] else f"generated ({done})")
+    by_operator = {row.operator: row for row in tasks}
+    for operator, doing, done in (
+        (COMMIT, "committing", "committed"),
+        (GENERATE, "generating", "generated"),
+    ):
+        if (row := by_operator.get(operator)) is not None:
+            state = state_name(row.state)
+            if state in ("success", "failed", *ACTIVE) or operator == GENERATE:
+                return _stage(doing, done, state, (row.task_id, row.map_index))
+    return JobState("planned")
 
 
 def _stage(doing: str, done: str, state: str, task: tuple[str, int]) -> JobState:

@@ -106,7 +106,7 @@ def _type_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         return " or ".join(schema["enum"])
     if "anyOf" in schema:  # the empty string, or a definition
         return _type_of(schema["anyOf"][-1], root)
-    name: str = schema["type"]
+    name: str = schema.get("type", "any value")
     if name == "array":
         return f"list of {_type_of(schema['items'], root)}"
     if name == "object" and "properties" not in schema:

@@ -39,7 +39,7 @@ from airflow.sdk import DAG
 from batchllm_operator.operators import batchllm_task_group
 
 for dag_id, more in (
-    ("deferring", {{}}),
+    ("deferring", {{"deferrable": True}}),
     ("waiting", {{"deferrable": False, "retries": 1, "retry_delay": timedelta(0)}}),
 ):
     with DAG(dag_id, schedule=None, is_paused_upon_creation=False):
@@ -48,7 +48,7 @@ for dag_id, more in (
             group_id="job",
             runner="kubernetes",
             aws_conn_id="lake",
-            # No task looks whether others have done its work while a test has frozen its pod.
+            # No task looks whether the plan is whole while a test has frozen its pods.
             generate_args={arguments!r} | {{"look_interval": timedelta(hours=1)}} | more,
         )
 """

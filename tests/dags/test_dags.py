@@ -37,7 +37,7 @@ def parse():
                     for name in ("runner", "gpu", "gpu_count", "namespace", "pod_template_file")
                 }
                 for task in dag.tasks
-                for given in [getattr(task, "partial_kwargs", vars(task))]
+                for given in [vars(task)]
                 if "pod_template_file" in given
             },
             "num_workers": [t.num_workers for t in dag.tasks if hasattr(t, "spec_path")],
@@ -94,8 +94,7 @@ def group_tasks(group: str) -> dict[str, list[str]]:
     """Each task of a job with those after it."""
     return {
         f"{group}.plan": [f"{group}.commit", f"{group}.generate", f"{group}.report"],
-        f"{group}.generate": [f"{group}.ended"],
-        f"{group}.ended": [f"{group}.commit"],
+        f"{group}.generate": [f"{group}.commit"],
         f"{group}.commit": [f"{group}.report"],
         f"{group}.report": [],
     }
@@ -135,7 +134,7 @@ def test_by_default_a_dag_runs_in_the_worker(parsed: list[dict[str, Any]]) -> No
         assert parsed[0][dag_id]["num_workers"] == [None]
         pods = parsed[0][dag_id]["pods"]
         assert pods["plan"] == {"runner": "local", **none}
-        assert pods["generate"] == {"runner": None, **none}
+        assert pods["generate"] == {"runner": "local", **none}
 
 
 def test_a_deployment_names_pool_specs_first_day_and_pods(parsed: list[dict[str, Any]]) -> None:
@@ -159,7 +158,7 @@ def test_a_deployment_names_pool_specs_first_day_and_pods(parsed: list[dict[str,
                 "pod_template_file": "/opt/batchllm/pods/cpu.yaml",
             },
             "generate": {
-                "runner": None,
+                "runner": "kubernetes",
                 "gpu": "nvidia",
                 "gpu_count": 2,
                 "namespace": "batch-gpu",

@@ -6,7 +6,6 @@ One Airflow for all, so its runs lead from test to test.
 from __future__ import annotations
 
 import socket
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from support.browser import LOOKS, Tab
 from support.demo_job import wait_until
 from support.fake_job import document_rows
-from support.pod_runs import KEY, LIMIT_S, PodRun, freeze, secrets_of_pods
+from support.pod_runs import KEY, LIMIT_S, PodRun, freeze, secrets_of_jobs
 from support.standalone import (
     API_S,
     POLL_S,
@@ -77,7 +76,6 @@ def test_a_day_that_is_over_is_run_and_committed(standalone: Standalone, schedul
     assert {task["task_id"].rpartition(".")[2]: task["pool"] for task in tasks} == {
         "plan": "default_pool",
         "generate": "batchllm_gpu",
-        "ended": "default_pool",
         "commit": "default_pool",
         "report": "default_pool",
     }
@@ -102,11 +100,9 @@ def test_the_plugin_is_whole_and_links_a_task_to_its_page(
     assert (plugin["name"], len(plugin["external_views"])) == ("batchllm", 2)
     assert standalone.api("GET", "/api/v2/plugins/importErrors")["total_entries"] == 0
     task = f"dagRuns/{scheduled}/taskInstances/snippets.generate"
-    links = standalone.api(
-        "GET", f"/api/v2/dags/daily_snippets/{task}/links", params={"map_index": 0}
-    )["extra_links"]
+    links = standalone.api("GET", f"/api/v2/dags/daily_snippets/{task}/links")["extra_links"]
     run = f"/batchllm/dags/daily_snippets/runs/{quote(scheduled, safe='')}"
-    assert links == {"Live progress": f"{run}/tasks/snippets.generate/0"}
+    assert links == {"Live progress": f"{run}/tasks/snippets.generate/-1"}
     report = standalone.page(run)
     assert "report.html" in report and "<script" not in report
     assert standalone.page(links["Live progress"]) == report  # after the commit
@@ -227,22 +223,21 @@ def test_pages_can_be_read_by_everybody_everywhere(tab: Tab, scheduled: str, arr
 
 @pytest.fixture(scope="module")
 def frozen(in_pods: PodRun) -> list[str]:
-    """Its pods, one for each worker, while the tasks are deferred."""
+    """Its pods, one for each worker, while the task is deferred."""
     pods = freeze(in_pods)
-    for shard in (0, 1):
-        in_pods.wait_until_parked(shard)
+    in_pods.wait_until_parked()
     return pods
 
 
-def test_shards_are_generated_while_their_tasks_are_deferred(
+def test_shards_are_generated_while_their_task_is_deferred(
     standalone: Standalone, in_pods: PodRun, frozen: list[str]
 ) -> None:
     in_pods.wait(
-        lambda: any(line.startswith("worker ") and "ETA" in line for line in in_pods.log(0)),
-        "a line with an ETA is in the log",
+        lambda: any("of 2 workers run" in line for line in in_pods.log()), "a line of progress"
     )
-    assert in_pods.task(0)["state"] == "deferred"
-    assert secrets_of_pods(standalone) == sorted(frozen)
+    assert in_pods.task["state"] == "deferred"
+    (secret,) = secrets_of_jobs(standalone)
+    assert all(pod.startswith(secret) for pod in frozen)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +249,7 @@ def replacement(in_pods: PodRun, frozen: list[str]) -> str:
     agent = in_pods.airflow.cluster.agent
     agent.hold_images("job:1")
     agent.evict(frozen[1])
-    in_pods.wait_until_parked(1, times=2)
+    in_pods.wait(lambda: len(in_pods.pods(1)) == 2, "another pod")
     return in_pods.pod(1)
 
 
@@ -263,7 +258,7 @@ def test_progress_moves_until_the_report_takes_its_place(
 ) -> None:
     """The replacement goes on, and then the other pod."""
     page, run = tab.page, address("deferring", in_pods.run_id)
-    page.goto(f"{run}/tasks/job.generate/0")
+    page.goto(f"{run}/tasks/job.generate/-1")
     page.wait_for_url("**/jobs/**")
     page.emulate_media(color_scheme="dark")
     assert tab.serious_findings() == []
@@ -297,15 +292,9 @@ def test_a_pod_that_is_evicted_is_replaced(
         in_pods.thaw(frozen[0])
     in_pods.check_success()
     assert in_pods.num_resumed_parts(1) >= 1
-    assert {in_pods.task(worker)["try_number"] for worker in (0, 1)} == {1}
-    for worker, pods in enumerate(([frozen[0]], [frozen[1], replacement])):
-        log = in_pods.log(worker)
-        made = [line.split()[2] for line in log if line.startswith("Made pod ")]
-        assert made == pods
-        starts = (f"worker {worker}: ", *(f"Pod {pod}: " for pod in pods))
-        told = [line for line in log if line.startswith(starts)]
-        assert len(told) > 5
-        assert [line for line, count in Counter(told).items() if count > 1] == []
+    assert replacement not in frozen
+    assert in_pods.task["try_number"] == 1
+    assert sum(line.startswith("Made Job ") for line in in_pods.log()) == 1
 
 
 def test_neither_database_nor_logs_hold_a_credential(standalone: Standalone) -> None:
@@ -316,7 +305,7 @@ def test_neither_database_nor_logs_hold_a_credential(standalone: Standalone) -> 
     for file in files:
         content = file.read_bytes()
         assert [token for token in tokens if token.encode() in content] == [], file
-    wait_until(lambda: not secrets_of_pods(standalone), "Secrets go with their pods", poll_s=POLL_S)
+    wait_until(lambda: not secrets_of_jobs(standalone), "Secrets go with their Jobs", poll_s=POLL_S)
 
 
 # What the script refuses

@@ -17,13 +17,12 @@ from helm_chart.rendering import (
 )
 
 WORKER = {
-    "pods": {"create", "get", "list", "patch", "delete"},
+    "jobs.batch": {"create", "get", "patch", "delete"},
+    "pods": {"list", "delete"},
     "pods/log": {"get"},
+    "events": {"list"},
 }
-TRIGGERER = {
-    "pods": {"get", "delete"},
-    "pods/log": {"get"},
-}
+TRIGGERER = WORKER | {"jobs.batch": {"get", "delete"}}
 APPLICATIONS = {
     "sparkapplications.sparkoperator.k8s.io": {"create", "delete"},
     "sparkapplications/status.sparkoperator.k8s.io": {"get"},
@@ -32,6 +31,7 @@ DRIVER = {
     name: {"create", "get", "list", "watch", "patch", "delete", "deletecollection"}
     for name in ("pods", "services", "configmaps", "persistentvolumeclaims")
 }
+OF_DRIVERS = {"pods": {"get", "list", "patch", "delete"}}
 SECRETS = {"secrets": {"create", "delete"}}
 EXAMPLES = sorted(examples())
 
@@ -56,7 +56,7 @@ def test_roles_hold_exactly_the_verbs_that_airflow_needs(example: str) -> None:
     creates_secrets = values.get("connections", {}).get("createSecrets", False)
     has_spark = values.get("spark", {}).get("enabled", False)
     secrets = SECRETS if creates_secrets else {}
-    applications = APPLICATIONS if has_spark else {}
+    applications = APPLICATIONS | OF_DRIVERS if has_spark else {}
     assert verbs(roles["batchllm-worker"]) == WORKER | secrets | applications
     assert ("batchllm-spark" in roles) is has_spark
     if has_spark:

@@ -27,6 +27,7 @@ from helm_chart.validation import errors_of
 from helm_python import Chart, package
 
 from batchllm_operator import __version__
+from batchllm_operator.operators.jobs.pod import PodSettings, default_pod, with_gpus
 
 EXAMPLES = sorted(examples())
 MODEL = {"repo": "org/model", "revision": "0" * 40}
@@ -158,6 +159,7 @@ def test_pods_need_no_writable_root() -> None:
     assert env["HF_HUB_OFFLINE"] == "1"
     caches = {name: env[name] for name in env if "CACHE" in name}
     assert caches == {
+        "CUDA_CACHE_PATH": "/cache/cuda",
         "NUMBA_CACHE_DIR": "/cache/numba",
         "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
         "TRITON_CACHE_DIR": "/cache/triton",
@@ -180,6 +182,42 @@ def test_own_variables_replace_the_charts() -> None:
     assert ("TMPDIR", "/cache/tmp") in env
     assert ("NCCL_DEBUG", "WARN") in env
     assert len(env) == len({name for name, _ in env})
+
+
+def test_a_template_says_what_the_operators_do_without_one() -> None:
+    """Values are the defaults of the package's pod.yaml, and the rest is read from it."""
+    pods = pods_of({"cpu": {"enabled": True}, "gpu": {"amd": {"enabled": True}}})
+    for gpu in ("nvidia", "amd", None):
+        operators = default_pod(PodSettings(gpu=gpu), "base")
+        with_gpus(operators, PodSettings(gpu=gpu))
+        chart, own = pods[gpu or "cpu"]["spec"], operators["spec"]
+        for part in ("nodeSelector", "tolerations", "securityContext", "restartPolicy"):
+            assert chart.get(part) == own.get(part), part
+        assert sorted(chart["volumes"], key=str) == sorted(own["volumes"], key=str)
+        [container], [default] = chart["containers"], own["containers"]
+        assert container["securityContext"] == default["securityContext"]
+        assert container["resources"]["limits"] == default["resources"]["limits"]
+        given, known = ({e["name"]: e.get("value") for e in c["env"]} for c in (container, default))
+        known = {**known, "HF_HOME": "/cache/huggingface"}
+        del known["BATCHLLM_JOB_UID"]  # from the Job, which isn't there yet
+        assert given == known
+
+
+def test_further_fields_of_pods_are_in_every_template() -> None:
+    fields: dict[str, Any] = {
+        "runtimeClassName": "nvidia",
+        "schedulerName": "volcano",
+        "affinity": {"podAntiAffinity": {}},
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+        ],
+        "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+    }
+    node = {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    values = {"cpu": {"enabled": True}, "pods": {**fields, "extraEnv": [node]}}
+    for pod in pods_of(values).values():
+        assert {name: pod["spec"][name] for name in fields} == fields
+        assert node in pod["spec"]["containers"][0]["env"]
 
 
 def test_labels_that_the_policies_select_by_stay() -> None:

@@ -68,8 +68,6 @@ def test_what_airflow_gets_is_listed() -> None:
     sent = {
         each.name: (each.kind, usual) for stage in metrics.STAGE_METRICS.values() for each in stage
     }
-    of_pods = {*usual, metrics.STAGE_TAG}
-    sent |= dict.fromkeys((metrics.PODS_REPLACED, metrics.QUOTA_WAITS), ("counter", of_pods))
     listed = rows("batchllm.")
     assert {name: (kind, tags) for name, (kind, _, tags, _) in listed.items()} == sent
     assert all(unit == "ms" for kind, unit, _, _ in listed.values() if kind == "timer")

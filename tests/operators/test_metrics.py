@@ -154,16 +154,6 @@ def test_no_metric_fails_a_task(
     assert "no route to the metrics' host" in caplog.text
 
 
-def test_pod_events_say_stage_and_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = FakeStats()
-    monkeypatch.setattr(metrics, "Stats", stats)
-    metrics.count_pod_event(
-        metrics.PODS_REPLACED, "run", {"ti": TaskInstance(dag_id="nightly")}, "snippets"
-    )
-    assert stats.sent == {"batchllm.pods.replaced": 1}
-    assert stats.tags == [{"stage": "run", "job": "snippets", "dag_id": "nightly"}]
-
-
 # Through Airflow's own code. The package `statsd` is an extra of Airflow's: here it's a stand-in,
 # and what counts is that Airflow lets names, values and tags through.
 

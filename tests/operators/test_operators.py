@@ -26,7 +26,7 @@ from batchllm_operator.operators import (
     one_run_per_partition,
 )
 from batchllm_operator.operators.command import CommandRunner
-from batchllm_operator.operators.pods.settings import CPU_IMAGE, PRESETS
+from batchllm_operator.operators.jobs.pod import KINDS
 from batchllm_operator.provider import get_provider_info
 
 
@@ -61,37 +61,6 @@ def write_spec(folder: Path, num_shards: int | None) -> str:
     return str(path)
 
 
-def test_plan_returns_a_worker_for_each_shard_of_the_spec_and_pushes_uris_and_counts(
-    ran: list[tuple[str, ...]], tmp_path: Path
-) -> None:
-    spec = write_spec(tmp_path, num_shards=1024)
-    task = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="2026-01-31")
-    ti = TaskInstance()
-    assert execute(task, {"ti": ti}) == [
-        {"plan_uri": "s3://b/plan-1", "worker": 0, "num_workers": 2},
-        {"plan_uri": "s3://b/plan-1", "worker": 1, "num_workers": 2},
-    ]
-    assert ran == [("plan", "--job", spec, "--ds", "2026-01-31")]
-    assert ti.pushed == {
-        "plan_uri": "s3://b/plan-1",
-        "plan": {"plan_uri": "s3://b/plan-1", "num_shards": 2},
-    }
-
-
-@pytest.mark.parametrize("runner", ["local", "kubernetes"])
-def test_more_shards_than_airflow_maps_are_refused_before_planning(
-    runner: Any, ran: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = write_spec(tmp_path, num_shards=1025)
-    task = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="2026-01-31", runner=runner)
-    with pytest.raises(AirflowFailException, match=r"num_shards is 1025.*1024.*max_map_length"):
-        execute(task, {"ti": TaskInstance()})
-    assert ran == []
-    if runner == "local":
-        monkeypatch.setenv("AIRFLOW__CORE__MAX_MAP_LENGTH", "1025")
-        assert execute(task, {"ti": TaskInstance()})
-
-
 def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) -> None:
     counts = {"plan_uri": "s3://b/plan-1", "num_shards": 2}
     generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1")
@@ -100,9 +69,8 @@ def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) 
     report = BatchLLMReportOperator(task_id="r", plan_uri="s3://b/plan-1")
     assert execute(commit, {}) == counts
     assert execute(report, {}) == counts
-    of_worker = ("--plan", "s3://b/plan-1", "--worker", "0", "--num-workers", "1")
     assert ran == [
-        ("run", *of_worker, "--owner", mock.ANY),
+        ("run", "--plan", "s3://b/plan-1", "--owner", mock.ANY),
         ("commit", "--plan", "s3://b/plan-1"),
         ("report", "--plan", "s3://b/plan-1"),
     ]
@@ -144,7 +112,7 @@ def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.Monk
     outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
     task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
     outlet_events = OutletEventAccessors()
-    execute(task, {"outlet_events": outlet_events})
+    execute(task, {"ti": TaskInstance(), "outlet_events": outlet_events})
     assert {asset.name: accessor.extra for asset, accessor in outlet_events.items()} == {
         "snippets": event,
         "s3://b/snippets": event,
@@ -177,12 +145,12 @@ def test_templates_are_rendered() -> None:
         "2026-01-31",
         {"D": "2026-01-31"},
     )
-    worker = BatchLLMGenerateOperator(
-        task_id="w", plan_uri="{{ root }}/p", worker="{{ ds }}", num_workers="{{ root }}"
+    generate = BatchLLMGenerateOperator(
+        task_id="g", plan_uri="{{ root }}/p", num_workers="{{ ds | length }}", queue_name="{{ ds }}"
     )
-    worker.render_template_fields(context)
-    assert (worker.plan_uri, worker.worker, worker.num_workers) == (
-        *("s3://b/p", "2026-01-31", "s3://b"),
+    generate.render_template_fields(context)
+    assert (generate.plan_uri, generate.num_pods(), generate.queue_name) == (
+        *("s3://b/p", 10, "2026-01-31"),
     )
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="{{ root }}/p")
     commit.render_template_fields(context)
@@ -225,33 +193,73 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
             env={"A": "1"},
             aws_conn_id="lake",
             num_workers=8,
+            gpu="nvidia",
             pool="gpus",
-            max_parallel_shards=4,
             output_asset="s3://b/snippets",
-            generate_args={"queue": "gpu"},
         )
-    plan, generate, commit, report = (
-        dag.get_task(f"job.{name}") for name in ("plan", "generate", "commit", "report")
-    )
+    tasks = [dag.get_task(f"job.{name}") for name in ("plan", "generate", "commit", "report")]
+    plan, generate, commit, report = tasks
     assert plan.downstream_task_ids == {"job.generate", "job.commit", "job.report"}
-    ended = dag.get_task("job.ended")
-    assert generate.downstream_task_ids == {"job.ended"}
-    assert ended.downstream_task_ids == {"job.commit"}
-    assert (ended.trigger_rule, commit.trigger_rule) == (
-        TriggerRule.ALL_DONE,  # others may have done the work of a worker that failed
-        TriggerRule.ALL_SUCCESS,
-    )
+    assert generate.downstream_task_ids == {"job.commit"}
     assert commit.downstream_task_ids == {"job.report"}
-    assert generate.is_mapped
-    assert (generate.pool, generate.max_active_tis_per_dagrun) == ("gpus", 4)
-    assert generate.queue == "gpu"
+    assert {task.trigger_rule for task in tasks} == {TriggerRule.ALL_SUCCESS}
+    assert not generate.is_mapped
+    assert (generate.pool, generate.pool_slots) == ("gpus", 8)
     assert {task.pool for task in (plan, commit, report)} == {"default_pool"}
     assert commit.outlets == [Asset("s3://b/snippets")]
-    assert (plan.env, plan.num_workers) == ({"A": "1"}, 8)
-    tasks = (plan, commit, report)
-    conn_ids = (generate.partial_kwargs["aws_conn_id"], *(task.aws_conn_id for task in tasks))
-    assert conn_ids == ("lake",) * 4
-    assert plan.spec_path == "job.yaml"
+    assert {(task.aws_conn_id, *task.env.items()) for task in tasks} == {("lake", ("A", "1"))}
+    assert (plan.spec_path, plan.num_workers) == ("job.yaml", 8)
+    assert (generate.num_workers.operator, generate.num_workers.key) == (plan, "num_workers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slots"),
+    [
+        ({"num_workers": 8, "gpu": "amd"}, 8),
+        ({"num_workers": 8, "generate_args": {"runner": "kubernetes"}}, 8),
+        ({"num_workers": 8}, 1),  # one worker here
+        ({"num_workers": "{{ params.workers }}", "gpu": "amd"}, 1),
+        ({"gpu": "amd"}, 1),
+    ],
+)
+def test_generate_takes_a_slot_of_its_pool_for_each_pod(arguments: Any, slots: int) -> None:
+    with DAG("job", schedule=None) as dag:
+        batchllm_task_group("job.yaml", pool="gpus", **arguments)
+    assert dag.get_task("batchllm.generate").pool_slots == slots
+
+
+def test_task_group_lets_arguments_of_a_task_override_its_own() -> None:
+    own: dict[str, dict[str, Any]] = {
+        "plan": {"ds": "{{ params.day }}", "queue": "plans"},
+        "generate": {"gpu_count": 2, "pool": "mine", "num_workers": 3},
+        "commit": {"runner": "kubernetes", "outlets": [], "pool": "commits"},
+        "report": {"aws_conn_id": None, "retries": 5},
+    }
+    with DAG("job", schedule=None) as dag:
+        arguments: Any = {f"{name}_args": given for name, given in own.items()}
+        batchllm_task_group("job.yaml", pool="gpus", aws_conn_id="lake", **arguments)
+    for name, given in own.items():
+        task = dag.get_task(f"batchllm.{name}")
+        assert {field: getattr(task, field) for field in given} == given
+
+
+def test_a_template_of_workers_is_rendered_by_generate_too() -> None:
+    """Each time it looks at the lake: that is how a running Job is scaled."""
+    with DAG("job", schedule=None) as dag:
+        batchllm_task_group("job.yaml", num_workers="{{ var.value.workers }}")
+    for name in ("plan", "generate"):
+        assert dag.get_task(f"batchllm.{name}").num_workers == "{{ var.value.workers }}"
+
+
+@pytest.mark.parametrize("default", ["True", "False"])
+def test_airflows_setting_decides_what_is_deferred(
+    default: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW__OPERATORS__DEFAULT_DEFERRABLE", default)
+    generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", gpu="nvidia")
+    assert generate.deferrable == (default == "True")
+    given = BatchLLMGenerateOperator(task_id="h", plan_uri="s3://b/plan-1", deferrable=False)
+    assert given.deferrable is False
 
 
 def test_task_group_takes_an_asset_and_a_partition_that_a_task_names() -> None:
@@ -294,16 +302,14 @@ def test_the_documented_example_for_kubernetes_makes_pods() -> None:
     plan = dag.get_task("batchllm.plan")
     assert isinstance(plan, BatchLLMPlanOperator)
     assert (plan.runner, plan.namespace, plan.aws_conn_id) == ("kubernetes", "batch-gpu", "lake")
-    generate = dag.get_task("batchllm.generate").partial_kwargs
-    assert (generate["gpu"], generate["gpu_count"], generate["pool"]) == ("nvidia", 2, "gpus")
-    assert generate["memory"] == "96Gi"
+    generate = dag.get_task("batchllm.generate")
+    assert (generate.gpu, generate.gpu_count, generate.pool) == ("nvidia", 2, "gpus")
+    assert generate.settings.memory == "96Gi"
 
 
 def test_images_are_named_as_the_chart_names_them() -> None:
     values = Path(__file__).parents[2] / "helm" / "batchllm" / "values.yaml"
     named = re.findall(r"repository: (batchllm-\w+)", values.read_text(encoding="utf-8"))
-    ours = [CPU_IMAGE, *(preset.image for preset in PRESETS.values())]
     operators = set(named) - {"batchllm-spark"}  # only a SparkApplication names that one
-    assert {image.partition(":")[0] for image in ours} == operators
+    assert {kind["image"] for kind in KINDS.values()} == operators
     assert len(named) == len(operators) + 1
-    assert {image.partition(":")[2] for image in ours} == {__version__}

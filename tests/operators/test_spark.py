@@ -76,10 +76,9 @@ def test_a_plan_by_spark_submit_is_the_tasks_value(
     value = submitted(spec, ti, env={"PYSPARK_PYTHON": sys.executable}).wait()
     assert dict(os.environ) == before
     uri = ti.pushed["plan_uri"]
-    of_worker = {"plan_uri": uri, "num_workers": len(value)}
-    assert value == [{**of_worker, "worker": worker} for worker in range(len(value))]
+    assert value == ti.pushed["plan"]
     assert ti.pushed["plan"]["num_rows"] == 30
-    assert ti.pushed["plan"]["num_shards"] == len(value)
+    assert ti.pushed["num_workers"] == value["num_shards"]
     manifest = json.loads((Path(uri) / "manifest.json").read_text())
     assert manifest["spec"]["prompt"]["system"] == 'Answer "$(HOME)" and $$5. '
     local = plan_job(load_spec(spec), DS).manifest

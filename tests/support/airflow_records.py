@@ -101,7 +101,6 @@ class Records:
         group: str = "batchllm",
         commit: str | None = None,
         outcome: dict[str, Any] | None = None,
-        num_shards: int = 2,
         planned: dict[str, Any] | None = None,
     ) -> Records:
         """The tasks of a job, planned as `plan_uri`; committed if there is an outcome.
@@ -109,17 +108,12 @@ class Records:
         `planned` are the plan's counts and predictions.
         """
         where: dict[str, Any] = {"dag_id": dag_id, "run_id": run_id}
-        workers = [
-            {"plan_uri": plan_uri, "worker": idx, "num_workers": num_shards}
-            for idx in range(num_shards)
-        ]
-        noted = {"plan_uri": plan_uri, "return_value": workers}
+        noted = {"plan_uri": plan_uri, "return_value": {"plan_uri": plan_uri}}
         if planned is not None:
             noted["plan"] = planned
         self.task(f"{group}.plan", **noted, **where)
         generated = "running" if outcome is None else "success"
-        for idx in range(num_shards):
-            self.task(f"{group}.generate", generated, map_index=idx, **where)
+        self.task(f"{group}.generate", generated, **where)
         if outcome is None:
             return self.task(f"{group}.commit", commit, **where)
         outcome = {"plan_uri": plan_uri, **outcome}

@@ -26,7 +26,8 @@ def pod_arguments(cluster: Cluster, lake: Path) -> dict[str, Any]:
         "namespace": cluster.namespace,
         "config_file": str(cluster.kubeconfig),
         "kubernetes_conn_id": None,
-        "poll_interval": 0.05,
+        "poll_interval": 0.1,
+        "max_restarts": 0,
         "cpu": "10m",
         "memory": "64Mi",
         "termination_grace_period": 40,
@@ -35,6 +36,7 @@ def pod_arguments(cluster: Cluster, lake: Path) -> dict[str, Any]:
                 "containers": [
                     {
                         "name": "base",
+                        "resources": {"requests": {"ephemeral-storage": "1Mi"}},
                         "env": [{"name": "NUMBA_CACHE_DIR", "value": str(_COMPILED)}],
                         "volumeMounts": mounts,
                     }

@@ -1,4 +1,4 @@
-"""DAG runs whose shards are generated in pods, as a user of Airflow's API sees and treats them.
+"""DAG runs whose shards are generated in a Job, as a user of Airflow's API sees and treats them.
 
 A pod that a test has frozen (`freeze`) stays in the middle of its work until it is thawed, so
 nothing here depends on who is faster.
@@ -25,7 +25,7 @@ KEY_ID, KEY = "AKIAOFTHELAKE", "the-secret-key-of-the-lake"
 
 @dataclass(frozen=True)
 class PodRun:
-    """A run of one of the DAGs `deferring` and `waiting`; `shard` is the map index of a task."""
+    """A run of one of the DAGs `deferring` and `waiting`, whose two workers have a shard each."""
 
     airflow: Standalone
     dag_id: str
@@ -47,8 +47,10 @@ class PodRun:
     def state(self) -> str:
         return str(self.airflow.api("GET", self.path)["state"])
 
-    def task(self, shard: int) -> dict[str, Any]:
-        return dict(self.airflow.api("GET", f"{self.path}/taskInstances/{GENERATE}/{shard}"))
+    @property
+    def task(self) -> dict[str, Any]:
+        """The task that generates."""
+        return dict(self.airflow.api("GET", f"{self.path}/taskInstances/{GENERATE}"))
 
     def wait(self, condition: Callable[[], object], what: str, poll_s: float = POLL_S) -> None:
         """Wait until `condition()` is true; fail, saying `what` was awaited and how pods are."""
@@ -61,69 +63,69 @@ class PodRun:
             ]
             raise AssertionError(f"{error}; pods: {pods}") from error
 
-    def wait_for(self, shard: int, state: str, try_number: int = 1) -> None:
+    def wait_for(self, state: str, try_number: int = 1) -> None:
         def is_there() -> bool:
-            task = self.task(shard)
+            task = self.task
             return (task["state"], task["try_number"]) == (state, try_number)
 
-        self.wait(is_there, f"try {try_number} of shard {shard} is {state}")
+        self.wait(is_there, f"try {try_number} is {state}")
 
-    def wait_until_parked(self, shard: int, times: int = 1) -> None:
-        """Wait until a task is deferred, and Airflow has found out.
+    def wait_until_parked(self) -> None:
+        """Wait until the task is deferred, and Airflow has found out.
 
         It fails a task that goes on before it has noted the end of its process, and asks no trigger
-        to stop the pod that hasn't begun.
+        to stop what hasn't begun.
         """
-        end = f"{self.dag_id}, task_id={GENERATE}, run_id={self.run_id}, map_index={shard},"
+        end = f"{self.dag_id}, task_id={GENERATE}, run_id={self.run_id},"
         log = self.airflow.home / "airflow.log"
 
         def is_parked() -> bool:
-            ends = log.read_text(errors="replace").count(f"TaskInstance Finished: dag_id={end}")
-            if ends < times or self.task(shard)["state"] != "deferred":
+            ended = f"TaskInstance Finished: dag_id={end}" in log.read_text(errors="replace")
+            if not ended or self.task["state"] != "deferred":
                 return False
-            return any(line.startswith(("Pod ", "worker ")) for line in self.log(shard))
+            return any(line.startswith("Job ") for line in self.log())
 
-        self.wait(is_parked, f"shard {shard} is deferred")
+        self.wait(is_parked, "the task is deferred")
 
-    def mark(self, shard: int, state: str) -> None:
-        path = f"{self.path}/taskInstances/{GENERATE}/{shard}"
+    def mark(self, state: str) -> None:
+        path = f"{self.path}/taskInstances/{GENERATE}"
         self.airflow.api("PATCH", path, json={"new_state": state})
 
-    def clear(self, *shards: int) -> None:
-        """With what comes after them, as the page proposes it."""
+    def clear(self) -> None:
+        """With what comes after it, as the page proposes it."""
         body = {
             "dry_run": False,
             "dag_run_id": self.run_id,
-            "task_ids": [[GENERATE, shard] for shard in shards],
+            "task_ids": [GENERATE],
             "only_failed": False,
             "include_downstream": True,
             "reset_dag_runs": True,
         }
         self.airflow.api("POST", f"/api/v2/dags/{self.dag_id}/clearTaskInstances", json=body)
 
-    def log(self, shard: int, try_number: int = 1) -> list[str]:
+    def log(self, try_number: int = 1) -> list[str]:
         """What the page shows."""
         path = f"{self.path}/taskInstances/{GENERATE}/logs/{try_number}"
-        arguments = {"map_index": shard, "full_content": True}
-        content = self.airflow.api("GET", path, params=arguments)["content"]
+        content = self.airflow.api("GET", path, params={"full_content": True})["content"]
         return [each if isinstance(each, str) else each["event"] for each in content]
 
-    def pods(self, shard: int) -> list[Any]:
+    def pods(self, worker: int) -> list[Any]:
         """Those that are there, whatever they do."""
-        return self.airflow.cluster.pods(
-            f"batchllm.io/plan={self.plan.name},batchllm.io/worker={shard}"
-        )
+        index = f"batch.kubernetes.io/job-completion-index={worker}"
+        return self.airflow.cluster.pods(f"batchllm.io/plan={self.plan.name},{index}")
 
-    def pod(self, shard: int) -> str:
-        (pod,) = self.pods(shard)
+    def pod(self, worker: int) -> str:
+        """The name of the worker's pod that hasn't ended."""
+        live = [p for p in self.pods(worker) if p.status.phase not in ("Succeeded", "Failed")]
+        (pod,) = live
         return str(pod.metadata.name)
 
     def thaw(self, pod: str) -> None:
         self.airflow.cluster.agent.thaw(pod)
 
-    def is_ending(self, shard: int, name: str) -> bool:
+    def is_ending(self, worker: int, name: str) -> bool:
         """Whether a pod is being stopped, or has gone already."""
-        pods = [pod for pod in self.pods(shard) if pod.metadata.name == name]
+        pods = [pod for pod in self.pods(worker) if pod.metadata.name == name]
         return all(pod.metadata.deletion_timestamp is not None for pod in pods)
 
     @property
@@ -144,11 +146,17 @@ class PodRun:
         """Everything is there once, and nothing is left in the cluster."""
         self.airflow.wait_for_runs(self.dag_id, lambda run: run["dag_run_id"] == self.run_id)
         self.airflow.job.check_published("job", self.ds, NUM_ROWS)
-        self.check_nothing_left(0, 1)
+        self.check_nothing_left()
 
-    def check_nothing_left(self, *shards: int) -> None:
-        for shard in shards:
-            self.wait(lambda shard=shard: not self.pods(shard), f"no pod of shard {shard} is left")  # type: ignore[misc]
+    def check_nothing_left(self) -> None:
+        def jobs() -> list[Any]:
+            cluster = self.airflow.cluster
+            listed = cluster.batch.list_namespaced_job(
+                cluster.namespace, label_selector=f"batchllm.io/plan={self.plan.name}"
+            )
+            return list(listed.items)
+
+        self.wait(lambda: not jobs(), "no Job is left")
 
 
 def freeze(*runs: PodRun) -> list[str]:
@@ -169,8 +177,8 @@ def freeze(*runs: PodRun) -> list[str]:
     return [names[idx] for idx in range(len(shards))]
 
 
-def secrets_of_pods(airflow: Standalone) -> list[str]:
-    """Names of the Secrets that hold the connection for a pod."""
+def secrets_of_jobs(airflow: Standalone) -> list[str]:
+    """Names of the Secrets that hold the connection for a Job."""
     listed = airflow.cluster.api.list_namespaced_secret(airflow.cluster.namespace).items
     names = [str(secret.metadata.name) for secret in listed]
     return sorted(name for name in names if name.startswith("batchllm"))

@@ -57,9 +57,17 @@ class Shards:
 
     def start(self, ti: TaskInstance | None = None, **arguments: Any) -> TaskRun:
         """Start a try of the task; `arguments` are the operator's."""
-        run = TaskRun(lambda: self.task(**arguments), ti or TaskInstance(), self.mode)
+        return self.start_task(lambda: self.task(**arguments), ti)
+
+    def start_task(self, make: Callable[[], Any], ti: TaskInstance | None = None) -> TaskRun:
+        run = TaskRun(make, ti or TaskInstance(), self.mode)
         self.runs.append(run)
         return run
+
+    def pod_names(self, count: int) -> list[str]:
+        """The names of all pods that are there, once they are so many."""
+        self.wait(lambda: len(self.live()) == count, f"{count} pods")
+        return [pod.metadata.name for pod in self.live()]
 
     def pod(self) -> str:
         """The name of the pod that is there, once it runs."""
@@ -85,8 +93,22 @@ class Shards:
         return name
 
     def wait_until_watched(self, run: TaskRun) -> None:
-        """Wait until a task has its pod, and waits for its end."""
-        self.wait(lambda: run.is_deferred or getattr(run.task, "_watch", None), "a watched pod")
+        """Wait until a task has its Job, and waits for its end."""
+        self.wait(lambda: run.is_deferred or self._has_begun(run), "a watched Job")
+
+    @staticmethod
+    def _has_begun(run: TaskRun) -> bool:
+        """Whether a task in its worker has its Job."""
+        return bool(getattr(getattr(run.task, "_watched", None), "uid", ""))
+
+    def jobs(self) -> list[Any]:
+        return list(self.cluster.batch.list_namespaced_job(self.cluster.namespace).items)
+
+    def job(self) -> Any:
+        """The Job that is there."""
+        self.wait(self.jobs, "a Job")
+        (job,) = self.jobs()
+        return job
 
     def live(self) -> list[Any]:
         return [pod for pod in self.cluster.pods() if pod.metadata.deletion_timestamp is None]
@@ -109,7 +131,7 @@ class Shards:
         self.check_nothing_left()
 
     def check_nothing_left(self) -> None:
-        self.wait(lambda: not self.cluster.pods(), "no pod to be left")
+        self.wait(lambda: not self.cluster.pods() and not self.jobs(), "no Job to be left")
         secrets = self.cluster.api.list_namespaced_secret(self.cluster.namespace).items
         assert [s.metadata.name for s in secrets if s.metadata.name.startswith("batchllm")] == []
 

@@ -121,7 +121,7 @@ class TaskRun:
         while True:
             self.task = self._make_task()  # each time in a new process
             if self._mode == "sync":
-                self.task.wants_deferral = False
+                self.task.deferrable = False
             function = getattr(type(self.task), method)
             function = getattr(function, "__wrapped__", function)  # past a guard of Airflow's
             try:

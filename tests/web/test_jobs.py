@@ -55,7 +55,7 @@ def test_a_job_is_listed_with_its_latest_run_and_the_trend(anna: Browser, record
     html = anna.page("/")
     assert '<a href="/batchllm/dags/job/runs/now/jobs/batchllm.plan/-1">rank</a>' in html
     for shown in (
-        "generating (0 of 2 tasks)",
+        "generating",
         "74.0 %",
         "as of 2026-01-35",
         "4,321",
@@ -165,7 +165,7 @@ def test_a_mistyped_partition_is_the_latest_run_until_the_next(
     html = anna.page("/")
     assert listed(html) == ["typo", "r21", "r20"]
     assert "latest run\nr21, partition 2026-01-21" in html
-    assert "generating (0 of 2 tasks)" in html and "planning failed" not in html
+    assert ">generating</span>" in html and "planning failed" not in html
     records.run(run_id="again", state="failed", day=23, conf={"ds": "2026-01-19"})
     records.task(**plan, run_id="again")
     assert "latest run\nr21, partition 2026-01-21" in anna.page("/")
@@ -198,30 +198,31 @@ def test_what_no_gpu_ran_is_marked_as_predicted(anna: Browser, records: Records)
 @pytest.mark.parametrize(
     ("plan", "generate", "commit", "shown"),
     [
-        ("running", [], None, "planning"),
-        ("queued", [], None, "waiting for planning"),
-        ("failed", [], None, "planning failed"),
-        ("up_for_retry", [], None, "planning again"),
-        ("success", ["success", "running"], None, "generating (1 of 2 tasks)"),
-        ("success", ["success", "failed"], "upstream_failed", "generating failed (1 of 2 tasks)"),
-        ("success", ["success", "success"], "running", "committing"),
-        ("success", ["success", "success"], "failed", "committing failed"),
-        ("success", ["skipped"], "success", "committed"),
+        ("running", None, None, "planning"),
+        ("queued", None, None, "waiting for planning"),
+        ("failed", None, None, "planning failed"),
+        ("up_for_retry", None, None, "planning again"),
+        ("success", None, None, "waiting for generating"),
+        ("success", "deferred", None, "generating"),
+        ("success", "failed", "upstream_failed", "generating failed"),
+        ("success", "success", None, "generated"),
+        ("success", "success", "running", "committing"),
+        ("success", "success", "failed", "committing failed"),
+        ("success", "skipped", "success", "committed"),
     ],
 )
 def test_the_stage_of_a_job(
     anna: Browser,
     records: Records,
     plan: str,
-    generate: list[str],
+    generate: str | None,
     commit: str | None,
     shown: str,
 ) -> None:
     noted = {"plan_uri": uri(1)} if plan == "success" else {}
     records.run(run_id="old").task("j.plan", run_id="old", plan_uri=uri(0))
     records.run(logical_day=1).task("j.plan", plan, **noted).task("j.commit", commit)
-    for idx, state in enumerate(generate):
-        records.task("j.generate", state, map_index=idx)
+    records.task("j.generate", generate)
     assert f">{shown}</span>" in anna.page("/")
 
 

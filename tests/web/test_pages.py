@@ -107,9 +107,9 @@ def test_a_run_shows_its_progress_until_the_commit(
     for path in (RUN, JOB):
         html = anna.page(path)
         check_accessible(html, num_scripts=1)
-        for shown in ("1,234", "60.0 %", "1 min 30 s", "6 / 15", "Generating (0 of 2 tasks)"):
+        for shown in ("1,234", "60.0 %", "1 min 30 s", "6 / 15"):
             assert shown in html, shown
-    assert 'data-summary="Generating (0 of 2 tasks), 20 % of the rows are done."' in html
+    assert 'data-summary="Generating, 20 % of the rows are done."' in html
     news = anna.page(f"{JOB}/live")
     assert "<html" not in news and "6 / 15" in news
     leave(plan, progress(plan, num_rows_done=12, eta_s=3.0))
@@ -243,13 +243,12 @@ def test_failed_tasks_show_why_and_lead_to_their_logs(
     anna: Browser, records: Records, plan: Any
 ) -> None:
     records.run().task("batchllm.plan", plan_uri=plan.folder.uri)
-    records.task("batchllm.generate", "upstream_failed", map_index=0)
-    records.task("batchllm.generate", "failed", map_index=1)
+    records.task("batchllm.generate", "failed")
     leave(plan, progress(plan, 1, state="failed", error=f"s3://me:pass@lake/x: {EVIL}"))
     html = anna.page(JOB)
     assert "Shard 1: s3://***@lake/x: &lt;script&gt;" in html
-    log = "/dags/job/runs/a/tasks/batchllm.generate/mapped/1"
-    assert f'href="{log}">Log of batchllm.generate [1]<' in html
+    log = "/dags/job/runs/a/tasks/batchllm.generate"
+    assert f'href="{log}">Log of batchllm.generate<' in html
     records.run(run_id="b", state="failed").task("batchllm.plan", "failed", run_id="b")
     assert 'href="/dags/job/runs/b/tasks/batchllm.plan"' in anna.page("/dags/job/runs/b")
 
@@ -258,10 +257,10 @@ def test_a_task_leads_to_its_job(anna: Browser, records: Records, plan: Any) -> 
     uri = plan.folder.uri
     records.run().job(uri)
     task = f"{RUN}/tasks/batchllm.generate"
-    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}"
+    assert anna.get(f"{task}/-1").headers["location"] == f"/batchllm{JOB}"
     records.job(uri + "x", group="two")
-    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}"
-    rendered = {"plan_uri": uri, "worker": "1", "num_workers": "8"}
+    assert anna.get(f"{task}/-1").headers["location"] == f"/batchllm{JOB}"
+    rendered = {"plan_uri": uri, "num_workers": "8"}
     records.task("alone.generate", "running", rendered=rendered)
     alone = anna.get(f"{RUN}/tasks/alone.generate/-1")
     assert alone.headers["location"] == f"/batchllm{JOB}"
@@ -269,16 +268,12 @@ def test_a_task_leads_to_its_job(anna: Browser, records: Records, plan: Any) -> 
         assert anna.get(f"{RUN}/tasks/{wrong}").status_code == 404
 
 
-def test_the_task_of_a_worker_that_waits_leads_to_its_job(
-    anna: Browser, records: Records, plan: Any
-) -> None:
+def test_a_task_that_waits_leads_to_its_job(anna: Browser, records: Records, plan: Any) -> None:
     uri = plan.folder.uri
-    workers = [{"plan_uri": uri, "worker": idx, "num_workers": 2} for idx in range(2)]
-    records.run().task("batchllm.plan", plan_uri=uri, return_value=workers)
-    for map_index in range(2):
-        records.task("batchllm.generate", "scheduled", map_index=map_index)
+    records.run().task("batchllm.plan", plan_uri=uri)
+    records.task("batchllm.generate", "scheduled")
     task = f"{RUN}/tasks/batchllm.generate"
-    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}"
+    assert anna.get(f"{task}/-1").headers["location"] == f"/batchllm{JOB}"
 
 
 def test_a_shards_page(anna: Browser, records: Records, plan: Any) -> None:

@@ -9,7 +9,7 @@ from airflow.providers.cncf.kubernetes.operators.spark_kubernetes import SparkKu
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import Context
 
-from batchllm_operator.operators.pods.spec import escaped
+from batchllm_operator.operators.jobs.pod import escaped
 from batchllm_operator.operators.spark.planning import SparkPlanning
 
 _MAX_NAME: Final = 40

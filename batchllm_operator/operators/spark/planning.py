@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Final
 import batchllm_operator
 from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.operators.jobs.owner import Attempt
 from batchllm_operator.operators.planning import Planning
-from batchllm_operator.operators.pods.owner import Attempt
 
 APPLICATION: Final = str(Path(batchllm_operator.__file__).parent / "spark_driver.py")
 """What Spark's driver runs; its arguments are those of `batchllm`."""
@@ -65,7 +65,7 @@ class SparkPlanning(Planning):
         """What the named connections hold; raises `AirflowFailException` if one is wrong."""
         return Credentials.of(self.aws_conn_id, self.connection_env)
 
-    def planned(self, context: Any) -> list[dict[str, str | int]]:
+    def planned(self, context: Any) -> dict[str, str | int | float]:
         """Check the plan of an application that has ended well, and return the task's value.
 
         Raises:

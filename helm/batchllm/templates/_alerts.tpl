@@ -26,3 +26,8 @@
 {{- define "batchllm.podMatchers" -}}
 namespace={{ .Release.Namespace | quote }},pod=~{{ .Values.monitoring.alerts.podPattern | quote }}
 {{- end -}}
+
+{{/* Those for its Jobs, without the pre-pull Job. */}}
+{{- define "batchllm.jobMatchers" -}}
+namespace={{ .Release.Namespace | quote }},job_name=~{{ .Values.monitoring.alerts.podPattern | quote }},job_name!~".*-pre-pull-.*"
+{{- end -}}

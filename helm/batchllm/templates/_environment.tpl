@@ -5,25 +5,29 @@
 {{- if and .Values.modelCache.enabled .Values.modelCache.readOnly -}}true{{- end -}}
 {{- end -}}
 
+{{/* Variables of all pods that a stage runs in. */}}
 {{- define "batchllm.env" -}}
-{{- $env := dict
-  "HOME" "/tmp"
-  "TMPDIR" "/tmp"
-  "XDG_CACHE_HOME" "/cache"
-  "NUMBA_CACHE_DIR" "/cache/numba"
-  "TORCHINDUCTOR_CACHE_DIR" "/cache/inductor"
-  "TRITON_CACHE_DIR" "/cache/triton"
-  "VLLM_CACHE_ROOT" "/cache/vllm"
-  "HF_HOME" (ternary "/models" "/cache/huggingface" .Values.modelCache.enabled)
-  "HF_HUB_DISABLE_TELEMETRY" "1"
-  "VLLM_NO_USAGE_STATS" "1"
--}}
+{{- $env := dict "HF_HOME" (ternary "/models" "/cache/huggingface" .Values.modelCache.enabled) -}}
+{{- range (first (include "batchllm.said" . | fromYaml).pod.spec.containers).env -}}
+{{- $_ := set $env .name .value -}}
+{{- end -}}
 {{- if include "batchllm.isOffline" . -}}
 {{- $_ := set $env "HF_HUB_OFFLINE" "1" -}}
 {{- end -}}
 {{- range $name, $value := merge (dict) .Values.pods.env $env }}
 - name: {{ $name }}
   value: {{ $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Those of one kind of pod; arguments: root, gpu (nvidia, amd or cpu). */}}
+{{- define "batchllm.kindEnv" -}}
+{{- $own := .root.Values.pods.env -}}
+{{- range (first (index (include "batchllm.said" .root | fromYaml).kinds .gpu).spec.containers).env }}
+{{- if not (hasKey $own .name) }}
+- name: {{ .name }}
+  value: {{ .value | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -1,6 +1,11 @@
+{{/* The pod of a stage as the operators know it: `pod` and `kinds` of files/pod.yaml, a file of the package. */}}
+{{- define "batchllm.said" -}}
+{{- .Files.Get "files/pod.yaml" -}}
+{{- end -}}
+
 {{/*
 A pod template for Airflow's pod_template_file. The operator adds name, command and its own labels.
-Arguments: root, kind (gpu or cpu), image, preset (gpu.nvidia, gpu.amd or cpu), user, group,
+Arguments: root, kind (gpu or cpu), gpu (nvidia, amd or cpu), image, preset (gpu.nvidia, gpu.amd or cpu), user, group,
 gpuResource (such as nvidia.com/gpu, empty for none).
 */}}
 {{- define "batchllm.pod" -}}
@@ -29,6 +34,17 @@ spec:
   imagePullSecrets:
     {{- trim . | nindent 4 }}
   {{- end }}
+  {{- range $name := list "runtimeClassName" "schedulerName" }}
+  {{- with index $values.pods $name }}
+  {{ $name }}: {{ . | quote }}
+  {{- end }}
+  {{- end }}
+  {{- range $name := list "affinity" "topologySpreadConstraints" "initContainers" }}
+  {{- with index $values.pods $name }}
+  {{ $name }}:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
   {{- with .preset.nodeSelector }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
@@ -45,6 +61,12 @@ spec:
       imagePullPolicy: {{ $values.images.pullPolicy }}
       env:
         {{- include "batchllm.env" .root | trim | nindent 8 }}
+        {{- with include "batchllm.kindEnv" . | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- with $values.pods.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
         {{- if and (include "batchllm.servesMetrics" .) (not (hasKey $values.pods.env "BATCHLLM_METRICS_PORT")) }}
         - name: BATCHLLM_METRICS_PORT
           value: {{ printf "0.0.0.0:%d" (int64 $values.monitoring.metrics.port) | quote }}

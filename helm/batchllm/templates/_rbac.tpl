@@ -1,12 +1,18 @@
 {{/* All rights that Airflow, and Spark's driver, get in the pods' namespace. */}}
 
 {{- define "batchllm.rules.worker" -}}
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [create, get, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [create, get, list, patch, delete]
+  verbs: {{ if .Values.spark.enabled }}[get, list, patch, delete]{{ else }}[list, delete]{{ end }}
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list]
 {{- if .Values.connections.createSecrets }}
 - apiGroups: [""]
   resources: [secrets]
@@ -30,10 +36,16 @@
 {{- end -}}
 
 {{- define "batchllm.rules.triggerer" -}}
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, delete]
+  verbs: [list, delete]
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list]
 {{- end -}}

@@ -2,24 +2,21 @@
 
 {{/* A pod's; arguments: root, user, group, supplementalGroups. */}}
 {{- define "batchllm.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: {{ int64 .user }}
-runAsGroup: {{ int64 .group }}
-fsGroup: {{ int64 .root.Values.pods.fsGroup }}
-fsGroupChangePolicy: OnRootMismatch
-{{- with .supplementalGroups }}
-supplementalGroups:
-{{- range . }}
-  - {{ int64 . }}
-{{- end }}
-{{- end }}
-seccompProfile:
-  type: RuntimeDefault
+{{- $said := (include "batchllm.said" .root | fromYaml).pod.spec.securityContext -}}
+{{- $own := dict "runAsUser" (int64 .user) "runAsGroup" (int64 .group) "fsGroup" (int64 .root.Values.pods.fsGroup) -}}
+{{- with .supplementalGroups -}}
+{{- $groups := list -}}
+{{- range . -}}
+{{- $groups = append $groups (int64 .) -}}
+{{- end -}}
+{{- $_ := set $own "supplementalGroups" $groups -}}
+{{- end -}}
+{{- range $name, $value := $own -}}
+{{- $_ := set $said $name $value -}}
+{{- end -}}
+{{- toYaml $said -}}
 {{- end -}}
 
 {{- define "batchllm.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- toYaml (first (include "batchllm.said" . | fromYaml).pod.spec.containers).securityContext -}}
 {{- end -}}

@@ -125,7 +125,7 @@ def test_a_run_publishes_the_partition_and_another_leaves_it(
     env = {**airflow.env, "BATCHLLM_SPEC_DIR": str(job.path)}
     airflow = replace(airflow, env=env).in_folder(ROOT / "dags")
     log = airflow.run("offline_ranking")
-    assert num_started(log) == 6  # plan, two workers, their end, commit, report
+    assert num_started(log) == 4  # plan, generate, commit, report
     job.check_published("offline_ranking")
     (file,) = job.partition("offline_ranking").iterdir()
     before = file.read_bytes()
@@ -133,51 +133,31 @@ def test_a_run_publishes_the_partition_and_another_leaves_it(
     assert file.read_bytes() == before
 
 
-def test_workers_share_the_shards_and_another_run_may_have_another_number(
-    airflow: Airflow, job: JobFolder
-) -> None:
+def test_one_worker_runs_here_whatever_their_number(airflow: Airflow, job: JobFolder) -> None:
     spec = job.write_spec("job", planner={"num_shards": 4})
     run = airflow.with_dag(job, spec_path=spec, num_workers=3)
-    assert num_started(run.run()) == 7  # plan, three workers, their end, commit, report
-    job.check_published("job")
-    dag = job.path / "dags" / "job.py"
-    dag.write_text(dag.read_text().replace("'num_workers': 3", "'num_workers': 9"))
-    assert num_started(run.run()) == 8  # a worker for each shard
+    assert re.findall(r"Running batchllm (\w+)", run.run()) == ["plan", "run", "commit", "report"]
     job.check_published("job")
 
 
-def test_others_do_the_shards_of_a_worker_that_fails(airflow: Airflow, job: JobFolder) -> None:
-    spec = job.write_spec("job", planner={"num_shards": 4})
-    fail_first = """
-    def fail_first(context):
-        if context["ti"].map_index == 0:
-            raise RuntimeError("no machine for worker 0")
-
-    dag.get_task("batchllm.generate").partial_kwargs["pre_execute"] = fail_first
-"""
-    log = airflow.with_dag(job, spec_path=spec, num_workers=2, more=fail_first).run()
-    assert "no machine for worker 0" in log
-    assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "run", "commit", "report"]
-    job.check_published("job")
-
-
-def test_commit_refuses_when_all_workers_have_failed(airflow: Airflow, job: JobFolder) -> None:
+def test_nothing_is_committed_when_generating_has_failed(airflow: Airflow, job: JobFolder) -> None:
     fail = """
     def fail(context):
         raise RuntimeError("no machine")
 
-    dag.get_task("batchllm.generate").partial_kwargs["pre_execute"] = fail
+    dag.get_task("batchllm.generate")._pre_execute_hook = fail
 """
     spec = job.write_spec("job", planner={"num_shards": 4})
     log = airflow.with_dag(job, spec_path=spec, num_workers=2, more=fail).failure()
-    assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "commit"]
+    assert "no machine" in log
+    assert re.findall(r"Running batchllm (\w+)", log) == ["plan"]
     assert not job.partition("job").exists()
 
 
 def test_a_plan_that_fails_ends_the_run_with_its_reason(airflow: Airflow, job: JobFolder) -> None:
     spec = job.write_spec("job", on_empty="fail", input=NOTHING)
     log = airflow.with_dag(job, spec_path=spec).failure()
-    assert num_started(log) == 2  # no generate, but the end of no workers
+    assert num_started(log) == 1
     assert "on_empty" in log
     assert not job.partition("job").exists()
 
@@ -195,7 +175,7 @@ def test_a_branch_that_isnt_taken_skips_the_whole_job(airflow: Airflow, job: Job
 """
     log = airflow.with_dag(job, spec_path=spec, group_id="taken", more=branch).run()
     assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "commit", "report"]
-    assert num_started(log) == 6  # branch, plan, commit, report, and the end of no workers in both
+    assert num_started(log) == 5  # branch, plan, generate, commit, report
     assert job.published("job") == []
 
 
@@ -205,15 +185,14 @@ def test_a_failing_shard_keeps_commit_from_publishing(airflow: Airflow, job: Job
     outputs.mkdir()
     (outputs / "shard-00001").write_text("A file in the place of a folder.")
     log = airflow.with_dag(job, spec_path=spec).failure()
-    assert num_started(log) == 5  # plan, two workers, their end, commit
-    assert re.search("unfinished: .*shard 1 ", log)
+    assert num_started(log) == 2  # plan, generate
     assert not job.partition("job").exists()
 
 
 def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: JobFolder) -> None:
     broken = '    dag.get_task("batchllm.report").env = {"PYTHONHOME": "/nowhere"}'
     log = airflow.with_dag(job, spec_path=job.write_spec("job"), more=broken).failure()
-    assert num_started(log) == 6
+    assert num_started(log) == 4
     assert "batchllm report: " in log
     job.check_published("job")
 

@@ -186,10 +186,9 @@ class Reader:
 
 @dataclass
 class PodCounts:
-    """Counts a shard's pods all the time."""
+    """Counts the pods of a worker all the time."""
 
     run: PodRun
-    shard: int
     most: int = 0
     _is_over: threading.Event = field(default_factory=threading.Event)
 
@@ -204,7 +203,7 @@ class PodCounts:
 
     def _count(self) -> None:
         while not self._is_over.wait(0.2):
-            self.most = max(self.most, len(self.run.pods(self.shard)))
+            self.most = max(self.most, len(self.run.pods(0)))
 
 
 def check_triggers(airflow: Standalone) -> None:
@@ -225,31 +224,35 @@ def check_triggers(airflow: Standalone) -> None:
 
 
 def test_deferred_tasks_that_the_user_marks_or_clears(standalone: Standalone) -> None:
-    run = PodRun.started(standalone, "deferring", "2026-03-02")
-    marked, cleared = freeze(run)
-    before = run.parts(0)
-    for shard in (0, 1):
-        run.wait_until_parked(shard)
+    marked = PodRun.started(standalone, "deferring", "2026-03-02")
+    cleared = PodRun.started(standalone, "deferring", "2026-03-05")
+    pods = freeze(marked, cleared)
+    before = marked.parts(0)
+    for run in (marked, cleared):
+        run.wait_until_parked()
     check_triggers(standalone)
-    with PodCounts(run, 0) as of_marked, PodCounts(run, 1) as of_cleared:
-        run.clear(1)
-        run.mark(0, "failed")
-        run.wait(lambda: run.is_ending(0, marked), "the marked task's pod is asked to stop")
-        run.thaw(marked)
-        run.check_nothing_left(0)
-        assert run.task(0)["state"] == "failed"
-        # Airflow may be so quick that the next try waits already: then it has taken the pod up.
-        run.wait(
-            lambda: run.is_ending(1, cleared) or run.task(1)["state"] == "deferred",
-            "the cleared task's pod is asked to stop, or is taken up",
+    with PodCounts(marked) as of_marked, PodCounts(cleared) as of_cleared:
+        cleared.clear()
+        marked.mark("failed")
+        marked.wait(lambda: marked.is_ending(0, pods[0]), "the marked task's pods are stopped")
+        for pod in pods[:2]:
+            marked.thaw(pod)
+        marked.check_nothing_left()
+        assert marked.task["state"] == "failed"
+        # Airflow may be so quick that the next try waits already: then it has adopted the Job.
+        cleared.wait(
+            lambda: cleared.is_ending(0, pods[2]) or cleared.task["state"] == "deferred",
+            "the cleared task's pods are stopped, or adopted",
         )
-        run.thaw(cleared)
-        run.clear(0)
-        run.check_success()
+        for pod in pods[2:]:
+            cleared.thaw(pod)
+        marked.clear()
+        for run in (marked, cleared):
+            run.check_success()
+            assert run.task["try_number"] == 2
     assert of_marked.most == of_cleared.most == 1
-    assert run.task(0)["try_number"] == run.task(1)["try_number"] == 2
-    assert before.items() <= run.parts(0).items()  # not generated again
-    assert run.num_resumed_parts(0) >= 1
+    assert before.items() <= marked.parts(0).items()  # not generated again
+    assert marked.num_resumed_parts(0) >= 1
 
 
 def kill_worker(task_pid: int) -> None:
@@ -291,48 +294,44 @@ def next_triggerer(standalone: Standalone) -> Iterator[Callable[[], None]]:
 def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
     standalone: Standalone, next_triggerer: Callable[[], None]
 ) -> None:
-    """Two runs at once: Airflow takes its time to find out about either death."""
-    waiting = PodRun.started(standalone, "waiting", "2026-03-03")
+    """Three runs at once: Airflow takes its time to find out about either death."""
+    marked = PodRun.started(standalone, "waiting", "2026-03-03")
+    killed = PodRun.started(standalone, "waiting", "2026-03-06")
     deferring = PodRun.started(standalone, "deferring", "2026-03-04")
-    marked, killed, *pods = freeze(waiting, deferring)
-    assert [waiting.task(shard)["state"] for shard in (0, 1)] == ["running", "running"]
-    for shard in (0, 1):
-        deferring.wait_until_parked(shard)
-    old = deferring.task(0)["triggerer_job"]["id"]
-    kill_worker(waiting.task(1)["pid"])
+    pods = freeze(marked, killed, deferring)
+    assert [run.task["state"] for run in (marked, killed)] == ["running", "running"]
+    deferring.wait_until_parked()
+    old = deferring.task["triggerer_job"]["id"]
+    kill_worker(killed.task["pid"])
     next_triggerer()
 
-    waiting.mark(0, "failed")
-    waiting.wait(lambda: waiting.is_ending(0, marked), "the marked task's pod is asked to stop")
-    waiting.thaw(marked)
-    waiting.check_nothing_left(0)
+    marked.mark("failed")
+    marked.wait(lambda: marked.is_ending(0, pods[0]), "the marked task's pods are stopped")
+    for pod in pods[:2]:
+        marked.thaw(pod)
+    marked.check_nothing_left()
 
-    def have_another_triggerer() -> bool:
-        jobs = [deferring.task(shard)["triggerer_job"] for shard in (0, 1)]
-        return all(job is not None and job["id"] != old for job in jobs)
+    def has_another_triggerer() -> bool:
+        job = deferring.task["triggerer_job"]
+        return job is not None and job["id"] != old
 
-    deferring.wait(have_another_triggerer, "another triggerer has the pods")
-    deferring.thaw(pods[0])
-    deferring.wait_for(0, "success")
-    assert deferring.num_resumed_parts(0) == 0  # one pod did it all
-    assert deferring.pod(1) == pods[1]
+    deferring.wait(has_another_triggerer, "another triggerer has the Job")
+    assert [deferring.pod(worker) for worker in (0, 1)] == pods[4:]
     standalone.api("PATCH", deferring.path, json={"state": "failed"})
-    deferring.wait(lambda: deferring.is_ending(1, pods[1]), "the pod is asked to stop")
-    deferring.thaw(pods[1])
-    deferring.check_nothing_left(0, 1)
-    assert deferring.task(1)["state"] == "failed"
+    deferring.wait(lambda: deferring.is_ending(1, pods[5]), "the pods are stopped")
+    for pod in pods[4:]:
+        deferring.thaw(pod)
+    deferring.check_nothing_left()
+    assert deferring.task["state"] == "failed"
 
-    waiting.wait_for(1, "running", try_number=2)
-    waiting.wait(
-        lambda: any("Taking up pod" in line for line in waiting.log(1, 2)), "it is taken up"
-    )
-    assert waiting.pod(1) == killed
-    waiting.thaw(killed)
-    waiting.wait_for(1, "success", try_number=2)
-    assert waiting.num_resumed_parts(1) == 0  # one pod did it all
-    waiting.check_success()  # it has done the rest of the marked worker's shard, too
-    assert waiting.num_resumed_parts(0) >= 1
-    assert waiting.task(0)["state"] == "failed"
+    killed.wait_for("running", try_number=2)
+    killed.wait(lambda: any("Adopted Job" in line for line in killed.log(2)), "its Job is adopted")
+    assert [killed.pod(worker) for worker in (0, 1)] == pods[2:4]
+    for pod in pods[2:4]:
+        killed.thaw(pod)
+    killed.check_success()
+    assert [killed.num_resumed_parts(shard) for shard in (0, 1)] == [0, 0]  # no other pod did it
+    assert marked.task["state"] == "failed"
 
 
 # The end

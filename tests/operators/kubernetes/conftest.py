@@ -13,6 +13,8 @@ from support.kubernetes.fixtures import cluster, kubernetes_backend
 from support.kubernetes.wire import Wire
 from support.pod_shards import MODES, Shards
 
+from batchllm_operator.operators.jobs import watch
+
 __all__ = ["api", "cluster", "kubernetes_backend", "shards"]
 
 
@@ -26,6 +28,7 @@ def shards(
 ) -> Iterator[Shards]:
     """Tasks that wait in the worker, and tasks that wait in the triggerer."""
     fork_children(commands, monkeypatch)
+    monkeypatch.setattr(watch, "_LOOK_S", 0.3)
     made = Shards(cluster, tmp_path / "lake", request.param)
     yield made
     made.close()

@@ -1,7 +1,8 @@
-"""Credentials go into Secrets that belong to pods, and are seen nowhere else."""
+"""Credentials go into Secrets that belong to Jobs, and are seen nowhere else."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -12,13 +13,13 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 from helm_chart.rendering import render
 from kubernetes.client import ApiClient
+from operators.kubernetes.test_cluster_job import LATER, body
 from support.kubernetes.cluster import Cluster, python_image
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance
 
-from batchllm_operator.operators import BatchLLMGenerateOperator
-from batchllm_operator.operators.pods.attempt import Attempt, OwnerPods
-from batchllm_operator.operators.pods.calls import ClusterCalls
+from batchllm_operator.operators.jobs.calls import Cluster as Where
+from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 
 KEY_ID, KEY = "AKIACANARY0KEYID", "canary/secret+key"
 TOKEN = "canary-catalog-token"
@@ -43,9 +44,8 @@ def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]
     shards.cluster.agent.add_image("job:1", python_image())  # a start from cold, for /proc
     ti = TaskInstance()
     run = shards.start(ti, **ARGUMENTS)
-    name = shards.pod()
-    namespace = shards.cluster.namespace
-    secret = shards.cluster.api.read_namespaced_secret(name, namespace)
+    name, job = shards.pod(), shards.job()
+    secret = shards.cluster.api.read_namespaced_secret(job.metadata.name, shards.cluster.namespace)
     held = {key: base64.b64decode(value).decode() for key, value in secret.data.items()}
     assert held == {
         "AWS_ACCESS_KEY_ID": KEY_ID,
@@ -54,12 +54,12 @@ def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]
     }
     pod = shards.cluster.pod(name)
     (owner,) = secret.metadata.owner_references
-    assert (owner.kind, owner.name, owner.uid) == ("Pod", name, pod.metadata.uid)
+    assert (owner.kind, owner.uid) == ("Job", job.metadata.uid)
     (pid,) = shards.cluster.agent.processes(name)[:1]
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
     assert all(canary in environment for canary in CANARIES)  # the pod has them
 
-    spec = json.dumps(ApiClient().sanitize_for_serialization(pod))
+    spec = json.dumps(ApiClient().sanitize_for_serialization([pod, job]))
     events = "".join(shards.cluster.events(name))
     shards.wait(lambda: run.is_deferred, "the trigger")
     stored = json.dumps(run.trigger.serialize())
@@ -74,7 +74,7 @@ def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]
         assert canary not in log
         assert canary not in json.dumps([result, ti.pushed])
         assert canary.encode() not in lake
-    shards.check_whole()  # and the Secret went with the pod
+    shards.check_whole()  # and the Secret went with the Job
 
 
 @in_triggerer
@@ -95,13 +95,13 @@ def test_a_session_token_goes_to_a_pod_only_if_it_is_said_to_last(
     failure = shards.start(**arguments).failure()
     assert isinstance(failure, AirflowFailException)
     assert "service account" in str(failure) and TOKEN not in str(failure)
-    assert shards.cluster.pods() == []
+    assert shards.jobs() == []
     assert shards.start(session_token_outlives_task=True, **arguments).wait()
 
 
 @in_triggerer
-def test_a_pod_that_is_taken_up_gets_its_secret_if_it_lacks_it(shards: Shards) -> None:
-    """As when the worker died between making the pod and making its Secret."""
+def test_a_job_that_is_adopted_gets_its_secret_if_it_lacks_it(shards: Shards) -> None:
+    """As when the worker died between making the Job and making its Secret."""
     shards.plan(delay_s=0.05)
     shards.cluster.agent.hold_images("job:1")
     run = shards.start(**ARGUMENTS)
@@ -110,9 +110,10 @@ def test_a_pod_that_is_taken_up_gets_its_secret_if_it_lacks_it(shards: Shards) -
     shards.wait(lambda: run.is_deferred, "the trigger")
     run.kill("running")
     run.join()
-    name, namespace = pod.metadata.name, shards.cluster.namespace
-    shards.cluster.api.delete_namespaced_secret(name, namespace)
+    secret, namespace = shards.job().metadata.name, shards.cluster.namespace
+    shards.cluster.api.delete_namespaced_secret(secret, namespace)
     shards.cluster.agent.release_images("job:1")
+    name = pod.metadata.name
     shards.wait(
         lambda: shards.cluster.waiting_reason(name) == "CreateContainerConfigError", "it to miss it"
     )
@@ -121,33 +122,28 @@ def test_a_pod_that_is_taken_up_gets_its_secret_if_it_lacks_it(shards: Shards) -
     shards.check_whole()
 
 
-def test_a_secret_is_renewed_by_requests_that_are_each_made_once(
-    cluster: Cluster,
+def test_a_secret_is_renewed_and_no_value_of_it_is_logged(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One whose answer isn't read to its end spoils the next one on its connection."""
+    """The client logs the body of every answer that it reads, and base64 isn't masked."""
     cluster.agent.hold_scheduling()
-    task = BatchLLMGenerateOperator(
-        task_id="generate",
-        plan_uri="s3://b/p",
-        config_file=str(cluster.kubeconfig),
-        kubernetes_conn_id=None,
-    )
-    calls = ClusterCalls(
-        task._connect,
-        logging.getLogger("pods"),
-        patience_s=0.0,  # nothing is tried again
-        is_stopped=lambda: False,
-    )
-    pods = OwnerPods(
-        calls, cluster.namespace, Attempt("a", "b", 1, "1"), "base", has_secrets=True, poll_s=0.0
-    )
-    pod = cluster.run_pod("job", ["true"])
-    for key in ("first", "second", "third"):
-        pods.put_secret(pod, {"KEY": key})
+    where = Where(None, False, None, str(cluster.kubeconfig))
+
+    async def renew() -> None:
+        log = logging.getLogger("jobs")
+        name = {"name": "job", "namespace": cluster.namespace}
+        async with ClusterJob(where, **name, attempt=LATER, log=log, patience_s=5.0) as job:
+            made, _ = await job.take(body(LATER))
+            for key in ("first", "second", "third"):
+                await job.put_secret(made, {"KEY": key})
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(renew())
     (secret,) = cluster.api.list_namespaced_secret(
-        cluster.namespace, label_selector="batchllm.io/attempt=a"
+        cluster.namespace, label_selector="batchllm.io/attempt=owner"
     ).items
     assert base64.b64decode(secret.data["KEY"]) == b"third"
+    assert base64.b64encode(b"third").decode() not in caplog.text
 
 
 @in_triggerer

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from operators.kubernetes.test_generate import check_adopted
 from support.pod_shards import Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance
 
 
 @in_triggerer
-def test_a_task_that_the_user_marks_leaves_no_pod(shards: Shards) -> None:
-    check_no_pod_left(shards, "failed")
+def test_a_task_that_the_user_marks_leaves_no_job(shards: Shards) -> None:
+    check_no_job_left(shards, "failed")
 
 
-def check_no_pod_left(shards: Shards, state: str | None) -> None:
-    """A task's pod goes when the user marks the task `state`, or clears it (None)."""
+def check_no_job_left(shards: Shards, state: str | None) -> None:
+    """A task's Job goes when the user marks the task `state`, or clears it (None)."""
     shards.plan(delay_s=0.1)
     run = shards.start()
     shards.working_pod(run)
@@ -26,7 +27,7 @@ def check_no_pod_left(shards: Shards, state: str | None) -> None:
 
 
 @in_worker
-def test_the_end_of_a_worker_leaves_the_pod_to_the_next_try(shards: Shards) -> None:
+def test_the_end_of_a_worker_leaves_the_job_to_the_next_try(shards: Shards) -> None:
     shards.plan(delay_s=0.1)
     run = shards.start()
     name = shards.working_pod(run)
@@ -34,9 +35,4 @@ def test_the_end_of_a_worker_leaves_the_pod_to_the_next_try(shards: Shards) -> N
     run.kill("running")  # SIGTERM, while the task's state stays as it is
     assert "the task was killed" in str(run.failure())
     assert shards.pod() == name
-    run = shards.start(TaskInstance(try_number=2))
-    shards.wait_until_watched(run)  # or the pod would have ended before it is found
-    shards.cluster.agent.thaw(name)
-    run.wait()
-    assert shards.report()["num_resumed_parts"] == 0  # one pod did it all
-    shards.check_whole()
+    check_adopted(shards, name)

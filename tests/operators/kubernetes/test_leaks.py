@@ -1,23 +1,20 @@
-"""What could leave a pod, a Secret or a wrong success behind, and doesn't."""
+"""What could leave a Job, a Secret or a wrong success behind, and doesn't."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from airflow.providers.common.compat.sdk import AirflowException, TaskDeferred
+from airflow.providers.common.compat.sdk import TaskDeferred
 from support.kubernetes.images import Image
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance, TaskRun
 
-from batchllm_operator.operators import BatchLLMGenerateOperator
-
 
 @in_triggerer
-def test_a_refused_secret_leaves_no_pod(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_secret_leaves_no_job(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chart's default Role has no right to Secrets; the failure is final, so nobody comes."""
     lake = {"conn_type": "aws", "login": "AKIACANARY", "password": "canary-secret"}
     monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps(lake))
@@ -52,17 +49,3 @@ def test_what_a_pod_says_of_its_secret_is_masked_in_the_event(
     event = asyncio.run(first())
     task._release(run.context)
     assert key not in json.dumps(event), event
-
-
-def test_waiting_for_a_quota_keeps_to_the_execution_timeout() -> None:
-    task = BatchLLMGenerateOperator(
-        task_id="generate", plan_uri="s3://b/p", queue_timeout=timedelta(hours=6)
-    )
-    now = datetime.now(UTC)
-    with pytest.raises(TaskDeferred) as raised:
-        soon = now + timedelta(minutes=5)
-        task._wait_for_quota("full", 0, now - timedelta(hours=1), defers=True, deadline=soon)
-    assert raised.value.timeout is not None
-    assert raised.value.timeout < timedelta(minutes=10)
-    with pytest.raises(AirflowException, match="execution_timeout"):
-        task._wait_for_quota("full", 0, now - timedelta(hours=1), defers=True, deadline=now)

@@ -135,7 +135,7 @@ def test_a_driver_plans_and_the_lake_decides(
     file = application(shards.lake, shards.cluster.namespace)
     value = plan_run(shards, spec, file, ti).wait()
     uri = ti.pushed["plan_uri"]
-    assert [each["plan_uri"] for each in value] == [uri] * len(value)
+    assert value["plan_uri"] == uri
     assert ti.pushed["plan"]["num_rows"] == 30
     manifest = yaml.safe_load((Path(uri) / "manifest.json").read_text())
     assert manifest["spec"]["prompt"]["system"] == 'Answer "$(HOME)" and $$5. '

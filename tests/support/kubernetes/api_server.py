@@ -25,7 +25,7 @@ from support.kubernetes.store import RESOURCES, Store, Target
 from support.kubernetes.watching import WatchRequest, watch
 
 _PATH = re.compile(
-    r"^/api/v1(?:/namespaces/(?P<namespace>[^/]+)(?=/[^/]+))?"
+    r"^/(?:api/v1|apis/batch/v1)(?:/namespaces/(?P<namespace>[^/]+)(?=/[^/]+))?"
     r"/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+)(?:/(?P<subresource>binding|log|status))?)?$"
 )
 _MERGES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
@@ -103,8 +103,8 @@ class ApiServer:
             return web.json_response(error.body(), status=error.code, headers=headers)
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/api/v1":
-            return web.json_response(_discovery())
+        if request.path in ("/api/v1", "/apis/batch/v1"):
+            return web.json_response(_discovery(request.path.partition("/api")[2].lstrip("s/")))
         is_admin = self.access.is_admin(request.headers.get("Authorization", ""))
         target = _target(request.path)
         if not is_admin:
@@ -124,7 +124,8 @@ class ApiServer:
             case "GET" if target.name:
                 return 200, self._operations.get(target)
             case "GET":
-                return 200, self._operations.list(target, _match(request))
+                limit = int(request.query.get("limit") or 0)
+                return 200, self._operations.list(target, _match(request), limit)
             case "POST" if not target.name:
                 return 201, self._operations.create(target, body)
             case "POST" if target.subresource == "binding":
@@ -161,13 +162,14 @@ class ApiServer:
         return response
 
 
-def _discovery() -> Object:
+def _discovery(version: str) -> Object:
     """The types of objects, for clients that ask, such as Helm's."""
     types = [
         {"name": each.plural, "kind": each.kind, "namespaced": each.namespaced, "verbs": ["list"]}
         for each in RESOURCES.values()
+        if each.version == version
     ]
-    return {"kind": "APIResourceList", "groupVersion": "v1", "resources": types}
+    return {"kind": "APIResourceList", "groupVersion": version, "resources": types}
 
 
 def _target(path: str) -> Target:

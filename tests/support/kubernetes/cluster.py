@@ -30,7 +30,7 @@ from support.kubernetes.node_agent import NodeAgent
 
 T = TypeVar("T")
 _VERBS = ("create", "get", "list", "watch", "patch", "delete")
-_RESOURCES = ("pods", "pods/log", "pods/status", "secrets", "events", "configmaps")
+_RESOURCES = ("jobs", "pods", "pods/log", "pods/status", "secrets", "events", "configmaps")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Cluster:
         self.namespace = f"batchllm-{uuid.uuid4().hex[:8]}"
         self.client = kube_config.new_client_from_config(str(backend.admin_kubeconfig))
         self.api = kube.CoreV1Api(self.client)
+        self.batch = kube.BatchV1Api(self.client)
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
             self._create_namespace()
@@ -156,6 +157,11 @@ class Cluster:
             self.api.create_namespaced_config_map(self.namespace, authority)
 
     def _delete_namespace(self) -> None:
+        for job in self.batch.list_namespaced_job(self.namespace).items:
+            with contextlib.suppress(kube.ApiException):  # it is gone already
+                self.batch.delete_namespaced_job(
+                    job.metadata.name, self.namespace, propagation_policy="Background"
+                )
         for pod in self.pods():
             with contextlib.suppress(kube.ApiException):  # it is gone already
                 self.api.delete_namespaced_pod(

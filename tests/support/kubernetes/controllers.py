@@ -1,7 +1,8 @@
-"""Two of kube-controller-manager's controllers, for API servers that run without it.
+"""Three of kube-controller-manager's controllers, for API servers that run without it.
 
-Both work through the API, in one namespace: objects whose owners are gone go too, and the status of
-quotas follows the pods (a real API server refuses pods while it isn't there).
+They work through the API, in one namespace: Jobs get their pods (`job_controller`), objects whose
+owners are gone go too, and the status of quotas follows the pods (a real API server refuses pods
+while it isn't there).
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from pathlib import Path
 
 import aiohttp
 from support.kubernetes.api_client import ApiClient, RequestFailedError
+from support.kubernetes.job_controller import JobController, has_finished, owner_uid
 from support.kubernetes.loop_thread import LoopThread
 from support.kubernetes.quantities import quantity, told
 from support.kubernetes.quotas import usage
 from support.kubernetes.status import Object
 from support.kubernetes.store import RESOURCES
 
-_WATCHED = ("pods", "secrets", "configmaps", "resourcequotas")
+_WATCHED = ("pods", "secrets", "configmaps", "resourcequotas", "jobs")
+_PERIOD_S = 0.5  # for what time brings about: deadlines, quotas that have room again
 _PLURALS = {each.kind: each for each in RESOURCES.values()}
 
 
@@ -48,6 +51,7 @@ class Controllers:
 
     async def _start(self, kubeconfig: Path) -> None:
         self._api = ApiClient(kubeconfig)
+        self._jobs = JobController(self._api, self._namespace)
         self._changed = asyncio.Event()
         work = [*map(self._follow, _WATCHED), self._reconcile()]
         self._tasks = [asyncio.create_task(each) for each in work]
@@ -64,15 +68,16 @@ class Controllers:
         await self._api.close()
 
     async def _follow(self, plural: str) -> None:
-        path, known = f"/api/v1/namespaces/{self._namespace}/{plural}", self._objects[plural]
+        path, known = f"{self._path(plural)}", self._objects[plural]
         changes: AsyncIterator[tuple[str, Object]] = self._api.follow(path)
         async for kind, body in changes:
             if kind == "LISTED":
                 listed = {each["metadata"]["uid"] for each in body["items"]}
                 for uid in known.keys() - listed:
-                    del known[uid]
+                    self._jobs.note_gone(known.pop(uid))
             elif kind == "DELETED":
                 known.pop(body["metadata"]["uid"], None)
+                self._jobs.note_gone(body)
             else:
                 known[body["metadata"]["uid"]] = body
             if plural == "pods" and (kind in ("LISTED", "DELETED") or has_ended(body)):
@@ -81,11 +86,33 @@ class Controllers:
 
     async def _reconcile(self) -> None:
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _PERIOD_S)
             self._changed.clear()
             with contextlib.suppress(aiohttp.ClientError, RequestFailedError, OSError):
                 await self._collect_garbage()
                 await self._update_quotas()
+                await self._run_jobs()
+
+    async def _run_jobs(self) -> None:
+        pods = list(self._objects["pods"].values())
+        for job in list(self._objects["jobs"].values()):
+            metadata = job["metadata"]
+            if "deletionTimestamp" in metadata:
+                left = [pod for pod in pods if owner_uid(pod) == metadata["uid"]]
+                for pod in left:
+                    if "deletionTimestamp" not in pod["metadata"]:
+                        await self._api.delete(f"{self._path('pods')}/{pod['metadata']['name']}")
+                if not left:
+                    gone = {"metadata": {"finalizers": None}}
+                    await self._api.patch(f"{self._path('jobs')}/{metadata['name']}", gone)
+            elif not has_finished(job):
+                await self._jobs.reconcile(job, pods)
+
+    def _path(self, plural: str) -> str:
+        version = RESOURCES[plural].version
+        root = "/api/v1" if version == "v1" else f"/apis/{version}"
+        return f"{root}/namespaces/{self._namespace}/{plural}"
 
     async def _collect_garbage(self) -> None:
         for plural, objects in self._objects.items():
@@ -93,18 +120,18 @@ class Controllers:
                 metadata = each["metadata"]
                 owners = metadata.get("ownerReferences", [])
                 if owners and not [owner for owner in owners if await self._exists(owner)]:
-                    path = f"/api/v1/namespaces/{self._namespace}/{plural}/{metadata['name']}"
+                    path = f"{self._path(plural)}/{metadata['name']}"
                     await self._api.delete(path, metadata["uid"])
 
     async def _exists(self, owner: Object) -> bool:
         """Whether an owner is there; kinds that aren't known here are taken to be."""
         resource = _PLURALS.get(owner["kind"])
-        if resource is None or owner["apiVersion"] != "v1":
+        if resource is None or owner["apiVersion"] != resource.version:
             return True
         if owner["uid"] in self._objects.get(resource.plural, {}):
             return True
-        where = f"/namespaces/{self._namespace}" if resource.namespaced else ""
-        found = await self._api.get(f"/api/v1{where}/{resource.plural}/{owner['name']}")
+        path = self._path(resource.plural) if resource.namespaced else f"/api/v1/{resource.plural}"
+        found = await self._api.get(f"{path}/{owner['name']}")
         return found is not None and found["metadata"]["uid"] == owner["uid"]
 
     async def _update_quotas(self) -> None:

@@ -21,6 +21,13 @@ def set_defaults(kind: str, body: Object) -> None:
             resources = container.setdefault("resources", {})
             for name, limit in resources.get("limits", {}).items():
                 resources.setdefault("requests", {}).setdefault(name, limit)
+    elif kind == "Job":
+        body["status"] = {}
+        spec = body["spec"]
+        for name in ("completions", "parallelism"):
+            spec.setdefault(name, 1)
+        for container in spec["template"]["spec"]["containers"]:
+            container.setdefault("resources", {})
     elif kind == "Secret":
         for key, value in body.pop("stringData", {}).items():
             body.setdefault("data", {})[key] = base64.b64encode(value.encode()).decode()

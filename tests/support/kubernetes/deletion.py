@@ -30,6 +30,8 @@ def delete(store: Store, resource: Resource, body: Object, options: Object) -> O
         ends = max(ends + timedelta(seconds=period - left), datetime.now(UTC))
     else:
         ends = datetime.now(UTC) + timedelta(seconds=period)
+    if options.get("propagationPolicy") == "Foreground" and resource.kind == "Job":
+        metadata = {**metadata, "finalizers": ["foregroundDeletion"]}  # until its pods are gone
     goes = period == 0 and not metadata.get("finalizers")
     if goes and resource.kind != "Pod":
         return store.remove(resource, body)

@@ -26,19 +26,20 @@ class Operations:
     def get(self, target: Target) -> Object:
         return self.store.get(target.resource, target.namespace, target.name)
 
-    def list(self, target: Target, match: Match) -> Object:
+    def list(self, target: Target, match: Match, limit: int = 0) -> Object:
         items = self.store.items(target.resource, target.namespace)
+        matching = [each for each in items if match(each)]
         return {
             "kind": f"{target.resource.kind}List",
-            "apiVersion": "v1",
+            "apiVersion": target.resource.version,
             "metadata": {"resourceVersion": str(self.store.revision)},
-            "items": [each for each in items if match(each)],
+            "items": matching[: limit or None],
         }
 
     def create(self, target: Target, body: Object) -> Object:
         """Complete, check and store a new object."""
         kind, metadata = target.resource.kind, body.setdefault("metadata", {})
-        body |= {"apiVersion": "v1", "kind": kind}
+        body |= {"apiVersion": target.resource.version, "kind": kind}
         if target.resource.namespaced:
             self.store.get(RESOURCES["namespaces"], "", target.namespace)
             metadata["namespace"] = target.namespace

@@ -19,11 +19,12 @@ HISTORY_LENGTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A type of object that the API has; all are of its core group, version v1."""
+    """A type of object that the API has."""
 
     plural: str
     kind: str
     namespaced: bool = True
+    version: str = "v1"
 
 
 RESOURCES = {
@@ -31,6 +32,7 @@ RESOURCES = {
     for each in (
         Resource("configmaps", "ConfigMap"),
         Resource("events", "Event"),
+        Resource("jobs", "Job", version="batch/v1"),
         Resource("namespaces", "Namespace", namespaced=False),
         Resource("nodes", "Node", namespaced=False),
         Resource("pods", "Pod"),

@@ -58,7 +58,9 @@ def check(kind: str, body: Object) -> None:
     """
     causes = [*_metadata_causes(body["metadata"])]
     if kind == "Pod":
-        causes += _pod_causes(body["spec"])
+        causes += _pod_causes(body["spec"], "spec")
+    elif kind == "Job":
+        causes += _pod_causes(body["spec"]["template"]["spec"], "spec.template.spec")
     elif kind == "Secret":
         data = body.get("data") or {}
         if sum(len(base64.b64decode(value)) for value in data.values()) > 2**20:
@@ -96,13 +98,13 @@ def _key_causes(field: str, key: str) -> Iterator[Cause]:
         yield invalid_value(field, key, _KEY_RULE)
 
 
-def _pod_causes(spec: Mapping[str, Any]) -> Iterator[Cause]:
+def _pod_causes(spec: Mapping[str, Any], path: str) -> Iterator[Cause]:
     if not spec.get("containers"):
-        yield _required("spec.containers")
+        yield _required(f"{path}.containers")
     names: set[str] = set()
     for group in ("containers", "initContainers"):
         for at, container in enumerate(spec.get(group, [])):
-            field, name = f"spec.{group}[{at}]", container.get("name", "")
+            field, name = f"{path}.{group}[{at}]", container.get("name", "")
             if not name:
                 yield _required(f"{field}.name")
             elif not re.fullmatch(_LABEL, name) or len(name) > 63:

@@ -7,32 +7,13 @@ from datetime import timedelta
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
+from operators.kubernetes.test_generate import check_adopted
 from support.fork_server import ForkServer
-from support.health import api_server, health
 from support.kubernetes.cluster import python_image
 from support.kubernetes.node import NodeSettings
-from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
-from support.task_runs import TaskInstance
+from support.pod_shards import Shards, in_triggerer, in_worker
 
-from batchllm_operator.operators import triggerer
-
-
-@in_triggerer
-def test_a_worker_hands_over_as_soon_as_a_triggerer_runs(
-    shards: Shards, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(triggerer, "_ASK_EVERY_S", 0.1)
-    shards.plan(delay_s=0.05)
-    with api_server([b"busy"]) as server:
-        monkeypatch.setenv("AIRFLOW__CORE__EXECUTION_API_SERVER_URL", f"{server.url}/execution/")
-        run = shards.start(deferrable=None)
-        shards.wait_for_parts(1)
-        assert run.num_deferrals == 0
-        server.answers.append(health("healthy"))
-        assert run.wait()["num_rows"] == NUM_ROWS
-    assert run.num_deferrals == 1
-    assert "Can't tell whether a triggerer runs" in "".join(capfd.readouterr())
-    shards.check_whole()
+from batchllm_operator.operators.jobs import cluster_job
 
 
 @in_triggerer
@@ -61,21 +42,6 @@ def test_preemption_before_the_start(shards: Shards) -> None:
 
 
 @in_triggerer
-def test_a_cluster_that_never_lets_it_finish_fails_the_try(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
-    run = shards.start(max_disruptions=1)
-    name = shards.pod()
-    (uid,) = [pod.metadata.uid for pod in shards.live()]
-    shards.cluster.agent.evict(name)
-    shards.wait(lambda: {pod.metadata.uid for pod in shards.live()} - {uid}, "another pod")
-    shards.cluster.agent.evict(shards.pod())
-    error = run.failure()
-    assert "ended by the cluster (Evicted)" in str(error)
-    assert not isinstance(error, AirflowFailException)
-    shards.check_nothing_left()
-
-
-@in_triggerer
 def test_a_lost_node(shards: Shards) -> None:
     """The pod stays `Running` until the cluster gives it up, 404 then."""
     shards.plan(delay_s=0.05)
@@ -98,58 +64,31 @@ def test_a_lost_node_whose_pods_are_not_collected(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that doesn't come back, and no controller that forces its pods away."""
-    for module in ("watch", "attempt"):
-        monkeypatch.setattr(f"batchllm_operator.operators.pods.{module}.ENDING_MARGIN_S", 0.5)
+    monkeypatch.setattr(cluster_job, "ENDING_MARGIN_S", -39.5)  # of a grace period of 40
     shards.plan(delay_s=0.05)
     agent = shards.cluster.agent
     run = shards.start()
-    name = shards.pod()
     shards.wait_for_parts(1)
     agent.lose_node()
     agent.add_node(NodeSettings("spare"))
     agent.mark_node_unreachable()
-    shards.cluster.api.delete_namespaced_pod(name, shards.cluster.namespace, grace_period_seconds=1)
+    agent.delete_pods_of_lost_node()
     run.wait()
     shards.check_whole()
 
 
-@in_triggerer
-def test_a_pod_on_a_lost_node_does_not_keep_the_next_try_waiting(
-    shards: Shards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchllm_operator.operators.pods.attempt.ENDING_MARGIN_S", 0.5)
-    shards.plan(delay_s=0.05)
-    run = shards.start()
-    name = shards.pod()
-    shards.wait(lambda: run.is_deferred, "the trigger")
-    run.kill("running")  # the worker goes, or the triggerer, and the next try will look
-    run.join()
-    agent = shards.cluster.agent
-    agent.lose_node()
-    agent.add_node(NodeSettings("spare"))
-    agent.mark_node_unreachable()
-    shards.cluster.api.delete_namespaced_pod(name, shards.cluster.namespace, grace_period_seconds=1)
-    shards.start(TaskInstance(try_number=2)).wait()
-    shards.check_whole()
-
-
 @in_worker
-def test_a_watcher_that_may_not_read_pods_says_so(shards: Shards) -> None:
+def test_a_watcher_that_may_not_read_the_job_says_so(shards: Shards) -> None:
     double = shards.cluster.double
     shards.plan(delay_s=0.05)
     run = shards.start(api_timeout=timedelta(seconds=0.5))
     name = shards.pod()
     shards.wait_until_watched(run)
     shards.cluster.agent.freeze(name)
-    double.deny("get", "pods")
-    assert "may not read pods" in str(run.failure())
+    double.deny("get", "jobs")
+    assert "may not read it" in str(run.failure())
     double.allow_all()
-    run = shards.start(TaskInstance(try_number=2))
-    shards.wait_until_watched(run)  # or the pod would have ended before it is found
-    shards.cluster.agent.thaw(name)
-    run.wait()
-    assert shards.report()["num_resumed_parts"] == 0  # the same pod did it all
-    shards.check_whole()
+    check_adopted(shards, name)
 
 
 @in_triggerer
@@ -185,7 +124,7 @@ def test_a_container_that_does_not_come_up(shards: Shards) -> None:
     shards.plan()
     shards.cluster.agent.hold_images("job:1")
     error = shards.start(start_timeout=timedelta(seconds=0.3)).failure()
-    assert "didn't start in time (start_timeout)" in str(error)
+    assert "no pod started in time (start_timeout)" in str(error)
     shards.check_nothing_left()
 
 
@@ -197,7 +136,7 @@ def test_it_waits_for_a_gpu_no_longer_than_allowed(shards: Shards) -> None:
         node_selector={"kubernetes.io/os": "linux"},
         queue_timeout=timedelta(seconds=0.5),
     ).failure()
-    assert "found no node in time (queue_timeout)" in str(error)
+    assert "no pod found room in time (queue_timeout)" in str(error)
     assert "Insufficient nvidia.com/gpu" in str(error)
     shards.check_nothing_left()
 
@@ -207,12 +146,13 @@ def test_a_quota_that_stays_full(shards: Shards) -> None:
     shards.plan()
     shards.cluster.set_quota({"pods": "0"})
     error = shards.start(queue_timeout=timedelta(seconds=0.3)).failure()
-    assert "no room for a pod in time (queue_timeout)" in str(error)
+    assert "no pod found room in time (queue_timeout)" in str(error)
     assert "exceeded quota: quota" in str(error)
+    shards.check_nothing_left()
 
 
 @in_triggerer
-def test_a_deadline_ends_a_pod_that_does_not_end(shards: Shards) -> None:
+def test_a_deadline_ends_a_job_that_does_not_end(shards: Shards) -> None:
     shards.plan(delay_s=1.0)
     error = shards.start(active_deadline_seconds=1).failure()
     assert "ran longer than active_deadline_seconds" in str(error)
@@ -236,7 +176,7 @@ def test_restarts_of_the_api_server_go_unnoticed(shards: Shards) -> None:
 
 
 @in_triggerer
-def test_a_create_whose_answer_was_lost_makes_one_pod(shards: Shards) -> None:
+def test_a_create_whose_answer_was_lost_makes_one_job(shards: Shards) -> None:
     shards.plan(delay_s=0.2)  # its pod still runs when the request is repeated
     shards.cluster.proxy.lose_next_response("POST")
     run = shards.start()

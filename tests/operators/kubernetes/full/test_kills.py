@@ -12,15 +12,16 @@ from airflow.providers.common.compat.sdk import (
     AirflowTaskTimeout,
 )
 from airflow.sdk.execution_time.timeout import timeout
-from operators.kubernetes.test_kills import check_no_pod_left
+from operators.kubernetes.test_generate import check_adopted
+from operators.kubernetes.test_kills import check_no_job_left
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
-from batchllm_operator.operators.pods.attempt import LABEL, OwnerPods
+from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 
 
 @in_triggerer
-def test_a_killed_pod_finishes_its_open_parts(shards: Shards) -> None:
+def test_a_killed_job_finishes_its_open_parts(shards: Shards) -> None:
     shards.plan(delay_s=0.1)
     run = shards.start()
     shards.working_pod(run)
@@ -31,7 +32,7 @@ def test_a_killed_pod_finishes_its_open_parts(shards: Shards) -> None:
 
 
 @in_triggerer
-def test_a_pod_goes_however_long_its_trigger_takes(shards: Shards) -> None:
+def test_a_job_goes_however_long_its_trigger_takes(shards: Shards) -> None:
     """Airflow cancels a trigger again while it still deals with the first time."""
     shards.plan(delay_s=0.15)
     run = shards.start()
@@ -43,7 +44,7 @@ def test_a_pod_goes_however_long_its_trigger_takes(shards: Shards) -> None:
 
 
 @in_worker
-def test_the_end_of_a_worker_in_the_last_try_leaves_no_pod(shards: Shards) -> None:
+def test_the_end_of_a_worker_in_the_last_try_leaves_no_job(shards: Shards) -> None:
     shards.plan(delay_s=0.1)
     run = shards.start(TaskInstance(try_number=3, max_tries=2))
     shards.working_pod(run)
@@ -53,7 +54,57 @@ def test_the_end_of_a_worker_in_the_last_try_leaves_no_pod(shards: Shards) -> No
 
 
 @in_triggerer
-def test_a_triggerer_that_was_cut_off_leaves_the_pod_to_the_other(shards: Shards) -> None:
+def test_a_deferral_that_airflow_ends_itself_leaves_no_job(shards: Shards) -> None:
+    shards.plan(delay_s=0.15)
+    run = shards.start()
+    shards.working_pod(run)
+    run.kill("running")
+    run.join()
+    task = shards.task()
+    with pytest.raises(AirflowException):
+        task.resume_execution("__fail__", {"error": "Trigger timeout"}, run.context)
+    shards.check_nothing_left()
+
+
+@in_triggerer
+def test_a_task_that_is_marked_before_it_is_deferred_leaves_no_job(shards: Shards) -> None:
+    """Airflow refuses the deferral then, and only logs that."""
+    shards.plan(delay_s=0.1)
+    error = shards.start(TaskInstance(state="failed")).failure()
+    assert "was killed" in str(error)
+    shards.check_nothing_left()
+
+
+@in_worker
+def test_a_task_that_is_marked_while_no_answer_comes_leaves_no_job(shards: Shards) -> None:
+    """Airflow kills the process five seconds later: the first request has to be the right one."""
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.working_pod(run)
+    shards.cluster.proxy.slow(3600)  # requests arrive
+    run.kill("failed")
+    assert "was killed" in str(run.failure())
+    shards.check_nothing_left()
+
+
+@in_worker
+def test_a_task_that_the_user_clears_leaves_no_job(shards: Shards) -> None:
+    check_no_job_left(shards, None)
+
+
+@in_triggerer
+def test_the_end_of_a_triggerer_leaves_the_job_to_the_next(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.working_pod(run)
+    run.restart_triggerer()
+    run.wait()
+    assert shards.report()["num_resumed_parts"] == 0  # one pod did it all
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_triggerer_that_was_cut_off_leaves_the_job_to_the_other(shards: Shards) -> None:
     """Airflow 3.3 tells it that the user has killed the task, which is deferred elsewhere."""
     shards.plan(delay_s=0.1)
     run = shards.start()
@@ -62,76 +113,66 @@ def test_a_triggerer_that_was_cut_off_leaves_the_pod_to_the_other(shards: Shards
     run.kill("running")
     run.join()
     assert shards.pod() == name
-    run = shards.start(TaskInstance(try_number=2))
-    shards.wait_until_watched(run)
-    shards.cluster.agent.thaw(name)
-    run.wait()
-    assert shards.report()["num_resumed_parts"] == 0
-    shards.check_whole()
+    check_adopted(shards, name)
 
 
 @in_triggerer
-def test_a_dead_pod_of_an_earlier_try_is_never_taken_up(shards: Shards) -> None:
+def test_a_job_of_an_earlier_try_that_has_failed_is_never_adopted(shards: Shards) -> None:
     shards.plan(delay_s=0.05)
     name = shards.abandoned_pod()
-    shards.cluster.agent.evict(name)
-    assert shards.cluster.phase(name) == "Failed"  # and there it stays
-    shards.start(TaskInstance(try_number=2)).wait()
+    before = shards.job().metadata.uid
+    shards.cluster.agent.oom_kill(name)
+    shards.wait(lambda: shards.job().status.conditions, "the Job to fail")
+    run = shards.start(TaskInstance(try_number=2))
+    shards.wait(lambda: shards.jobs() and shards.job().metadata.uid != before, "another Job")
+    run.wait()
     assert shards.report()["num_resumed_parts"] >= 1
     shards.check_whole()
 
 
 @in_triggerer
-def test_a_pod_that_finished_meanwhile_is_removed_and_its_results_count(shards: Shards) -> None:
+def test_a_job_that_finished_meanwhile_is_deleted_and_its_results_count(shards: Shards) -> None:
     shards.plan(delay_s=0.02)
-    name = shards.abandoned_pod()
-    shards.cluster.wait_for_phase(name, "Succeeded")
+    shards.abandoned_pod()
+    shards.wait(lambda: shards.job().status.conditions, "the Job to end")
     result = shards.start(TaskInstance(try_number=2)).wait()
     assert result["num_rows"] == NUM_ROWS
     shards.check_whole()
 
 
 @in_triggerer
-def test_of_two_pods_of_an_attempt_one_is_kept(shards: Shards) -> None:
-    shards.plan(delay_s=0.3)  # it must still run when the next try looks
-    name = shards.abandoned_pod()
-    pod: Any = shards.cluster.pod(name)
-    labels = pod.metadata.labels
-    command = ["sleep", "60"]
-    shards.cluster.run_pod("twin", command, labels=labels)
-    stranger = {**labels, f"{LABEL}/attempt": "another"}
-    shards.cluster.run_pod("stranger", command, labels=stranger)
-    run = shards.start(TaskInstance(try_number=2))
-    shards.cluster.wait_for_phase("twin", "Gone")
-    run.wait()
-    assert shards.report()["num_resumed_parts"] == 0
-    assert [each.metadata.name for each in shards.cluster.pods()] == ["stranger"]
-
-
-@in_triggerer
-def test_a_pod_that_does_other_work_is_removed(shards: Shards) -> None:
-    """As when plan was cleared and made another plan: the task's map index means other rows."""
+def test_a_job_that_does_other_work_is_replaced_once_its_pods_are_gone(shards: Shards) -> None:
+    """As when plan was cleared and made another plan."""
     shards.plan(delay_s=0.15)
     name = shards.abandoned_pod()
     shards.plan(delay_s=0.0, sampling={"max_tokens": 9})
-    shards.start(TaskInstance(try_number=2)).wait()
-    shards.cluster.wait_for_phase(name, "Gone")
+    run = shards.start(TaskInstance(try_number=2))
+    seen: set[tuple[str, ...]] = set()
+
+    def is_over() -> bool:
+        seen.add(tuple(sorted(pod.metadata.name for pod in shards.cluster.pods())))
+        return not run.is_alive
+
+    shards.wait(is_over, "the task")
+    run.wait()
+    assert (name,) in seen
+    assert all(len(names) <= 1 for names in seen), "two sets of pods at a time"
     shards.check_whole()
 
 
 @in_worker
-def test_a_task_that_is_killed_while_it_waits_for_a_quota(
-    shards: Shards, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_that_is_killed_while_its_job_waits_for_a_quota(shards: Shards) -> None:
     shards.plan()
     shards.cluster.set_quota({"pods": "0"})
     run = shards.start()
-    shards.wait(lambda: "exceeded quota" in "".join(capfd.readouterr()), "the refusal")
+    shards.job()
+    shards.wait_until_watched(run)
     run.kill("failed")
     assert "was killed" in str(run.failure())
+    shards.check_nothing_left()
 
 
-def test_the_tasks_timeout_ends_the_pod(shards: Shards) -> None:
+def test_the_tasks_timeout_ends_the_job(shards: Shards) -> None:
     shards.plan(delay_s=1.0)
     limit = timedelta(seconds=3)
     if shards.mode == "deferred":
@@ -149,21 +190,8 @@ def test_the_tasks_timeout_ends_the_pod(shards: Shards) -> None:
     shards.check_nothing_left()
 
 
-@in_triggerer
-def test_a_deferral_that_airflow_ends_itself_leaves_no_pod(shards: Shards) -> None:
-    shards.plan(delay_s=0.15)
-    run = shards.start()
-    shards.working_pod(run)
-    run.kill("running")
-    run.join()
-    task = shards.task()
-    with pytest.raises(AirflowException):
-        task.resume_execution("__fail__", {"error": "Trigger timeout"}, run.context)
-    shards.check_nothing_left()
-
-
 @in_worker
-def test_a_task_whose_supervisor_died_leaves_the_pod_to_the_next_try(shards: Shards) -> None:
+def test_a_task_whose_supervisor_died_leaves_the_job_to_the_next_try(shards: Shards) -> None:
     shards.plan(delay_s=0.1)
     run = shards.start()
     name = shards.working_pod(run)
@@ -177,74 +205,37 @@ def test_a_task_whose_supervisor_died_leaves_the_pod_to_the_next_try(shards: Sha
     shards.check_nothing_left()
 
 
-@in_worker
-def test_a_task_whose_supervisor_died_makes_no_pod_any_more(
-    shards: Shards, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It would be the second one, beside that of the next try."""
-    shards.plan()
-    shards.cluster.set_quota({"pods": "0"})
-    run = shards.start()
-    shards.wait(lambda: "exceeded quota" in "".join(capfd.readouterr()), "the refusal")
-    run.task._supervisor_pid = -1  # what it was when the try began
-    run.failure(limit_s=30)
-    shards.cluster.api.delete_namespaced_resource_quota("quota", shards.cluster.namespace)
-    assert shards.cluster.pods() == []
-
-
 @in_triggerer
-def test_a_task_that_is_marked_before_it_is_deferred_leaves_no_pod(shards: Shards) -> None:
-    """Airflow refuses the deferral then, and only logs that."""
-    shards.plan(delay_s=0.1)
-    error = shards.start(TaskInstance(state="failed")).failure()
-    assert "was killed" in str(error)
-    shards.check_nothing_left()
-
-
-@in_worker
-def test_a_task_that_is_marked_while_no_answer_comes_leaves_no_pod(shards: Shards) -> None:
-    """Airflow kills the process five seconds later: the first request has to be the right one."""
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    shards.working_pod(run)
-    shards.cluster.proxy.slow(3600)  # requests arrive
-    run.kill("failed")
-    assert "was killed" in str(run.failure())
-    shards.check_nothing_left()
-
-
-@in_triggerer
-def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_pod(
+def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_job(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machine stood still between its look for a pod and its asking for one."""
+    """Its machine stood still before it asked for a Job."""
     shards.plan(delay_s=0.1)
-    has_looked, goes_on = threading.Event(), threading.Event()
-    create = OwnerPods._create
+    has_come, goes_on = threading.Event(), threading.Event()
+    take, first = ClusterJob.take, TaskInstance()
 
-    def late(self: OwnerPods, pod: Any) -> Any:
-        if self.attempt.try_number == 1:
-            has_looked.set()
+    async def late(self: ClusterJob, body: Any) -> Any:
+        if self.attempt.try_id == str(first.id):
+            has_come.set()
             assert goes_on.wait(180)
-        return create(self, pod)
+        return await take(self, body)
 
-    monkeypatch.setattr(OwnerPods, "_create", late)
-    earlier = shards.start()
-    assert has_looked.wait(180)
+    monkeypatch.setattr(ClusterJob, "take", late)
+    earlier = shards.start(first)
+    assert has_come.wait(180)
     later = shards.start(TaskInstance(try_number=2))
     name = shards.working_pod(later)
     goes_on.set()
-    assert "a later try of this task has begun" in str(earlier.failure())
+    assert "a later try of this task has Job" in str(earlier.failure())
     assert shards.pod() == name
     later.wait()
-    assert shards.report()["num_resumed_parts"] == 0  # the shard was not taken over
+    assert shards.report()["num_resumed_parts"] == 0
     shards.check_whole()
 
 
 @in_worker
-def test_a_try_that_is_told_to_stop_leaves_the_pod_to_a_later_one_that_is_deferred(
-    shards: Shards,
-) -> None:
+def test_a_try_that_is_told_to_stop_leaves_the_job_to_a_later_one(shards: Shards) -> None:
+    """Whatever Airflow says of the task: the Job has the later one's id."""
     shards.plan(delay_s=0.1)
     earlier = shards.start(TaskInstance(max_tries=0))
     name = shards.working_pod(earlier)
@@ -252,45 +243,10 @@ def test_a_try_that_is_told_to_stop_leaves_the_pod_to_a_later_one_that_is_deferr
     later = TaskRun(shards.task, TaskInstance(try_number=2), "deferred")
     shards.runs.append(later)
     shards.wait(lambda: later.is_deferred, "the trigger")
-    earlier.kill("deferred")  # the state of the later one
+    earlier.kill("failed")
     earlier.failure()
     assert shards.pod() == name
     shards.cluster.agent.thaw(name)
     later.wait()
     assert shards.report()["num_resumed_parts"] == 0
-    shards.check_whole()
-
-
-@in_triggerer
-def test_a_pod_on_its_way_out_is_waited_for(shards: Shards) -> None:
-    shards.plan(delay_s=0.15)
-    name = shards.abandoned_pod()
-    shards.cluster.api.delete_namespaced_pod(name, shards.cluster.namespace)
-    assert shards.cluster.pod(name) is not None  # it finishes its open parts
-    run = shards.start(TaskInstance(try_number=2))
-    seen: set[tuple[str, ...]] = set()
-
-    def is_over() -> bool:
-        seen.add(tuple(sorted(pod.metadata.name for pod in shards.cluster.pods())))
-        return not run.is_alive
-
-    shards.wait(is_over, "the task")
-    run.wait()
-    assert all(len(names) <= 1 for names in seen), "two pods of one shard at a time"
-    shards.check_whole()
-
-
-@in_worker
-def test_a_task_that_the_user_clears_leaves_no_pod(shards: Shards) -> None:
-    check_no_pod_left(shards, None)
-
-
-@in_triggerer
-def test_the_end_of_a_triggerer_leaves_the_pod_to_the_next(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    shards.working_pod(run)
-    run.restart_triggerer()
-    run.wait()
-    assert shards.report()["num_resumed_parts"] == 0  # one pod did it all
     shards.check_whole()

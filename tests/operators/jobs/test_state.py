@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiClient
 
-from batchllm_operator.operators.pods.end import EndKind, PodEnd
-from batchllm_operator.operators.pods.state import PodState, Stage
+from batchllm_operator.operators.jobs.end import EndKind, JobEnd
+from batchllm_operator.operators.jobs.state import PodState, Stage
 
 CREATED = "2026-01-31T00:00:00Z"
 SCHEDULED = {"type": "PodScheduled", "status": "True", "lastTransitionTime": CREATED}
+
+
+def failure(**fields: Any) -> JobEnd:
+    return JobEnd(EndKind.FAILED, "job-1", pod="pod-1", **fields)
 
 
 def state_of(status: dict[str, Any], **metadata: Any) -> PodState:
@@ -53,7 +57,7 @@ def test_a_pod_without_a_node_is_queued() -> None:
         "message": "0/3 nodes are available:\n3 Insufficient nvidia.com/gpu.",
     }
     state = state_of({"phase": "Pending", "conditions": [unschedulable]})
-    assert (state.stage, state.reason, state.is_live) == (Stage.QUEUED, "Unschedulable", True)
+    assert (state.stage, state.reason) == (Stage.QUEUED, "Unschedulable")
     assert state.since is not None and state.since.isoformat().startswith("2026-01-31")
     text = "queued (Unschedulable): 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     assert str(state) == text
@@ -61,18 +65,18 @@ def test_a_pod_without_a_node_is_queued() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "is_stuck", "is_hopeless"),
+    ("reason", "is_stuck"),
     [
-        ("ContainerCreating", False, False),
-        ("PodInitializing", False, False),
-        ("ErrImagePull", True, False),
-        ("ImagePullBackOff", True, False),
-        ("CreateContainerConfigError", True, False),
-        ("InvalidImageName", True, True),
-        ("ErrImageNeverPull", True, True),
+        ("ContainerCreating", False),
+        ("PodInitializing", False),
+        ("ErrImagePull", True),
+        ("ImagePullBackOff", True),
+        ("CreateContainerConfigError", True),
+        ("InvalidImageName", True),
+        ("ErrImageNeverPull", True),
     ],
 )
-def test_a_pod_with_a_node_is_starting(reason: str, is_stuck: bool, is_hopeless: bool) -> None:
+def test_a_pod_with_a_node_is_starting(reason: str, is_stuck: bool) -> None:
     status = {"phase": "Pending", "conditions": [SCHEDULED]}
     status["containerStatuses"] = [
         container({"running": {}}, "sidecar"),
@@ -80,7 +84,7 @@ def test_a_pod_with_a_node_is_starting(reason: str, is_stuck: bool, is_hopeless:
     ]
     state = state_of(status)
     assert (state.stage, state.reason) == (Stage.STARTING, reason)
-    assert (state.is_stuck, state.is_hopeless, state.has_started) == (is_stuck, is_hopeless, False)
+    assert state.is_stuck == is_stuck
 
 
 def test_an_init_container_that_cannot_start_is_told() -> None:
@@ -96,38 +100,10 @@ def test_an_init_container_that_cannot_start_is_told() -> None:
 def test_the_main_container_decides() -> None:
     sidecar_ended = [container({"running": {}}), container(terminated(1), "sidecar")]
     running = state_of({"phase": "Running", "containerStatuses": sidecar_ended})
-    assert (running.stage, running.has_started) == (Stage.RUNNING, True)
+    assert running.stage is Stage.RUNNING
     base_ended = [container(terminated(2, "Error", "said")), container({"running": {}}, "sidecar")]
     ended = state_of({"phase": "Running", "containerStatuses": base_ended})
     assert (ended.stage, ended.exit_code, ended.message) == (Stage.ENDED, 2, "said")
-    assert not ended.is_live
-
-
-@pytest.mark.parametrize(
-    "status",
-    [
-        {
-            "phase": "Failed",
-            "reason": "Evicted",
-            "message": "The node was low on memory.",
-            "conditions": [
-                {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
-            ],
-        },
-        {"phase": "Failed", "reason": "Preempting"},
-        {"phase": "Failed", "reason": "NodeLost"},
-        {"phase": "Failed", "reason": "UnexpectedAdmissionError"},
-        {"phase": "Failed", "reason": "Terminated"},
-        {
-            "phase": "Failed",
-            "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "Preemption"}],
-            "containerStatuses": [container(terminated(143))],
-        },
-    ],
-)
-def test_what_the_cluster_ends_is_a_disruption(status: dict[str, Any]) -> None:
-    state = state_of(status)
-    assert (state.stage, state.is_disrupted, state.is_live) == (Stage.ENDED, True, False)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +121,8 @@ def test_an_eviction_for_its_own_disk_use_is_the_pods_failure(message: str, reas
     status = {"phase": "Failed", "reason": "Evicted", "message": message}
     state = state_of({**status, "containerStatuses": statuses})
     assert (state.stage, state.is_disrupted, state.message) == (Stage.ENDED, False, message)
-    end = PodEnd(EndKind.EXITED, "p", "n", reason=state.reason, message=message, exit_code=137)
-    assert not end.is_disruption and not end.is_final
+    end = failure(reason=state.reason, message=message, exit_code=137)
+    assert not end.is_final
     assert "its own use of disk" in end.explanation() and message.strip() in end.explanation()
 
 
@@ -162,7 +138,8 @@ def test_a_condition_says_why_the_cluster_ends_a_pod(stage: str) -> None:
         status |= {"phase": "Failed", "containerStatuses": [container(terminated(143))]}
     state = state_of(status)
     assert (state.stage, state.reason) == (stage, "EvictionByEvictionAPI")
-    assert (state.message, state.is_disrupted) == ("Eviction API: evicting", True)
+    assert state.message == "Eviction API: evicting"
+    assert stage == "queued" or state.is_disrupted
 
 
 def test_what_the_job_ends_is_none() -> None:
@@ -173,93 +150,20 @@ def test_what_the_job_ends_is_none() -> None:
     assert (late.reason, late.is_disrupted) == ("DeadlineExceeded", False)
 
 
-def test_a_pod_that_is_being_deleted_is_not_live() -> None:
-    status = {"phase": "Running", "containerStatuses": [container({"running": {}})]}
-    state = state_of(status, deletionTimestamp=CREATED)
-    assert (state.stage, state.is_being_deleted, state.is_live) == (Stage.RUNNING, True, False)
-
-
-@pytest.mark.parametrize("kind", list(EndKind))
-def test_an_end_survives_an_event_and_explains_itself(kind: EndKind) -> None:
-    end = PodEnd(
-        *(kind, "pod-1", "jobs"),
-        reason="Reason",
-        message="it said so",
-        exit_code=3,
-        last_lines=("one", "two"),
-    )
-    assert PodEnd.from_event(json.loads(json.dumps(end.as_event()))) == end
-    assert "pod-1" in end.explanation() and "\n" not in end.explanation()
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"exit_code": 0}, "its results aren't in the lake"),
-        ({"exit_code": 137, "reason": "OOMKilled"}, "raise the operator's memory"),
-        ({"exit_code": 137, "reason": "Error"}, "was killed"),
-        ({"exit_code": None, "reason": "DeadlineExceeded"}, "active_deadline_seconds"),
-        ({"exit_code": 1, "message": "a\nbatchllm: error: no GPU"}, "exit code 1; it said: no GPU"),
-    ],
-)
-def test_the_ways_to_exit_are_told_apart(fields: dict[str, Any], words: str) -> None:
-    assert words in PodEnd(EndKind.EXITED, "pod-1", "jobs", **fields).explanation()
-
-
 @pytest.mark.parametrize("exit_code", [1, 137])
 def test_an_end_quotes_the_last_lines_of_the_log(exit_code: int) -> None:
     log = "\n".join(f"line {number}" for number in range(20)) + "\n\n"
-    end = PodEnd(EndKind.EXITED, "p", "n", message=log, exit_code=exit_code)
+    end = failure(message=log, exit_code=exit_code)
     assert end.explanation().endswith("it said: ... line 17 line 18 line 19")
-    few = PodEnd(EndKind.EXITED, "p", "n", message="line 1\nline 2", exit_code=exit_code)
+    few = failure(message="line 1\nline 2", exit_code=exit_code)
     assert few.explanation().endswith("it said: line 1 line 2")
 
 
 def test_an_end_quotes_an_error_from_its_beginning() -> None:
     """Whatever the engine's processes write after it."""
     log = f"starting\nbatchllm: error: table a: no column b\n{'rank 0 goes away. ' * 99}"
-    said = PodEnd(EndKind.EXITED, "p", "n", message=log, exit_code=2).explanation()
+    said = failure(message=log, exit_code=2).explanation()
     assert "it said: table a: no column b rank 0" in said and len(said) < 700
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "is_final", "is_disruption"),
-    [
-        (EndKind.EXITED, {"exit_code": 1}, False, False),
-        (EndKind.EXITED, {"exit_code": 2}, True, False),
-        (EndKind.EXITED, {"exit_code": 7}, False, False),
-        (EndKind.EXITED, {"exit_code": 137}, False, False),
-        (EndKind.STUCK, {"reason": "InvalidImageName"}, True, False),
-        (EndKind.STUCK, {"reason": "ImagePullBackOff"}, False, False),
-        (EndKind.DISRUPTED, {"reason": "Evicted"}, False, True),
-        (EndKind.GONE, {}, False, True),
-        (EndKind.QUEUE_LIMIT, {}, False, False),
-    ],
-)
-def test_what_a_retry_or_another_pod_can_mend(
-    kind: EndKind, fields: dict[str, Any], is_final: bool, is_disruption: bool
-) -> None:
-    end = PodEnd(kind, "pod-1", "jobs", **fields)
-    assert (end.is_final, end.is_disruption) == (is_final, is_disruption)
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "OutOfnvidia.com/gpu",  # kubelet: "OutOf" + the resource's name
-        "OutOfamd.com/gpu",
-        "OutOfephemeral-storage",
-        "TopologyAffinityError",
-    ],
-)
-def test_a_node_that_had_no_gpu_left_is_a_disruption(reason: str) -> None:
-    assert state_of({"phase": "Failed", "reason": reason}).is_disrupted
-
-
-def test_a_node_that_was_reset_is_a_disruption() -> None:
-    """A kubelet that comes back and doesn't know what became of the container."""
-    ended = [container(terminated(137, "ContainerStatusUnknown"))]
-    assert state_of({"phase": "Failed", "containerStatuses": ended}).is_disrupted
 
 
 def test_a_failed_init_container_is_told() -> None:
@@ -273,3 +177,47 @@ def test_a_failed_init_container_is_told() -> None:
     )
     assert state.stage is Stage.ENDED
     assert "no such model" in state.message
+
+
+@pytest.mark.parametrize("kind", list(EndKind))
+def test_an_end_survives_an_event_and_explains_itself(kind: EndKind) -> None:
+    end = JobEnd(
+        *(kind, "job-1", "uid"),
+        reason="Reason",
+        message="it said so",
+        exit_code=3,
+        last_lines=("one", "two"),
+        told=("p",),
+    )
+    assert JobEnd.from_event(json.loads(json.dumps(end.as_event()))) == end
+    assert "job-1" in end.explanation().lower() and "\n" not in end.explanation()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"exit_code": 137, "reason": "OOMKilled"}, "raise the operator's memory"),
+        ({"exit_code": 137, "reason": "Error"}, "was killed"),
+        ({"exit_code": None, "reason": "DeadlineExceeded"}, "active_deadline_seconds"),
+        ({"exit_code": None, "reason": "OutOfnvidia.com/gpu"}, "failed (OutOfnvidia.com/gpu)"),
+        ({"exit_code": 1, "message": "a\nbatchllm: error: no GPU"}, "exit code 1; it said: no GPU"),
+    ],
+)
+def test_the_ways_to_fail_are_told_apart(fields: dict[str, Any], words: str) -> None:
+    assert words in failure(**fields).explanation()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "is_final"),
+    [
+        (EndKind.FAILED, {"exit_code": 1}, False),
+        (EndKind.FAILED, {"exit_code": 2}, True),
+        (EndKind.FAILED, {"exit_code": 137}, False),
+        (EndKind.STUCK, {"reason": "InvalidImageName"}, True),
+        (EndKind.STUCK, {"reason": "ImagePullBackOff"}, False),
+        (EndKind.GONE, {}, False),
+        (EndKind.QUEUE_LIMIT, {}, False),
+    ],
+)
+def test_what_a_retry_cannot_mend(kind: EndKind, fields: dict[str, Any], is_final: bool) -> None:
+    assert JobEnd(kind, "job-1", **fields).is_final == is_final

@@ -1,0 +1,125 @@
+"""Calls of the cluster's API, tried again while they fail for a passing reason."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import yaml
+from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
+from kubernetes_asyncio.client import ApiClient
+
+from batchllm_operator.operators.jobs.api_errors import (
+    ANSWERLESS,
+    NoConnectionError,
+    is_passing,
+    message_of,
+)
+
+_REQUEST_S: Final = 30.0
+_SHORTEST_REQUEST_S: Final = 0.5
+"""A request is sent even if there is no time to wait for its answer."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """How to reach a cluster; each process reads its own credentials."""
+
+    kubernetes_conn_id: str | None
+    """This and the next two: as for the operator."""
+    in_cluster: bool | None
+    cluster_context: str | None
+    config_file: str | None
+    """Path of the kubeconfig, which the triggerer must be able to read, too."""
+
+    def hook(self) -> AsyncKubernetesHook:
+        config_dict = None
+        if self.config_file is not None:
+            config_dict = yaml.safe_load(Path(self.config_file).read_text(encoding="utf-8"))
+        return AsyncKubernetesHook(
+            conn_id=self.kubernetes_conn_id,
+            in_cluster=self.in_cluster,
+            cluster_context=self.cluster_context,
+            config_dict=config_dict,
+        )
+
+
+class ClusterCalls:
+    """A connection to a cluster, whose calls are repeated for `patience_s` each.
+
+    Passing reasons are no connection, 429, 5xx and an expired token: a restart of the API server
+    goes unnoticed. After a failure the configuration is read again. An asynchronous context
+    manager.
+    """
+
+    def __init__(self, cluster: Cluster, *, log: logging.Logger | Any, patience_s: float) -> None:
+        self._cluster, self._log, self._patience_s = cluster, log, patience_s
+        self._connection: Any = None
+        self._client: ApiClient | None = None
+        self._trouble = ""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._disconnect()
+
+    async def _connect(self) -> ApiClient:
+        if self._client is None:
+            try:
+                hook = await asyncio.to_thread(self._cluster.hook)  # it may read a file
+                connection = hook.get_conn()
+                self._client = await connection.__aenter__()
+            except ANSWERLESS:
+                raise
+            # Such as a half-written kubeconfig, or an Airflow that doesn't answer: none of it
+            # affects the running pods.
+            except Exception as error:
+                raise NoConnectionError(f"{type(error).__name__}: {error}") from error
+            self._connection = connection
+        return self._client
+
+    async def _disconnect(self) -> None:
+        connection, self._connection, self._client = self._connection, None, None
+        if connection is not None:
+            try:
+                await connection.__aexit__(None, None, None)
+            except ANSWERLESS as error:
+                self._log.debug("The connection to the cluster: %s", message_of(error))
+
+    async def call(
+        self, api: type[Any], method: str, *args: Any, patience_s: float = math.inf, **options: Any
+    ) -> Any:
+        """Call a method of a client's API.
+
+        Raises:
+            ApiException: the cluster refuses, or its error has lasted too long.
+            ClientError, OSError, NoConnectionError: it hasn't answered in time.
+        """
+        give_up_at = time.monotonic() + min(patience_s, self._patience_s)
+        pause_s = FIRST_PAUSE_S
+        while True:
+            limit_s = max(_SHORTEST_REQUEST_S, min(_REQUEST_S, give_up_at - time.monotonic()))
+            try:
+                async with asyncio.timeout(limit_s):
+                    answer = await getattr(api(await self._connect()), method)(*args, **options)
+            except ANSWERLESS as error:
+                left_s = give_up_at - time.monotonic()
+                if not is_passing(error) or left_s <= 0:
+                    raise
+                await self._disconnect()
+                if self._trouble != (text := message_of(error)):
+                    self._trouble = text
+                    self._log.warning("The cluster's API: %s; trying again", text)
+                await asyncio.sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                self._trouble = ""
+                return answer

@@ -1,0 +1,154 @@
+"""How watching a Job ended, and its explanation for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES
+from batchllm_operator.operators.jobs.state import EVICTED, HOPELESS
+
+_SIGKILL_CODE: Final = 137
+
+
+class EndKind(StrEnum):
+    """Why there is nothing left to watch."""
+
+    COMPLETE = "complete"
+    FAILED = "failed"
+    GONE = "gone"
+    """Deleted from outside."""
+    QUEUE_LIMIT = "queue_limit"
+    START_LIMIT = "start_limit"
+    STUCK = "stuck"
+    """Its pods can't start: image, Secret, volume."""
+    TIMEOUT = "timeout"
+    API_LOST = "api_lost"
+    """The cluster's API didn't answer for too long; the Job may still run."""
+    FORBIDDEN = "forbidden"
+    """The watcher may not read Jobs; the Job may still run."""
+    PAUSED = "paused"
+    """The Job lives on; it is time to see what is left for it to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a Job ended; sent in a trigger's event as a dictionary."""
+
+    kind: EndKind
+    job: str
+    uid: str = ""
+    reason: str = ""
+    """The cluster's reason, of the Job or of the pod that tells most."""
+    message: str = ""
+    pod: str = ""
+    """That pod; empty if none tells anything."""
+    exit_code: int | None = None
+    idle_since: str = ""
+    """When the watch first saw that no pod runs, in ISO format; empty if one does."""
+    num_pods: int = 0
+    """How many the Job is to have, as its label says; 0 if unknown."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_succeeded: int = 0
+    told: tuple[str, ...] = ()
+    """Pods that failed, and whose last lines were logged."""
+    last_lines: tuple[str, ...] = ()
+    """Of the logs of pods that failed: the triggerer's own log doesn't last."""
+
+    @property
+    def is_unseen(self) -> bool:
+        return self.kind in (EndKind.API_LOST, EndKind.FORBIDDEN)
+
+    @property
+    def holds_resources(self) -> bool:
+        """Whether the Job is of no more use, but its pods live or wait."""
+        limits = (EndKind.QUEUE_LIMIT, EndKind.START_LIMIT, EndKind.STUCK, EndKind.TIMEOUT)
+        return self.kind in limits
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a retry can't help."""
+        if self.kind is EndKind.STUCK:
+            return self.reason in HOPELESS
+        return self.kind is EndKind.FAILED and self.exit_code in FINAL_EXIT_CODES
+
+    def as_event(self) -> dict[str, Any]:
+        """For `from_event`, through JSON."""
+        return asdict(self) | {"kind": str(self.kind)}
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any]) -> JobEnd:
+        texts = {name: tuple(event[name]) for name in ("last_lines", "told")}
+        return cls(**{**event, "kind": EndKind(event["kind"]), **texts})
+
+    def explanation(self) -> str:
+        """One sentence for the task's log: what happened, and what to do about it."""
+        job, said = f"Job {self.job}", _clipped(self.message)
+        kept = "finished parts are kept"
+        return {
+            EndKind.COMPLETE: (
+                f"{job} ended well, but its results aren't in the lake: do its pods run the right"
+                " image, and do they write where this worker reads?"
+            ),
+            EndKind.FAILED: f"{job} failed: {self._failure(said)}",
+            EndKind.GONE: f"{job} was deleted from outside before its results were whole",
+            EndKind.QUEUE_LIMIT: (
+                f"{job}: no pod found room in time (queue_timeout): {said or self.reason}; {kept}"
+            ),
+            EndKind.START_LIMIT: (
+                f"{job}: no pod started in time (start_timeout): {self.reason} {said}".rstrip()
+            ),
+            EndKind.STUCK: f"{job}: pod {self.pod} can't start ({self.reason}): {said}",
+            EndKind.TIMEOUT: f"{job} reached the task's execution_timeout; {kept}",
+            EndKind.API_LOST: (
+                f"the cluster's API didn't answer for too long ({said}); {job} was left alone, the"
+                " next try looks for it"
+            ),
+            EndKind.FORBIDDEN: (
+                f"the watcher of {job} may not read it ({said}): give the triggerer's (or, with"
+                " deferrable=False, the worker's) service account the chart's Role; the Job was"
+                " left alone, the next try looks for it"
+            ),
+            EndKind.PAUSED: f"{job} is to be watched again",
+        }[self.kind]
+
+    def _failure(self, said: str) -> str:
+        if self.reason == "DeadlineExceeded":
+            return "it ran longer than active_deadline_seconds; finished parts are kept"
+        if not self.pod:
+            return f"{self.reason or 'no reason given'}: {said}"
+        words = _exit_words(self.reason, self.exit_code)
+        return f"pod {self.pod} {words}" + (f"; it said: {said}" if said else "")
+
+
+def _exit_words(reason: str, exit_code: int | None) -> str:
+    if reason == EVICTED:
+        return (
+            "was evicted for its own use of disk: raise the limit that is named, the sizeLimit of a"
+            " volume (the chart's pods.scratch, pods.cache, pods.shm) or a container's"
+            " ephemeral-storage; finished parts are kept"
+        )
+    if reason == "OOMKilled":
+        return "ran out of memory (OOMKilled): raise the operator's memory"
+    if exit_code is None:
+        return f"failed ({reason or 'no reason given'})"
+    if exit_code == _SIGKILL_CODE:
+        return (
+            "was killed (exit code 137): by its node for lack of memory, or after its grace period"
+        )
+    return f"failed with exit code {exit_code}"
+
+
+def _clipped(text: str, limit: int = 600, num_lines: int = 3) -> str:
+    """The command's own error if there is one, else the last lines of the text; on one line."""
+    _, mark, error = text.rpartition(ERROR_MARK)
+    if mark:
+        line = " ".join(error.split())
+        return line if len(line) <= limit else line[:limit] + "..."
+    lines = [each.strip() for each in text.splitlines() if each.strip()]
+    line = " ".join(" ".join(lines[-num_lines:]).split())
+    line = line if len(line) <= limit else "..." + line[-limit:]
+    return line if len(lines) <= num_lines else f"... {line}"

@@ -1,1 +1,0 @@
-"""Pods that run a stage: their specification, how they are watched, and how they end."""

@@ -1,0 +1,118 @@
+"""Tries of one task that ask the API server for its Job at the same time, or too late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from support.kubernetes.cluster import Cluster
+
+from batchllm_operator.operators.jobs.calls import Cluster as Where
+from batchllm_operator.operators.jobs.cluster_job import ClusterJob, SupersededError
+from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+
+EARLIER, LATER = (Attempt("owner", "work", try_id) for try_id in ("1", "2"))
+
+
+@pytest.fixture
+def job_of(cluster: Cluster) -> Callable[[Attempt], ClusterJob]:
+    """The Job as a try sees it; no pod of it gets a node."""
+    cluster.agent.hold_scheduling()
+    where = Where(None, False, None, str(cluster.kubeconfig))
+
+    def job(attempt: Attempt) -> ClusterJob:
+        log = logging.getLogger("jobs")
+        return ClusterJob(where, "job", cluster.namespace, attempt, log=log, patience_s=5.0)
+
+    return job
+
+
+def body(attempt: Attempt, num_pods: int = 1) -> dict[str, Any]:
+    labels = {**attempt.labels, **attempt.try_label, f"{LABEL}/num-pods": str(num_pods)}
+    container = {"name": "base", "image": "job:1", "command": ["sleep", "60"]}
+    pod = {"restartPolicy": "Never", "containers": [container]}
+    spec = {"completions": num_pods, "parallelism": num_pods, "completionMode": "Indexed"}
+    return {
+        "metadata": {"name": "job", "labels": labels},
+        "spec": {**spec, "template": {"spec": pod}},
+    }
+
+
+def run(job: ClusterJob, calls: Callable[[ClusterJob], Awaitable[Any]]) -> Any:
+    async def connected() -> Any:
+        async with job:
+            return await calls(job)
+
+    return asyncio.run(connected())
+
+
+def there(cluster: Cluster) -> list[Any]:
+    return list(cluster.batch.list_namespaced_job(cluster.namespace).items)
+
+
+def test_of_tries_that_ask_at_once_the_latest_has_the_only_job(
+    cluster: Cluster, job_of: Callable[[Attempt], ClusterJob]
+) -> None:
+    async def take_all() -> list[Any]:
+        attempts = [EARLIER, LATER, EARLIER, LATER]
+        jobs = [job_of(attempt) for attempt in attempts]
+        takes = [job.take(body(job.attempt)) for job in jobs]
+        results = await asyncio.gather(*takes, return_exceptions=True)
+        for job in jobs:
+            await job.__aexit__()
+        return results
+
+    results = asyncio.run(take_all())
+    assert sum(isinstance(result, tuple) and result[1] for result in results) == 1
+    assert all(isinstance(result, tuple | SupersededError) for result in results)
+    (made,) = there(cluster)
+    assert made.metadata.labels[f"{LABEL}/try-id"] == LATER.try_id
+
+
+def test_a_try_that_wakes_up_deletes_no_job_that_a_later_one_has_adopted(
+    cluster: Cluster, job_of: Callable[[Attempt], ClusterJob]
+) -> None:
+    made, is_new = run(job_of(EARLIER), lambda job: job.take(body(EARLIER)))
+    adopted, is_new_again = run(job_of(LATER), lambda job: job.take(body(LATER, num_pods=3)))
+    assert (is_new, is_new_again) == (True, False)
+    assert (adopted.metadata.uid, adopted.spec.completions) == (made.metadata.uid, 3)
+    run(job_of(EARLIER), lambda job: job.delete(made.metadata.uid))
+    assert [job.metadata.deletion_timestamp for job in there(cluster)] == [None]
+    with pytest.raises(SupersededError):
+        run(job_of(EARLIER), lambda job: job.take(body(EARLIER)))
+    run(job_of(LATER), lambda job: job.delete(made.metadata.uid))
+    cluster.wait_for(lambda: not there(cluster) and not cluster.pods(), "the Job to go")
+
+
+def test_another_job_of_the_name_is_not_deleted(
+    cluster: Cluster, job_of: Callable[[Attempt], ClusterJob]
+) -> None:
+    run(job_of(EARLIER), lambda job: job.take(body(EARLIER)))
+    run(job_of(EARLIER), lambda job: job.delete("another-uid"))
+    assert [job.metadata.deletion_timestamp for job in there(cluster)] == [None]
+
+
+def test_a_job_that_appears_after_its_create_was_broken_off_is_deleted(
+    cluster: Cluster, job_of: Callable[[Attempt], ClusterJob]
+) -> None:
+    async def delete_and_create(job: ClusterJob) -> None:
+        deletion = asyncio.create_task(job.delete(limit_s=20.0))
+        await asyncio.sleep(0.7)
+        assert not deletion.done()
+        cluster.batch.create_namespaced_job(cluster.namespace, body(EARLIER))
+        await deletion
+
+    run(job_of(EARLIER), delete_and_create)
+    cluster.wait_for(lambda: not there(cluster), "the Job to go")
+
+
+def test_a_job_that_does_other_work_gives_way(
+    cluster: Cluster, job_of: Callable[[Attempt], ClusterJob]
+) -> None:
+    made, _ = run(job_of(EARLIER), lambda job: job.take(body(EARLIER)))
+    other = Attempt("owner", "other", "3")
+    taken, is_new = run(job_of(other), lambda job: job.take(body(other)))
+    assert is_new and taken.metadata.uid != made.metadata.uid
