@@ -11,7 +11,6 @@ from batchllm_operator.errors import ExitCode
 from batchllm_operator.operators import command
 from batchllm_operator.operators.command import (
     BatchLLMCommandOperator,
-    read_result,
     uris_and_counts,
 )
 
@@ -102,13 +101,6 @@ def test_result_versions_of_both_sides_agree() -> None:
     from batchllm_operator import cli
 
     assert command.RESULT_VERSION == cli.RESULT_VERSION
-
-
-def test_read_result_takes_what_the_command_line_writes(tmp_path: Path) -> None:
-    from batchllm_operator import cli
-
-    cli._write_result(tmp_path / "result.json", "run", {"num_rows": 3})
-    assert read_result(tmp_path / "result.json", "run")["num_rows"] == 3
 
 
 def test_only_uris_and_counts_leave_a_task() -> None:
