@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
@@ -28,48 +29,43 @@ from batchllm_operator.lake.table import FilePart, InputFile, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 
+@dataclass(eq=False)
 class PartitionView:
-    """The rows and files of a partition in one snapshot (None for a table without snapshots).
-
-    `schema` is the table's when the snapshot was pinned; `value` is the partition column's.
+    """The rows and files of a partition in one snapshot.
 
     Raises `TableError`: the table isn't partitioned by the column, or the partition's name can't be
     a value of it.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        uri: str,
-        column: str,
-        partition: str,
-        snapshot_id: int | None,
-        schema: Schema,
-    ) -> None:
-        self.table = table
-        self.uri = uri
-        self.column = column
-        self.partition = partition
-        self._snapshot_id = snapshot_id
-        self._schema = schema
-        self._field = _partition_field(table, uri, column, schema)
+    table: Table
+    uri: str
+    column: str
+    partition: str
+    snapshot_id: int | None
+    """None for a table without snapshots."""
+    schema: Schema
+    """The table's when the snapshot was pinned."""
+
+    def __post_init__(self) -> None:
+        self._field = _partition_field(self.table, self.uri, self.column, self.schema)
         try:
-            self.value = partition_value(f"table {uri}", self._field.field_type, partition)
+            kind = self._field.field_type
+            self.value = partition_value(f"table {self.uri}", kind, self.partition)
         except TableError as error:
-            names = partition_names(table, uri, column)
-            raise TableError(f"{error}{shown_near(names, partition)}") from None
-        self.arrow_schema = arrow_schema(schema)
+            names = partition_names(self.table, self.uri, self.column)
+            raise TableError(f"{error}{shown_near(names, self.partition)}") from None
+        self.arrow_schema = arrow_schema(self.schema)
 
     @cached_property
     def tasks(self) -> dict[str, FileScanTask]:
         """The files that may hold rows of the partition, by name, in the order of their names."""
-        if self._snapshot_id is None:
+        if self.snapshot_id is None:
             return {}
         # pyiceberg looks names up in the newest schema, where the column may have been renamed.
         name = self.table.schema().find_column_name(self._field.field_id)
         chosen = EqualTo(name, self.value)  # type: ignore[arg-type, call-arg]
         with iceberg_errors(self.uri):
-            planned = self.table.scan(chosen, snapshot_id=self._snapshot_id).plan_files()
+            planned = self.table.scan(chosen, snapshot_id=self.snapshot_id).plan_files()
             tasks = {task.file.file_path: task for task in planned}
         root = f"{self.table.location().rstrip('/')}/"
         # By the last part of the path first: folders of some layouts are a hash of it.
@@ -78,8 +74,8 @@ class PartitionView:
 
     @property
     def version(self) -> str:
-        snapshot_id = "none" if self._snapshot_id is None else self._snapshot_id
-        return f"iceberg:{snapshot_id}/{self._schema.schema_id}"
+        snapshot_id = "none" if self.snapshot_id is None else self.snapshot_id
+        return f"iceberg:{snapshot_id}/{self.schema.schema_id}"
 
     def snapshot(self) -> Snapshot:
         files = {}
@@ -105,7 +101,7 @@ class PartitionView:
             wanted[self.column] = None
             own = pds.field(self.column) == pa.scalar(self.value)
             condition = own if condition is None else own & condition
-        fields = {field.name: field for field in self._schema.fields}
+        fields = {field.name: field for field in self.schema.fields}
         schema = Schema(*(fields[name] for name in wanted))
         for batch in read_task(self.table, task, schema, scan, part):
             chosen = batch if condition is None else batch.filter(condition)
@@ -124,7 +120,7 @@ class PartitionView:
         """Values of the columns by whose values files are apart; see `Snapshot.of`."""
         values = {}
         for place, part in enumerate(self.table.specs()[file.spec_id].fields):
-            source = self._schema.find_field(part.source_id)
+            source = self.schema.find_field(part.source_id)
             if source.field_id == self._field.field_id:
                 values[self.column] = self.partition
             elif _is_identity(part, source.field_id):
@@ -133,7 +129,7 @@ class PartitionView:
 
     def _bounds(self, file: DataFile, conditions: Sequence[FilterTerm]) -> Iterator[dict[str, Any]]:
         """Lowest and highest values of the conditions' columns."""
-        fields = [self._schema.find_field(term.column) for term in conditions]
+        fields = [self.schema.find_field(term.column) for term in conditions]
         for bounds in (file.lower_bounds or {}, file.upper_bounds or {}):
             yield {
                 field.name: from_bytes(field.field_type, bounds[field.field_id])  # type: ignore[arg-type]
