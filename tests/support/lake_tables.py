@@ -66,7 +66,25 @@ class Lake(Protocol):
         """Make all versions but the newest unreadable."""
 
 
-class ParquetLake:
+class _FolderLake:
+    """What all formats have in common: data files below a folder."""
+
+    folder: Folder
+
+    def data_files(self) -> list[str]:
+        return [name for name in self.folder.find() if name.endswith(".parquet")]
+
+    def remove(self, path: str) -> None:
+        self.folder.remove(path)
+
+    def create(self, columns: pa.Schema) -> None:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        raise NotImplementedError
+
+
+class ParquetLake(_FolderLake):
     """A plain dataset. Its commits go through one function of ours."""
 
     has_versions = False
@@ -94,20 +112,8 @@ class ParquetLake:
         name = f"ds={value}/part-{self._num_files:05d}.parquet"
         self.folder.write_bytes(name, sink.getvalue())
 
-    def create(self, columns: pa.Schema) -> None:
-        raise NotImplementedError
 
-    def data_files(self) -> list[str]:
-        return [name for name in self.folder.find() if name.endswith(".parquet")]
-
-    def remove(self, path: str) -> None:
-        self.folder.remove(path)
-
-    def forget(self) -> None:
-        raise NotImplementedError
-
-
-class IcebergLake:
+class IcebergLake(_FolderLake):
     """A table of a SQL catalog in a file; the warehouse is where the test's lake is."""
 
     has_versions = True
@@ -168,12 +174,6 @@ class IcebergLake:
         field = PartitionField(schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds")
         self.catalog.create_table(self.name, schema, partition_spec=PartitionSpec(field))
 
-    def data_files(self) -> list[str]:
-        return [name for name in self.folder.find() if name.endswith(".parquet")]
-
-    def remove(self, path: str) -> None:
-        self.folder.remove(path)
-
     def forget(self) -> None:
         table = self.load()
         newest = table.current_snapshot().snapshot_id
@@ -181,7 +181,7 @@ class IcebergLake:
         table.maintenance.expire_snapshots().by_ids(old).commit()
 
 
-class DeltaLake:
+class DeltaLake(_FolderLake):
     """A table in a folder; other programs write it with delta-rs."""
 
     has_versions = True
@@ -218,12 +218,6 @@ class DeltaLake:
 
         schema = Schema.from_arrow(columns.append(pa.field("ds", pa.string())))
         DeltaTable.create(self.folder.uri, schema, partition_by="ds", storage_options=self._options)
-
-    def data_files(self) -> list[str]:
-        return [name for name in self.folder.find() if name.endswith(".parquet")]
-
-    def remove(self, path: str) -> None:
-        self.folder.remove(path)
 
     def forget(self) -> None:
         from deltalake import DeltaTable
