@@ -1,11 +1,15 @@
-"""The order of partitions: by the numbers and dates that their names spell, not by their text."""
+"""Names of partitions: their values, and their order by the numbers and dates that they spell."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from datetime import date
 from decimal import Decimal
 from typing import Final
+
+import pyarrow as pa
+from pyarrow import types
 
 _NUMBER: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 CAN_NOT_NAME: Final = (
@@ -15,6 +19,23 @@ CAN_NOT_NAME: Final = (
 _DIGITS: Final = re.compile(r"([0-9]+)")
 _LEAST_ALIKE: Final = 6
 """Digits that two names of one time have in common: those of a year and a month."""
+
+
+def value_named(name: str, kind: pa.DataType) -> str | int | date | None:
+    """The value of a partition column whose text is `name`; None if there is none.
+
+    Raises `TypeError`: values of the type can't name partitions.
+    """
+    if types.is_string(kind):
+        return name
+    if not (types.is_integer(kind) or types.is_date32(kind)):
+        raise TypeError
+    try:
+        value = int(name) if types.is_integer(kind) else date.fromisoformat(name)
+        pa.scalar(value, kind)
+    except (ValueError, OverflowError, pa.ArrowException):
+        return None
+    return value if str(value) == name else None
 
 
 def in_order(names: Iterable[str]) -> list[str]:

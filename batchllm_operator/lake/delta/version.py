@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.partition_order import CAN_NOT_NAME, shown_near
+from batchllm_operator.lake.partition_order import CAN_NOT_NAME, shown_near, value_named
 
 if TYPE_CHECKING:
     import deltalake
@@ -103,23 +103,15 @@ class TableVersion:
         Raises `TableError`: the column doesn't hold strings, integers or dates.
         """
         kind = self.schema.field(column).type
-        if pa.types.is_string(kind):
-            return partition or None  # Delta keeps an empty text as null
         try:
-            value: int | date
-            if pa.types.is_integer(kind):
-                value = int(partition)
-            elif pa.types.is_date(kind):
-                value = date.fromisoformat(partition)
-            else:
-                names = [str(file.partition_values[column]) for file in self.files()]
-                raise TableError(
-                    f"table {self.uri}: partition column {column!r} holds {kind},"
-                    f" {CAN_NOT_NAME}{shown_near(names, partition)}"
-                )
-        except ValueError:
-            return None
-        return value if str(value) == partition else None
+            value = value_named(partition, kind)
+        except TypeError:
+            names = [str(file.partition_values[column]) for file in self.files()]
+            raise TableError(
+                f"table {self.uri}: partition column {column!r} holds {kind},"
+                f" {CAN_NOT_NAME}{shown_near(names, partition)}"
+            ) from None
+        return None if value == "" else value  # Delta keeps an empty text as null
 
     def write_empty_copy(self, log: Path, held: Mapping[str, str] | None) -> None:
         """Write a log of one version to the new folder `log`, without this version's files.

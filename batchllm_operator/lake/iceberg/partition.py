@@ -49,8 +49,7 @@ class PartitionView:
     def __post_init__(self) -> None:
         self._field = _partition_field(self.table, self.uri, self.column, self.schema)
         try:
-            kind = self._field.field_type
-            self.value = partition_value(f"table {self.uri}", kind, self.partition)
+            self.value = partition_value(f"table {self.uri}", self._field, self.partition)
         except TableError as error:
             names = partition_names(self.table, self.uri, self.column)
             raise TableError(f"{error}{shown_near(names, self.partition)}") from None

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import re
 from typing import Any, Final
 
 import pyarrow as pa
 from pyarrow import types
 from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids, schema_to_pyarrow
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
-from pyiceberg.types import (
-    DateType,
-    IntegerType,
-    LongType,
-    StringType,
-    TimestampType,
-    TimestamptzType,
-)
+from pyiceberg.types import DateType, NestedField, TimestampType, TimestamptzType
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.partition_order import CAN_NOT_NAME, name_one
+from batchllm_operator.lake.partition_order import CAN_NOT_NAME, name_one, value_named
 from batchllm_operator.lake.schema import nested_type, plain_type
 
 _EPOCH: Final = datetime.date(1970, 1, 1)
@@ -59,26 +51,20 @@ def iceberg_schema(rows: pa.Schema) -> Schema:
     return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(rows))
 
 
-def partition_value(where: str, kind: Any, partition: str) -> str | int | datetime.date:
+def partition_value(where: str, field: NestedField, partition: str) -> str | int | datetime.date:
     """The column's value for a partition's name; each value has one name.
 
-    Raises `TableError`: the name isn't a value of type `kind`, or that type can't name partitions.
+    Raises `TableError`: the name isn't a value of the field's type, or that type can't name
+    partitions.
     """
-    match kind:
-        case StringType():
-            return partition
-        case IntegerType() | LongType() if re.fullmatch(r"0|-?[1-9][0-9]{0,18}", partition):
-            if kind.min <= (number := int(partition)) <= kind.max:
-                return number
-        case DateType() if re.fullmatch(r"\d{4}-\d\d-\d\d", partition, re.ASCII):
-            try:
-                return datetime.date.fromisoformat(partition)
-            except ValueError as error:
-                raise TableError(f"{where}: {partition!r}: {error}") from error
-    holds = f"{where}: the partition column holds {kind}"
-    if isinstance(kind, IntegerType | LongType | DateType):
+    holds = f"{where}: the partition column holds {field.field_type}"
+    try:
+        value = value_named(partition, arrow_schema(Schema(field)).field(0).type)
+    except TypeError:
+        raise TableError(f"{holds}, {CAN_NOT_NAME}") from None
+    if value is None:
         raise TableError(f"{holds}, and {partition!r} isn't one; {name_one()}")
-    raise TableError(f"{holds}, {CAN_NOT_NAME}")
+    return value
 
 
 def partition_name(kind: Any, value: Any) -> str:
