@@ -45,6 +45,38 @@ def nested_type(
     return None
 
 
+def stored_schema(
+    where: str,
+    rows: pa.Schema,
+    format_name: str,
+    store: Callable[[pa.DataType], pa.DataType | None],
+) -> pa.Schema:
+    """The columns of `rows` in a format's types.
+
+    `store` gives the format's type for a plain one without parts; None if there is none.
+
+    Raises `TableError`: the format has no type for a column.
+    """
+
+    def stored(kind: pa.DataType) -> pa.DataType:
+        plain = plain_type(kind)
+        found = plain if types.is_null(plain) else store(plain) or nested_type(plain, stored)
+        if found is None:
+            raise TypeError
+        return found
+
+    fields = []
+    for field in rows:
+        try:
+            fields.append((field.name, stored(field.type)))
+        except TypeError:
+            raise TableError(
+                f"{where}: column {field.name!r} holds {field.type}, which {format_name} has no"
+                " type for; cast it in a view of the input"
+            ) from None
+    return pa.schema(fields)
+
+
 def holds(kind: pa.DataType, is_such: Callable[[pa.DataType], bool]) -> bool:
     """Whether the type, or a part of it at any level, is such a type."""
     return is_such(kind) or any(

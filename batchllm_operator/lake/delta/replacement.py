@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -32,8 +31,7 @@ from batchllm_operator.lake.schema import (
     check_own,
     check_takes,
     holds,
-    nested_type,
-    plain_type,
+    stored_schema,
 )
 from batchllm_operator.lake.staging import StagedFile, Staging
 from batchllm_operator.lake.versioned import Change
@@ -76,9 +74,7 @@ class Replacement(Change[TableVersion]):
         """
         column, where = place[0], f"output {log.uri}"
         check_own(where, column, given)
-        columns = pa.schema(
-            [(field.name, _delta_type(where, field, field.type)) for field in given]
-        )
+        columns = stored_schema(where, given, "Delta", _delta_type)
         if seen is None:
             _check_free(log.folder, where)
         else:
@@ -177,32 +173,15 @@ def _check_free(folder: Folder, where: str) -> None:
             )
 
 
-def _delta_type(where: str, column: pa.Field, kind: pa.DataType) -> pa.DataType:
-    """Delta's type for a column, or a part of it, of type `kind`.
-
-    Unsigned integers become wider signed ones, timestamps microseconds (in UTC if they have a
-    zone), 64-bit dates 32-bit ones.
-
-    Raises `TableError`: there is none.
-    """
-    plain = plain_type(kind)
-    if any(is_such(plain) for is_such in _AS_THEY_ARE) or types.is_null(plain):
-        return plain
-    if plain in _WIDER:
-        return _WIDER[plain]
-    if types.is_timestamp(plain):
-        return pa.timestamp("us", "UTC" if plain.tz else None)
-    if types.is_date(plain):
+def _delta_type(kind: pa.DataType) -> pa.DataType | None:
+    """Wider signed integers, microseconds, UTC, dates of 32 bits."""
+    if any(is_such(kind) for is_such in _AS_THEY_ARE):
+        return kind
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", "UTC" if kind.tz else None)
+    if types.is_date(kind):
         return pa.date32()
-    if types.is_fixed_size_binary(plain):
-        return pa.binary()
-    nested = nested_type(plain, partial(_delta_type, where, column))
-    if nested is not None:
-        return nested
-    raise TableError(
-        f"{where}: column {column.name!r} holds {column.type}, which Delta has no type for; cast it"
-        " in a view of the input"
-    )
+    return pa.binary() if types.is_fixed_size_binary(kind) else _WIDER.get(kind)
 
 
 def _add_action(file: StagedFile, partition_values: Mapping[str, str | None]) -> AddAction:

@@ -13,13 +13,12 @@ from pyiceberg.types import DateType, NestedField, TimestampType, TimestamptzTyp
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.partition_order import CAN_NOT_NAME, name_one, value_named
-from batchllm_operator.lake.schema import nested_type, plain_type
+from batchllm_operator.lake.schema import plain_type, stored_schema
 
 _EPOCH: Final = datetime.date(1970, 1, 1)
 _SAME: Final = (
     *(types.is_int32, types.is_int64, types.is_float32, types.is_float64, types.is_boolean),
     *(types.is_string, types.is_binary, types.is_fixed_size_binary, types.is_date32),
-    types.is_null,
 )
 
 
@@ -33,17 +32,8 @@ def arrow_schema(schema: Schema) -> pa.Schema:
 
 
 def storable_schema(where: str, rows: pa.Schema) -> pa.Schema:
-    """The columns of `rows` in Iceberg's types: wider integers, microseconds, UTC.
-
-    Raises `TableError`: Iceberg has no type for a column.
-    """
-    fields = []
-    for field in rows:
-        try:
-            fields.append(pa.field(field.name, _storable_type(plain_type(field.type))))
-        except TypeError as error:
-            raise TableError(f"{where}: column {field.name!r}: {error}") from error
-    return pa.schema(fields)
+    """The columns of `rows` in Iceberg's types; raises as `stored_schema`."""
+    return stored_schema(where, rows, "Iceberg", _iceberg_type)
 
 
 def iceberg_schema(rows: pa.Schema) -> Schema:
@@ -76,8 +66,8 @@ def partition_name(kind: Any, value: Any) -> str:
     return str(value)
 
 
-def _storable_type(kind: pa.DataType) -> pa.DataType:
-    """Raises TypeError where Iceberg has no such type."""
+def _iceberg_type(kind: pa.DataType) -> pa.DataType | None:
+    """Wider integers, microseconds, UTC."""
     if any(is_kind(kind) for is_kind in _SAME):
         return kind
     if types.is_integer(kind) and kind.bit_width < 64:
@@ -90,8 +80,4 @@ def _storable_type(kind: pa.DataType) -> pa.DataType:
         return pa.timestamp("us", None if kind.tz is None else "UTC")
     if types.is_date64(kind):
         return pa.date32()
-    if types.is_time(kind):
-        return pa.time64("us")
-    if (nested := nested_type(kind, _storable_type)) is not None:
-        return nested
-    raise TypeError(f"Iceberg has no type for {kind}")
+    return pa.time64("us") if types.is_time(kind) else None
