@@ -64,14 +64,14 @@ def write_file(path: Path, data: bytes) -> None:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(data)
         elif path.is_symlink() or (path.exists() and not path.is_file()):
-            _overwrite(path, data)
+            path.write_bytes(data)
         else:
             try:
                 _replace(path, data)
             except OSError as error:
                 if error.errno not in _CANT_BE_REPLACED or not path.exists():
                     raise
-                _overwrite(path, data)
+                path.write_bytes(data)
     except OSError as error:
         raise StorageError(f"{path} can't be written: {error.strerror or error}") from error
 
@@ -89,11 +89,6 @@ def _open_already(path: Path) -> int | None:
             stream.flush()
             return descriptor
     return None
-
-
-def _overwrite(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
 
 
 def _replace(path: Path, data: bytes) -> None:
