@@ -176,16 +176,13 @@ def _write_files(
             progress.advance(num_requests)
 
     def write(shard_idx: int) -> int:
-        groups = chosen.shards[shard_idx]
-        group_ids = np.arange(len(groups)) + first_id + chosen.group_bounds[shard_idx]
         return write_shard(
             scratch / shard_file(shard_idx),
             requests,
-            request_idx_start=first_id + int(chosen.cut.bounds[shard_idx]),
-            request_idxs=groups.member_idxs,
-            group_ids=np.repeat(group_ids, groups.sizes),
-            num_prefix_tokens=np.repeat(groups.num_prefix_tokens, groups.sizes),
-            num_output_tokens=chosen.output_tokens[groups.member_idxs],
+            chosen.shards[shard_idx],
+            chosen.output_tokens,
+            first_request=first_id + int(chosen.cut.bounds[shard_idx]),
+            first_group=first_id + int(chosen.group_bounds[shard_idx]),
             part_rows=spec.planner.part_rows,
             take_out=None if adapters is None else adapters.take_out,
             written=written,

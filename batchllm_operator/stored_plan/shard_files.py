@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.prefixes.algorithm1 import PrefixGroups
 from batchllm_operator.prefixes.prompt_sort import Advance, ignore
 from batchllm_operator.prefixes.prompt_store import read_ahead
 from batchllm_operator.prefixes.requests import Requests
@@ -84,12 +85,11 @@ def part_bounds(
 def write_shard(
     path: Path,
     requests: Requests,
+    groups: PrefixGroups,
+    output_tokens: npt.NDArray[np.int64],
     *,
-    request_idx_start: int,
-    request_idxs: npt.NDArray[np.int64],
-    group_ids: npt.NDArray[np.int64],
-    num_prefix_tokens: npt.NDArray[np.int64],
-    num_output_tokens: npt.NDArray[np.int64],
+    first_request: int,
+    first_group: int,
     part_rows: int,
     take_out: TakeOut | None = None,
     written: Advance = ignore,
@@ -98,14 +98,16 @@ def write_shard(
 
     Args:
         requests: all requests of the plan.
-        request_idx_start: number of requests in the shards before.
-        request_idxs, group_ids, num_prefix_tokens, num_output_tokens: int64 [num_requests], in plan
-            order.
+        groups: the shard's, in plan order, over all requests.
+        output_tokens: int64, estimates for all requests.
+        first_request, first_group: the ids that the shard begins with.
         take_out: if there are adapters.
         written: called with the number of requests of each written part.
     """
-    bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
-    parts = [request_idxs[start:end] for start, end in pairwise(bounds)]
+    group_ids = np.repeat(first_group + np.arange(len(groups)), groups.sizes)
+    prefixes = np.repeat(groups.num_prefix_tokens, groups.sizes).astype(np.int32)
+    bounds = part_bounds(group_ids, requests.lengths[groups.member_idxs], part_rows)
+    parts = [groups.member_idxs[start:end] for start, end in pairwise(bounds)]
     num_rows = requests.num_rows
     # Read the next part while one is compressed; more would only take memory.
     wanted = ((requests.prompt_idxs[part], 0, requests.lengths[part]) for part in parts)
@@ -118,10 +120,10 @@ def write_shard(
                 prompts, names = take_out(prompts)
                 adapters = [names]
             columns = [
-                pa.array(np.arange(start, end) + request_idx_start),
+                pa.array(np.arange(start, end) + first_request),
                 pa.array(group_ids[start:end]),
-                pa.array(num_prefix_tokens[start:end].astype(np.int32)),
-                pa.array(num_output_tokens[start:end]),
+                pa.array(prefixes[start:end]),
+                pa.array(output_tokens[part]),
                 _list_array(requests.rows_of(part), num_rows[part]),
                 _list_array(prompts.token_ids, prompts.lengths),
                 *adapters,

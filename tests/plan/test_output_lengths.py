@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, finish, write_table
+from support.answers_job import run_and_commit
+from support.fake_job import DS, document_rows, fake_spec, write_table
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.engine import EngineOutput, EngineRequest
@@ -43,12 +44,6 @@ def plan_order(plan: StoredPlan) -> list[int]:
     """Rows in the order in which they will be generated."""
     tables = [pq.read_table(plan.folder.full_path(s.file)) for s in plan.manifest.shards]
     return [row[0] for table in tables for row in table["row_idxs"].to_pylist()]
-
-
-def run_and_commit(spec: JobSpec, ds: str) -> StoredPlan:
-    plan = plan_job(spec, ds)
-    finish(plan)
-    return plan
 
 
 def requests_of(lengths: list[int]) -> Requests:

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchllm_operator.errors import ExitCode, PlanError
-from batchllm_operator.prefixes import Requests, TokenTable
+from batchllm_operator.prefixes import PrefixGroups, Requests, TokenTable
 from batchllm_operator.prefixes.sharing import Histogram, PlanSharing
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import (
@@ -315,14 +315,14 @@ def write(path: Path, sizes: list[int], part_rows: int, start: int = 0) -> tuple
     everyone = np.arange(num_requests)
     num_rows = 1 + everyone % 3
     rows = np.concatenate([np.arange(idx, idx + 1 + idx % 3) for idx in range(num_requests)])
+    prefixes = np.where(np.array(sizes) > 1, np.array(sizes), 0)
     num_parts = write_shard(
         path,
         Requests(tokens, everyone, tokens.lengths, rows, np.append(0, np.cumsum(num_rows))),
-        request_idx_start=start,
-        request_idxs=everyone[::-1].copy(),
-        group_ids=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
-        num_prefix_tokens=np.arange(num_requests, dtype=np.int64),
-        num_output_tokens=np.arange(num_requests, dtype=np.int64) + 1,
+        PrefixGroups(everyone[::-1].copy(), np.cumsum([0, *sizes]), prefixes),
+        everyone + 1,
+        first_request=start,
+        first_group=7,
         part_rows=part_rows,
     )
     return tokens, num_parts
@@ -343,9 +343,9 @@ def test_a_shard_is_read_back_part_by_part(tmp_path: Path) -> None:
         assert part.num_rows == file.metadata.row_group(part_idx).num_rows
         rows += part.to_pylist()
     assert [row["request_idx"] for row in rows] == list(range(100, 110))
-    assert [row["group_id"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2, 2, 3]
-    assert [row["num_prefix_tokens"] for row in rows] == list(range(10))
-    assert [row["num_output_tokens"] for row in rows] == list(range(1, 11))
+    assert [row["group_id"] - 7 for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2, 2, 3]
+    assert [row["num_prefix_tokens"] for row in rows] == [3, 3, 3, 0, 5, 5, 5, 5, 5, 0]
+    assert [row["num_output_tokens"] for row in rows] == list(range(10, 0, -1))
     assert [row["row_idxs"] for row in rows] == [
         list(range(idx, idx + 1 + idx % 3)) for idx in reversed(range(10))
     ]
