@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -62,14 +62,9 @@ def read_task(
             start += batch.num_rows
             if deleted is not None:
                 batch = batch.filter(pa.array(~np.isin(places, deleted)))
-            columns = []
-            for field, kind in zip(wanted.fields, schema.types, strict=True):
-                own = fields.get(field.field_id)
-                columns.append(
-                    _absent(field, kind, batch.num_rows, constants)
-                    if own is None
-                    else _project(batch.column(own.name), own.field_type, field.field_type, kind)
-                )
+            columns = _columns(
+                wanted.fields, schema.types, fields, batch.column, batch.num_rows, constants
+            )
             if columns:
                 yield pa.RecordBatch.from_arrays(columns, schema=schema)
             else:
@@ -136,6 +131,29 @@ def _deleted(file_io: FileIO, task: FileScanTask) -> npt.NDArray[np.int64] | Non
     return np.concatenate(places)
 
 
+def _columns(
+    wanted: Sequence[NestedField],
+    kinds: Sequence[pa.DataType],
+    held: Mapping[int, NestedField],
+    column: Callable[[str], pa.Array],
+    num_rows: int,
+    constants: Mapping[int, Any],
+) -> list[pa.Array]:
+    """Columns, or parts of a struct, from those of the file, `held`, by their ids.
+
+    The others are their partition's constant, the initial default, or null.
+    """
+    columns = []
+    for field, kind in zip(wanted, kinds, strict=True):
+        if (own := held.get(field.field_id)) is not None:
+            columns.append(_project(column(own.name), own.field_type, field.field_type, kind))
+            continue
+        value = constants.get(field.field_id, field.initial_default)
+        scalar = pa.scalar(value, kind)
+        columns.append(pa.repeat(scalar, num_rows) if scalar.is_valid else pa.nulls(num_rows, kind))
+    return columns
+
+
 def _project(
     array: pa.Array, held: IcebergType, wanted: IcebergType, kind: pa.DataType
 ) -> pa.Array:
@@ -154,19 +172,9 @@ def _project(
     """
     match held, wanted:
         case StructType(), StructType():
-            places = {field.field_id: place for place, field in enumerate(held.fields)}
-            names = [field.name for field in array.type]
-            columns = [
-                _project(
-                    array.field(names.index(held.fields[places[field.field_id]].name)),
-                    held.fields[places[field.field_id]].field_type,
-                    field.field_type,
-                    kind.field(place).type,
-                )
-                if field.field_id in places
-                else _absent(field, kind.field(place).type, len(array))
-                for place, field in enumerate(wanted.fields)
-            ]
+            parts = {field.field_id: field for field in held.fields}
+            kinds = [part.type for part in kind]
+            columns = _columns(wanted.fields, kinds, parts, array.field, len(array), {})
             return pa.StructArray.from_arrays(columns, fields=list(kind), mask=array.is_null())
         case ListType(), ListType():
             offsets, values = _lists(array, array.values)
@@ -179,16 +187,6 @@ def _project(
             items = _project(values, held.value_type, wanted.value_type, kind.item_type)
             return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=array.is_null())
     return array.cast(kind)
-
-
-def _absent(
-    field: NestedField, kind: pa.DataType, num_rows: int, constants: Mapping[int, Any] | None = None
-) -> pa.Array:
-    """A column that the file lacks: its partition's constant, the initial default, or null."""
-    value = (constants or {}).get(field.field_id, field.initial_default)
-    return (
-        pa.nulls(num_rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), num_rows)
-    )
 
 
 def _lists(array: pa.Array, values: pa.Array) -> tuple[pa.Array, pa.Array]:
