@@ -69,14 +69,14 @@ def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> It
         num_held += _held_bytes(table, counted)
         if num_held < enough_held:
             continue
-        found = RowGroup.of(pa.concat_tables(kept))
-        times = most * 3 / 4 / max(1, found.num_bytes)
+        group = RowGroup.of(pa.concat_tables(kept))
+        times = most * 3 / 4 / max(1, group.num_bytes)
         enough_held = min(most_held, max(1, int(num_held * times)))
-        if found.num_bytes * 2 < most and num_held < enough_held:
+        if group.num_bytes * 2 < most and num_held < enough_held:
             continue
         kept, counted, num_held = [], set(), 0
-        yield from _split(found, most)
-        del found
+        yield from _split(group, most)
+        del group
     if kept:
         yield from fit(pa.concat_tables(kept), most_file_bytes)
 

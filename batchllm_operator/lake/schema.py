@@ -60,10 +60,11 @@ def stored_schema(
 
     def stored(kind: pa.DataType) -> pa.DataType:
         plain = plain_type(kind)
-        found = plain if types.is_null(plain) else store(plain) or nested_type(plain, stored)
-        if found is None:
+        if types.is_null(plain):
+            return plain
+        if (result := store(plain) or nested_type(plain, stored)) is None:
             raise TypeError
-        return found
+        return result
 
     fields = []
     for field in rows:

@@ -121,13 +121,13 @@ class Folder:
         with self._errors():
             try:
                 if self.is_local:
-                    found = dict(self._walk(self.path))
+                    details = dict(self._walk(self.path))
                 else:
-                    found = self.fs.find(self.path, detail=True)
+                    details = self.fs.find(self.path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-        names = ((path[len(self.path) + 1 :], path) for path in sorted(found))
-        return {n: found[path] for n, path in names if n and not n.endswith("/")}
+        names = ((path[len(self.path) + 1 :], path) for path in sorted(details))
+        return {n: details[path] for n, path in names if n and not n.endswith("/")}
 
     @contextmanager
     def open_file(self, name: str, *, read_ahead: bool = True) -> Iterator[IO[bytes]]:

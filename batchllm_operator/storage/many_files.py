@@ -31,11 +31,11 @@ def list_files(folder: Folder) -> dict[str, StoredFile]:
 
     Raises `SpecError`: the storage doesn't say when a file was written.
     """
-    found = {}
+    files = {}
     for name, details in folder.find().items():
         when = details["mtime"] if folder.is_local else _last_modified(folder, name, details)
-        found[name] = StoredFile(int(details["size"]), float(when))
-    return found
+        files[name] = StoredFile(int(details["size"]), float(when))
+    return files
 
 
 def _last_modified(folder: Folder, name: str, details: Mapping[str, Any]) -> float:

@@ -81,7 +81,7 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
             raise AirflowFailException(
                 f"{self.application_file or 'template_spec'}: isn't a SparkApplication: {error}"
             ) from error
-        spec["arguments"] = [escaped(each) for each in self.driver_arguments(context)]
+        spec["arguments"] = list(map(escaped, self.driver_arguments(context)))
         return body
 
 
