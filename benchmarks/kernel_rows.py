@@ -88,7 +88,7 @@ def measured(
     torch.manual_seed(int(rng.integers(2**31)))
     step = make_step(setting, SHAPE, rng, bench.device)
     work = count_work(step.groups, SHAPE)
-    planned = find_shared_prefixes(step.batch, SHAPE.block_size, ours.planner.gate)
+    planned = find_shared_prefixes(step.batch, SHAPE.block_size, ours.planner.config.gate)
     num_saved = sum((len(prefix.requests) - 1) * prefix.num_tokens for prefix in planned)
     count = kernel_timing.num_layers(work.unique_kv_bytes + work.q_out_bytes, bench.device)
     times, failures = time_all(bench, step, count, [ours, *baselines])

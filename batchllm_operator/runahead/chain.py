@@ -44,20 +44,16 @@ class Transfer:
 
     Attributes:
         writable: CUDA event after which the blocks may be written; None on a CPU.
+        is_over: whether nothing more will be written.
     """
 
     def __init__(self, extents: Sequence[tuple[int, int]], block_ids: Sequence[int]) -> None:
         self.extents, self.block_ids = extents, block_ids
         self.writable: Any = None
         self._condition = threading.Condition()
-        self._num_written = self._num_passed = 0
+        self._num_passed = 0
         self._written: dict[int, Any] = {}
-        self._is_over = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will be written."""
-        return self._is_over
+        self.is_over = False
 
     def note_written(self, layer_idx: int, event: Any) -> None:
         """Note that this replica's KV of a layer is there, on a GPU after an event."""
@@ -72,7 +68,7 @@ class Transfer:
             RunaheadError: it is over.
         """
         with self._condition:
-            if self._is_over:
+            if self.is_over:
                 raise RunaheadError("the transfer has ended early")
             touch()
 
@@ -85,14 +81,14 @@ class Transfer:
     def end(self) -> None:
         """End every replica's wait for this chain."""
         with self._condition:
-            self._is_over = True
+            self.is_over = True
             self._condition.notify_all()
 
     def wait_for_earlier(self, layer_idx: int, rank: int) -> None:
         """Wait until a layer of all chunks before `rank` is there, or the chain has failed."""
         due = layer_idx * len(self.extents) + rank
         with self._condition:
-            self._condition.wait_for(lambda: self._is_over or self._num_passed >= due)
+            self._condition.wait_for(lambda: self.is_over or self._num_passed >= due)
 
     def wait_for_own(self, layer_idx: int, timeout_s: float) -> Any:
         """Wait for `note_written`; returns its event.
@@ -101,15 +97,15 @@ class Transfer:
             RunaheadError: the layer isn't computed in time.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._is_over or layer_idx in self._written, timeout_s)
-            if self._is_over or layer_idx not in self._written:
+            self._condition.wait_for(lambda: self.is_over or layer_idx in self._written, timeout_s)
+            if self.is_over or layer_idx not in self._written:
                 raise RunaheadError(f"layer {layer_idx} isn't computed after {timeout_s:g} s")
             return self._written[layer_idx]
 
     def wait(self) -> None:
         """Wait until it is over."""
         with self._condition:
-            self._condition.wait_for(lambda: self._is_over)
+            self._condition.wait_for(lambda: self.is_over)
 
 
 class Chain:
@@ -120,6 +116,9 @@ class Chain:
         world_size: replicas.
         store: file for their rendezvous, on a disk that all share; for one start of a chain.
         blocks: of this replica's KV cache; received KV is written into them.
+
+    Attributes:
+        failure: why the chain has failed; None while it works.
 
     Raises:
         RunaheadError: not all replicas connected in time.
@@ -136,7 +135,7 @@ class Chain:
         self.rank, self._world_size, self._blocks = rank, world_size, blocks
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._transfers: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._current: Transfer | None = None
         try:
@@ -148,15 +147,10 @@ class Chain:
             ) from error
         threading.Thread(target=self._run, name="runahead", daemon=True).start()
 
-    @property
-    def failure(self) -> str | None:
-        """Why the chain has failed; None while it works."""
-        return self._failure
-
     def begin(self, transfer: Transfer) -> None:
         """Pass a group's KV on in the background; at once over if the chain has failed."""
         with self._lock:
-            if self._failure is None:
+            if self.failure is None:
                 self._current = transfer
                 self._transfers.put(transfer)
                 return
@@ -165,9 +159,9 @@ class Chain:
     def fail(self, reason: str) -> None:
         """End the chain."""
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = reason
+            self.failure = reason
             if self._current is not None:
                 self._current.end()
         _log.debug("runahead: replica %d: %s", self.rank, reason)
@@ -179,8 +173,8 @@ class Chain:
         Raises:
             RunaheadError: they don't arrive.
         """
-        if self._failure is not None:
-            raise RunaheadError(self._failure)
+        if self.failure is not None:
+            raise RunaheadError(self.failure)
         message = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._blocks.device)
         times = []
         try:
@@ -274,8 +268,8 @@ class Chain:
             return
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():  # posted transfers hold multiprocessors until aborted
-            if self._failure is not None or time.monotonic() > deadline:
-                raise RunaheadError(self._failure or f"nothing for {self._timeout_s:g} s")
+            if self.failure is not None or time.monotonic() > deadline:
+                raise RunaheadError(self.failure or f"nothing for {self._timeout_s:g} s")
             time.sleep(_POLL_S)
         work.wait()
 

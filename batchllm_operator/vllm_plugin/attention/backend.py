@@ -128,11 +128,10 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
             return output.fill_(0)
         if attn_metadata.plan is not None:
             self._attend(layer, query, kv_cache, attn_metadata.plan, output)
-        prefill = attn_metadata.prefill
-        if prefill is not None:
-            rows = slice(prefill.first_token, None)
+        if attn_metadata.prefill is not None:
+            rows = slice(attn_metadata.prefill_token, None)
             self.flash.forward(
-                layer, query[rows], key, value, kv_cache, prefill.metadata, output[rows]
+                layer, query[rows], key, value, kv_cache, attn_metadata.prefill, output[rows]
             )
         return output
 

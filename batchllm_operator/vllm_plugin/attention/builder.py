@@ -29,7 +29,7 @@ from batchllm_kernels.prefix_attention import (
 )
 from batchllm_kernels.prefix_attention.api import Impl
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin.attention.prefill import FlashPrefill, PrefillStep, obstacle
+from batchllm_operator.vllm_plugin.attention.prefill import FlashPrefill, obstacle
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 
 
@@ -39,8 +39,10 @@ class PrefixAttentionMetadata(AttentionMetadata):
 
     plan: StepPlan | None
     """Our kernel's rows; None if it has none."""
-    prefill: PrefillStep | None
-    """FlashAttention's rows, which follow ours; None if it has none."""
+    prefill: Any
+    """vLLM's `FlashAttentionMetadata` of the rows behind ours; None if it has none."""
+    prefill_token: int
+    """The first query token of those."""
     num_actual_tokens: int
     slot_mapping: Tensor
     """[num_actual_tokens]."""
@@ -85,7 +87,7 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
             for layer in self._layers.values():
                 layer.flash, layer.prefill = None, f"prefill in the same kernel ({reason})"
             return None
-        chosen = settings.decode_threshold or self.planner.gate.max_member_tokens
+        chosen = settings.decode_threshold or self.planner.config.gate.max_member_tokens
         threshold = max(chosen, 1 + num_drafts(self.vllm_config))
         flash = FlashPrefill(
             self.kv_cache_spec, self._layers, self.vllm_config, self.device, threshold
@@ -133,9 +135,9 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
                 f"the step has {common.num_actual_tokens} tokens, the limit is "
                 f"{limits.max_num_tokens}"
             )
-        prefill = plan = None
+        prefill, token, plan = None, 0, None
         if self._flash is not None:
-            num_ours, prefill = self._flash.split(common)
+            num_ours, token, prefill = self._flash.split(common)
         if num_ours:
             batch = PagedBatch(
                 common.query_start_loc[: num_ours + 1],
@@ -143,7 +145,9 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
                 common.block_table_tensor[:num_ours],
             )
             plan = self.planner.plan(batch)
-        return PrefixAttentionMetadata(plan, prefill, common.num_actual_tokens, common.slot_mapping)
+        return PrefixAttentionMetadata(
+            plan, prefill, token, common.num_actual_tokens, common.slot_mapping
+        )
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

@@ -9,7 +9,6 @@ puts short rows first; a short one behind the first long one goes to FlashAttent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +19,6 @@ from vllm.v1.attention.backends import fa_utils, flash_attn
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStep:
-    """FlashAttention's rows of a step."""
-
-    first_token: int
-    """Their first query token; all after it are theirs."""
-    metadata: Any
-    """vLLM's `FlashAttentionMetadata` of these rows alone."""
 
 
 def obstacle(settings: AttentionSettings, kv_cache_spec: Any, layers: Sequence[Any]) -> str | None:
@@ -83,16 +72,18 @@ class FlashPrefill:
         # No captured step has prefill: it needs no buffers that outlive it, and no bound on splits.
         self._builder.use_full_cuda_graph = False
 
-    def split(self, common: CommonAttentionMetadata) -> tuple[int, PrefillStep | None]:
-        """The number of leading rows that are ours, and the step of the others, if any.
+    def split(self, common: CommonAttentionMetadata) -> tuple[int, int, Any]:
+        """Divide a step's rows: without waiting for the device, by the host's query lengths.
 
-        Reads the host's copy of query lengths: doesn't wait for the device.
+        Returns:
+            The number of leading rows that are ours, the first query token of the others, and
+            vLLM's `FlashAttentionMetadata` of the others alone; None if there are none.
         """
         num_ours, num_others, first_token, num_tokens = split_decodes_and_prefills(
             common, decode_threshold=self.threshold
         )
         if num_others == 0:
-            return num_ours, None
+            return num_ours, first_token, None
         rows = slice(num_ours, common.num_reqs)
         bounds = slice(num_ours, common.num_reqs + 1)
         others = CommonAttentionMetadata(
@@ -106,7 +97,7 @@ class FlashPrefill:
             block_table_tensor=common.block_table_tensor[rows],
             slot_mapping=common.slot_mapping[first_token:],
         )
-        return num_ours, PrefillStep(first_token, self._builder.build(0, others))
+        return num_ours, first_token, self._builder.build(0, others)
 
 
 def _impl(layer: Any) -> Any:

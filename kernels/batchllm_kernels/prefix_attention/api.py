@@ -27,7 +27,7 @@ from batchllm_kernels.prefix_attention.batch import (
     check_tensors,
 )
 from batchllm_kernels.prefix_attention.config import ArchConfig, detect_arch, load_config
-from batchllm_kernels.prefix_attention.grouping import Gate, find_shared_prefixes
+from batchllm_kernels.prefix_attention.grouping import find_shared_prefixes
 from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
 
 if TYPE_CHECKING:
@@ -87,11 +87,6 @@ class StepPlanner:
             shape.check_for_kernel()
             self._launches = Launches(Schedule(shape, limits, self.config, device))
 
-    @property
-    def gate(self) -> Gate:
-        """Decides when a group's prefix is read separately."""
-        return self.config.gate
-
     def plan(self, batch: PagedBatch) -> StepPlan:
         """Group a step's requests and lay out its work.
 
@@ -108,7 +103,7 @@ class StepPlanner:
         if self._launches is not None:
             self._launches.schedule.build(batch)
             return StepPlan(batch, self.shape, None, self._launches)
-        prefixes = find_shared_prefixes(batch, self.shape.block_size, self.gate)
+        prefixes = find_shared_prefixes(batch, self.shape.block_size, self.config.gate)
         return StepPlan(batch, self.shape, prefixes, None)
 
     def warm_up(
