@@ -7,12 +7,11 @@ What is timed is what a plan does: the better of Algorithm 1 and the exact choic
 subtree, for prompts that lie on disk, within `--memory-budget-bytes` (`planner_on_disk`, in a
 process of its own).
 
-`growth` compares that with itself on `--growth-from` prompts: 1.0 is linear. `choices` compares
-both ways of choosing prefixes on prompts of other shapes, and `orders` what Eq. 4 and the order by
-subtree leave to find in a block cache.
+`choices` compares both ways of choosing prefixes on prompts of other shapes, and `orders` what
+Eq. 4 and the order by subtree leave to find in a block cache.
 
     python -m benchmarks.planner --num-prompts 100000
-    python -m benchmarks.planner --num-prompts 3000000
+    python -m benchmarks.planner --num-prompts 3000000 --repetitions 1
 """
 
 from __future__ import annotations
@@ -158,27 +157,6 @@ def check_sample(sample: TokenTable) -> None:
         sys.exit("the default plan saves less than Algorithm 1")
 
 
-def check_in_child(sample: TokenTable) -> None:
-    """Runs the check in a process of its own, so that its lists don't count as our peak."""
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=lambda: check_sample(sample))
-    child.start()
-    child.join()
-    if child.exitcode != 0:
-        sys.exit("correctness gate failed; nothing was timed")
-
-
-def timed(repetitions: int, run: Callable[[], object]) -> list[float]:
-    """Seconds of each repetition; what a run returns is freed outside the timing."""
-    times = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        kept = run()
-        times.append(time.perf_counter() - start)
-        del kept
-    return times
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-prompts", type=int, default=20_000)
@@ -189,37 +167,21 @@ def parse_args() -> argparse.Namespace:
         "--python-prompts", type=int, default=4200, help="subset on which the Python tree is timed"
     )
     parser.add_argument("--memory-budget-bytes", type=int, default=2 << 30)
-    parser.add_argument("--growth-from", type=int, default=100_000, help="0: isn't measured")
     args = parser.parse_args()
     if min(args.num_prompts, args.share_degree, args.repetitions, args.python_prompts) < 1:
         parser.error("prompts, share degree and repetitions must be at least 1")
     return args
 
 
-def run_on_disk(args: argparse.Namespace, num_prompts: int, repetitions: int) -> dict[str, Any]:
-    """Figures of prompts on disk, from a new process, whose peak is its own."""
-    shape = Shape.from_args(args, num_prompts)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, (shape, args.memory_budget_bytes, repetitions))
-
-
-def measure_growth(args: argparse.Namespace, on_disk: dict[str, Any]) -> dict[str, Any] | None:
-    """Seconds per prompt on disk against those for fewer prompts, in the same settings."""
-    if not 0 < args.growth_from < args.num_prompts:
-        return None
-    fewer = run_on_disk(args, args.growth_from, args.repetitions)
-    return {
-        "from_num_prompts": args.growth_from,
-        "from_prompts_per_s": fewer["prompts_per_s"],
-        "time_vs_linear": round(fewer["prompts_per_s"] / on_disk["prompts_per_s"], 3),
-    }
-
-
 def time_python_tree(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """The baseline on whole documents of the same prompts."""
     subset = shape.prompts(np.arange(min(args.python_prompts, shape.num_prompts)))
     prompts = [subset.prompt(idx).tolist() for idx in range(len(subset))]
-    times = timed(min(args.repetitions, 3), lambda: plan_in_python(prompts))
+    times = []
+    for _ in range(min(args.repetitions, 3)):
+        start = time.perf_counter()
+        plan_in_python(prompts)
+        times.append(time.perf_counter() - start)
     return {
         "python_tree_num_prompts": len(prompts),
         "python_tree_prompts_per_s": round(len(prompts) / statistics.median(times)),
@@ -234,10 +196,10 @@ def main() -> None:
     shape = Shape.from_args(args, args.num_prompts)
     check_sample(shape.prompts(np.arange(min(100, shape.num_prompts))))  # compiles everything
     sample = shape.prompts(np.arange(min(args.gate_prompts, shape.num_prompts)))
-    check_in_child(sample)
+    check_sample(sample)
     print(f"gate passed on {len(sample)} prompts", flush=True)
-    fits = 4 * shape.num_tokens <= args.memory_budget_bytes // 2
-    on_disk = run_on_disk(args, args.num_prompts, args.repetitions if fits else 1)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # its peak is its own
+        on_disk = pool.apply(measure, (shape, args.memory_budget_bytes, args.repetitions))
     python_tree = time_python_tree(args, shape)
     speedup = on_disk["prompts_per_s"] / python_tree["python_tree_prompts_per_s"]
     shapes = {
@@ -252,7 +214,6 @@ def main() -> None:
         "speedup_vs_python_tree": round(speedup, 2),
         **on_disk,
         **python_tree,
-        "growth": measure_growth(args, on_disk),
         "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
         "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
         **vars(args),

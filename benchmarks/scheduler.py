@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
-from batchllm_operator.simulate.workload import Shape, Workload
+from batchllm_operator.simulate.workload import Workload
 from benchmarks.provenance import provenance
 from benchmarks.workloads import WORKLOADS, case_1
 
@@ -36,18 +36,8 @@ NUM_BLOCKS = 27_000  # of 16 tokens, beside the weights in 80 GB
 BLOCK_SIZE, CHUNK_SIZE = 16, 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A workload and the KV cache that it meets."""
-
-    shape: Shape
-    num_blocks: int = NUM_BLOCKS
-
-
-CASES = {
-    **{name: Case(shape) for name, shape in WORKLOADS.items()},
-    "case_1_quarter_cache": Case(case_1("case_1_quarter_cache"), NUM_BLOCKS // 4),
-}
+SMALL = "case_1_quarter_cache"
+SHAPES = {**WORKLOADS, SMALL: case_1(SMALL)}
 
 
 def random_error(outputs: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
@@ -78,44 +68,32 @@ class Job:
     """Policy and estimates of each."""
     seed: int
 
-    @property
-    def size(self) -> int:
-        """About how long it takes, in whatever unit."""
-        shape = CASES[self.workload].shape
-        return len(self.variants) * shape.num_requests * shape.output_tokens
-
 
 def run(job: Job) -> list[dict[str, Any]]:
     """A row for each variant of a job."""
     from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
 
-    case = CASES[job.workload]
-    workload: Workload = case.shape.make(job.seed)
-    machine = Machine(
-        MODEL_SHAPES[MODEL],
-        find_gpu(GPU),
-        case.num_blocks,
-        BLOCK_SIZE,
-        max_num_batched_tokens=CHUNK_SIZE,
-    )
-    by_memory = memory_bound_steps(case, workload)
+    workload = SHAPES[job.workload].make(job.seed)
+    num_blocks = NUM_BLOCKS // 4 if job.workload == SMALL else NUM_BLOCKS
+    machine = Machine(MODEL_SHAPES[MODEL], find_gpu(GPU), num_blocks, BLOCK_SIZE, CHUNK_SIZE)
+    by_memory = memory_bound_steps(workload, num_blocks)
     bounds = {
         "memory_bound_steps": round(by_memory, 1),
         "bound_steps": round(max(by_memory, chunk_bound_steps(workload)), 1),
     }
     rows = []
     for policy_name, estimates in job.variants:
-        told = ESTIMATES[estimates](workload.output_tokens, job.seed).astype(np.int64)
+        estimated = ESTIMATES[estimates](workload.output_tokens, job.seed).astype(np.int64)
         policy = POLICIES[policy_name]
         gc.collect()
         gc.freeze()  # millions of objects of vLLM's that stay
-        result = simulate(workload.with_estimates(told), policy, machine, seed=job.seed)
-        row = {**result.row(), **bounds, "num_blocks": case.num_blocks}
+        result = simulate(workload.with_estimates(estimated), policy, machine, seed=job.seed)
+        row = {**result.row(), **bounds, "num_blocks": num_blocks}
         rows.append({**row, "policy": policy_name + estimates})
     return rows
 
 
-def memory_bound_steps(case: Case, workload: Workload) -> float:
+def memory_bound_steps(workload: Workload, num_blocks: int) -> float:
     """Steps that memory allows at best, and one output length to fill it.
 
     The blocks of each request, summed over the steps that it runs, with a shared prefix counted
@@ -132,7 +110,7 @@ def memory_bound_steps(case: Case, workload: Workload) -> float:
     )
     _, firsts = np.unique(workload.group_ids, return_index=True)
     block_steps += int((shared[firsts] * outputs[firsts]).sum())
-    return float(block_steps / case.num_blocks + outputs.max())
+    return float(block_steps / num_blocks + outputs.max())
 
 
 def chunk_bound_steps(workload: Workload) -> float:
@@ -148,7 +126,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         return {}
     ours, in_order = by_policy["batchllm"], by_policy["stock_sorted"]
     shuffled = by_policy["stock_shuffled"]
-    found = {
+    values = {
         "steps_vs_sorted": ours["steps"] / in_order["steps"],
         "steps_vs_bound": ours["steps"] / ours["bound_steps"],
         "predicted_vs_sorted": ours["predicted_s"] / in_order["predicted_s"],
@@ -156,12 +134,12 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         "valleys_vs_sorted": ours["valley_steps"] / max(in_order["valley_steps"], 1),
         "sched_ms_vs_sorted": ours["sched_ms_per_step"] / in_order["sched_ms_per_step"],
     }
-    return {name: round(value, 3) for name, value in found.items()}
+    return {name: round(value, 3) for name, value in values.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--workloads", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -181,10 +159,9 @@ def main() -> None:
             for name in args.workloads
             if name in WRONG_ESTIMATES
         ]
-    jobs.sort(key=lambda job: -job.size)  # so that processes end together
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         rows = [row for rows in pool.map(run, jobs) for row in rows]
-    rows.sort(key=lambda row: (list(CASES).index(row["workload"]), row["policy"]))
+    rows.sort(key=lambda row: (list(SHAPES).index(row["workload"]), row["policy"]))
     for row in rows:
         print(
             f"{row['workload']:28}{row['policy']:26}{row['steps']:6} steps"

@@ -14,7 +14,6 @@ from batchllm_operator.cost.roofline import (
     rates,
 )
 from batchllm_operator.cost.step_time import (
-    AttentionKernels,
     AttentionRates,
     StepWork,
     attention_kernels,
@@ -26,7 +25,6 @@ __all__ = [
     "BLOCK_SIZE",
     "GPU",
     "MODEL_SHAPES",
-    "AttentionKernels",
     "AttentionRates",
     "EngineLimits",
     "ModelShape",

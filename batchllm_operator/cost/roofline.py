@@ -33,7 +33,7 @@ GPU. `batchllm simulate` simulates each step, with the same constants (`step_tim
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Final, Literal
 
 import numpy as np
@@ -65,9 +65,8 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         """The sum of both."""
-        mine, theirs = _counts(self), _counts(other)
-        longest = max(self.max_output_tokens, other.max_output_tokens)
-        return Work(*[*(a + b for a, b in zip(mine, theirs, strict=True)), longest])
+        *counts, longest = zip(astuple(self), astuple(other), strict=True)
+        return Work(*map(sum, counts), max(longest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +131,38 @@ def kv_capacity_tokens(model: ModelShape, gpu: GPU, limits: EngineLimits) -> int
     return capacity
 
 
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """A job's steps without the ramp, and the times of their matrices."""
+
+    bound: Literal["memory", "seqs", "tokens"]
+    num: float
+    prefill_s: float
+    decode_s: float
+    """Compute time, without the weights."""
+    unhidden_weights_s: float
+    """Time of weight reads that prefill doesn't hide."""
+
+    @classmethod
+    def of(
+        cls, work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits, capacity: int
+    ) -> _Steps:
+        num_prefill, num_decode = work.num_prefill_tokens, work.num_decode_tokens
+        num_by_bound: dict[Literal["memory", "seqs", "tokens"], float] = {
+            "memory": work.num_held_token_steps / capacity,
+            "seqs": num_decode / limits.max_num_seqs,
+            "tokens": (num_prefill + num_decode) / limits.max_num_batched_tokens,
+        }
+        bound, num = max(num_by_bound.items(), key=lambda pair: pair[1])
+        weights_s = model.step_weight_bytes / gpu.bytes_per_s
+        prefill_steps_s = num_prefill / limits.max_num_batched_tokens * weights_s
+        prefill_s = max(num_prefill * model.flop_per_token / gpu.flop_per_s, prefill_steps_s)
+        hidden_s = prefill_s if limits.spreads_prefill else prefill_steps_s
+        decode_flop = model.flop_per_token + model.flop_per_sampled_token
+        decode_s = num_decode * decode_flop / gpu.flop_per_s
+        return cls(bound, num, prefill_s, decode_s, num * weights_s - hidden_s)
+
+
 def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rates:
     """The rates of a job; its total `work` decides what bounds its steps.
 
@@ -141,13 +172,12 @@ def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rate
     capacity, chunk = kv_capacity_tokens(model, gpu, limits), limits.max_num_batched_tokens
     weights_s = model.step_weight_bytes / gpu.bytes_per_s
     overhead_s = gpu.step_overhead_s * limits.num_gpus
-    steps = _SteadySteps.of(work, capacity, limits)
-    matrices = _Matrices.of(work, model, gpu, limits, steps.num)
+    steps = _Steps.of(work, model, gpu, limits, capacity)
     token_s, step_s = 0.0, overhead_s
-    if matrices.decode_s > matrices.unhidden_weights_s:
+    if steps.decode_s > steps.unhidden_weights_s:
         token_s = (model.flop_per_token + model.flop_per_sampled_token) / gpu.flop_per_s
     elif steps.num:
-        step_s += matrices.unhidden_weights_s / steps.num
+        step_s += steps.unhidden_weights_s / steps.num
     by_tokens_s = step_s / chunk if steps.bound == "tokens" else 0.0
     by_seqs_s = step_s / limits.max_num_seqs if steps.bound == "seqs" else 0.0
     return Rates(
@@ -159,52 +189,6 @@ def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rate
         s_per_held_token_step=step_s / capacity if steps.bound == "memory" else 0.0,
         s_per_ramp_step=weights_s + overhead_s,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _SteadySteps:
-    """Number of steps without the ramp, and its bound."""
-
-    bound: Literal["memory", "seqs", "tokens"]
-    num: float
-
-    @classmethod
-    def of(cls, work: Work, capacity: int, limits: EngineLimits) -> _SteadySteps:
-        num_tokens = work.num_prefill_tokens + work.num_decode_tokens
-        steps = (
-            cls("memory", work.num_held_token_steps / capacity),
-            cls("seqs", work.num_decode_tokens / limits.max_num_seqs),
-            cls("tokens", num_tokens / limits.max_num_batched_tokens),
-        )
-        return max(steps, key=lambda each: each.num)
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrices:
-    """Times of a job's matrices in its steady steps."""
-
-    prefill_s: float
-    decode_s: float
-    """Compute time, without the weights."""
-    unhidden_weights_s: float
-    """Time of weight reads that prefill doesn't hide."""
-
-    @classmethod
-    def of(
-        cls, work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits, num_steps: float
-    ) -> _Matrices:
-        weights_s = model.step_weight_bytes / gpu.bytes_per_s
-        decode_flop = model.flop_per_token + model.flop_per_sampled_token
-        prefill_steps_s = work.num_prefill_tokens / limits.max_num_batched_tokens * weights_s
-        prefill_s = max(
-            work.num_prefill_tokens * model.flop_per_token / gpu.flop_per_s, prefill_steps_s
-        )
-        hidden_s = prefill_s if limits.spreads_prefill else prefill_steps_s
-        return cls(
-            prefill_s,
-            work.num_decode_tokens * decode_flop / gpu.flop_per_s,
-            num_steps * weights_s - hidden_s,
-        )
 
 
 def predict(
@@ -226,16 +210,15 @@ def predict(
         PlanError: the model leaves no room for KV.
     """
     limits = limits or EngineLimits()
-    steps = _SteadySteps.of(work, kv_capacity_tokens(model, gpu, limits), limits)
-    matrices = _Matrices.of(work, model, gpu, limits, steps.num)
+    steps = _Steps.of(work, model, gpu, limits, kv_capacity_tokens(model, gpu, limits))
     num_ramp = work.max_output_tokens * num_engines
     overhead_s = gpu.step_overhead_s * limits.num_gpus
     attention_bytes = work.num_context_tokens * model.kv_bytes_per_token
-    prefill_s = matrices.prefill_s + work.num_pairs * model.flop_per_pair / gpu.flop_per_s
+    prefill_s = steps.prefill_s + work.num_pairs * model.flop_per_pair / gpu.flop_per_s
     decode_s = 0.0
     if work.num_decode_tokens:
         decode_s = (
-            max(matrices.decode_s, matrices.unhidden_weights_s)
+            max(steps.decode_s, steps.unhidden_weights_s)
             + attention_bytes / gpu.bytes_per_s
             + steps.num * overhead_s
             + num_ramp * (model.step_weight_bytes / gpu.bytes_per_s + overhead_s)
@@ -306,7 +289,3 @@ def prompt_work(
         num_context_tokens=output_tokens * lengths + grown,
         num_held_token_steps=output_tokens * distinct + grown,
     )
-
-
-def _counts(work: Work) -> tuple[int, ...]:
-    return tuple(getattr(work, field.name) for field in fields(work)[:-1])

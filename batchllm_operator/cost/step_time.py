@@ -39,40 +39,26 @@ class AttentionRates:
         return cls(gpu.flop_per_s, gpu.flop_per_s, gpu.bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionKernels:
-    """Kernels that share a step's attention, with their slow and their fast rates."""
+def attention_kernels(gpu: GPU) -> dict[str, tuple[AttentionRates, AttentionRates]]:
+    """Slow and fast rates of `stock`, `ours` and `mixed` by name, on a GPU of `attention.toml`.
 
-    name: str
-    slow: AttentionRates
-    fast: AttentionRates
-
-
-def attention_kernels(gpu: GPU) -> dict[str, AttentionKernels]:
-    """`stock`, `ours` and `mixed` on a GPU of `attention.toml`, by name; none on others."""
+    Empty for other GPUs.
+    """
     text = (files("batchllm_operator.cost") / "attention.toml").read_text("utf-8")
     table = tomllib.loads(text).get(gpu.name)
     if table is None:
         return {}
     flash, prefix = table["flash_attention_3"], table["prefix_attention"]
-    return {
-        name: AttentionKernels(name, *(_rates(gpu, prefill, decode, end) for end in range(2)))
-        for name, prefill, decode in (
-            ("stock", flash, flash),
-            ("ours", prefix, prefix),
-            ("mixed", flash, prefix),
+
+    def rates(prefill: Mapping[str, Any], decode: Mapping[str, Any], end: int) -> AttentionRates:
+        return AttentionRates(
+            prefill["prefill_flop_per_s"][end],
+            decode["prefill_flop_per_s"][end],
+            gpu.hbm_bytes_per_s * decode["decode_bandwidth"][end],
         )
-    }
 
-
-def _rates(
-    gpu: GPU, prefill: Mapping[str, Any], decode: Mapping[str, Any], end: int
-) -> AttentionRates:
-    return AttentionRates(
-        prefill["prefill_flop_per_s"][end],
-        decode["prefill_flop_per_s"][end],
-        gpu.hbm_bytes_per_s * decode["decode_bandwidth"][end],
-    )
+    kernels = {"stock": (flash, flash), "ours": (prefix, prefix), "mixed": (flash, prefix)}
+    return {name: (rates(*pair, end=0), rates(*pair, end=1)) for name, pair in kernels.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.cost import BLOCK_SIZE, GPU, MODEL_SHAPES, EngineLimits, ModelShape, find_gpu
+from batchllm_operator.cost import BLOCK_SIZE, MODEL_SHAPES, EngineLimits, ModelShape, find_gpu
 from batchllm_operator.errors import (
     EngineError,
     MissingLibraryError,
@@ -89,6 +89,14 @@ class SimulationOptions:
         names = POLICIES if ALL_POLICIES in self.policies else self.policies
         return tuple(dict.fromkeys(names))
 
+    def limits(self, usual: EngineLimits) -> EngineLimits:
+        """An engine's limits, with those given here."""
+        return replace(
+            usual,
+            num_gpus=self.num_gpus or usual.num_gpus,
+            max_num_batched_tokens=self.chunk_size or usual.max_num_batched_tokens,
+        )
+
 
 def shard_to_simulate(
     plan_uri: str, shard_idx: int, options: SimulationOptions
@@ -123,11 +131,15 @@ def shard_to_simulate(
         gpu = estimate.gpu
     else:
         gpu = find_gpu(options.gpu or spec.planner.target_gpu or _DEFAULT_GPU, table)
-    machine = _machine(
-        model, gpu, engine_limits(spec), options, spec.engine.block_size or BLOCK_SIZE
+    machine = Machine.of(
+        model,
+        gpu,
+        options.limits(engine_limits(spec)),
+        spec.engine.block_size or BLOCK_SIZE,
+        num_blocks=options.num_blocks,
+        max_num_seqs=spec.engine.max_num_seqs,
     )
-    workload = workload.with_estimate_error(options.estimate_error, options.seed)
-    return workload, replace(machine, max_num_seqs=spec.engine.max_num_seqs)
+    return workload.with_estimate_error(options.estimate_error, options.seed), machine
 
 
 def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workload, Machine]:
@@ -140,7 +152,8 @@ def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workloa
     """
     model = find_model(options.model or _DEFAULT_MODEL)
     gpu = find_gpu(options.gpu or _DEFAULT_GPU, options.gpu_table)
-    machine = _machine(model, gpu, EngineLimits(), options, BLOCK_SIZE)
+    limits = options.limits(EngineLimits())
+    machine = Machine.of(model, gpu, limits, num_blocks=options.num_blocks)
     workload = shape.make(options.seed)
     return workload.with_estimate_error(options.estimate_error, options.seed), machine
 
@@ -210,17 +223,6 @@ def write_timeline(run: Run, folder: Path) -> None:
 def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
     """Draw the steps of all runs as `timeline.png`."""
     write_file(folder / "timeline.png", draw_runs(runs, machine))
-
-
-def _machine(
-    model: ModelShape, gpu: GPU, limits: EngineLimits, options: SimulationOptions, block_size: int
-) -> Machine:
-    limits = replace(
-        limits,
-        num_gpus=options.num_gpus or limits.num_gpus,
-        max_num_batched_tokens=options.chunk_size or limits.max_num_batched_tokens,
-    )
-    return Machine.of(model, gpu, limits, block_size, num_blocks=options.num_blocks)
 
 
 def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:

@@ -23,7 +23,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
 from batchllm_operator.prefixes.jit import compiled
 
@@ -49,12 +48,10 @@ def cut_into_shards(
 
     Returns:
         [num + 1] int64 from 0 to num_prompts, rising, with num = min(num_shards, num_prompts).
-
-    Raises:
-        PlanError: there is no shard, a cost is negative or not finite, or a cut costs more than
-            the prompt before it.
     """
-    _check(costs, cut_costs, num_shards)
+    assert num_shards >= 1 and costs.shape == cut_costs.shape
+    assert np.all(np.isfinite(costs) & (costs >= 0) & np.isfinite(cut_costs) & (cut_costs >= 0))
+    assert np.all(cut_costs[1:] <= cut_costs[:-1] + costs[:-1]), "a prefix is part of a prompt"
     num_shards = min(num_shards, len(costs))
     if num_shards in (0, 1, len(costs)):
         return np.linspace(0, len(costs), num_shards + 1).astype(np.int64)
@@ -104,23 +101,6 @@ def imbalance(shard_costs: NDArray[np.float64]) -> float:
     """Cost of the costliest shard / mean cost of all; 1.0 if nothing costs anything."""
     mean = float(shard_costs.mean()) if len(shard_costs) else 0.0
     return float(shard_costs.max()) / mean if mean > 0 else 1.0
-
-
-def _check(costs: NDArray[np.float64], cut_costs: NDArray[np.float64], num_shards: int) -> None:
-    if num_shards < 1:
-        raise PlanError(f"a plan needs at least one shard, not {num_shards}")
-    if costs.shape != cut_costs.shape:
-        raise PlanError(f"{len(costs)} prompts, but {len(cut_costs)} costs of cuts")
-    for values in (costs, cut_costs):
-        wrong = ~(np.isfinite(values) & (values >= 0))
-        if np.any(wrong):
-            rank = int(np.argmax(wrong))
-            raise PlanError(f"the prompt at rank {rank} has the cost {values[rank]}")
-    wrong = cut_costs[1:] > cut_costs[:-1] + costs[:-1]
-    if np.any(wrong):
-        raise PlanError(
-            f"the cut at rank {int(np.argmax(wrong)) + 1} costs more than the prompt before it"
-        )
 
 
 def _least_limit(

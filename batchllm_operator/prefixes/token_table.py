@@ -35,19 +35,20 @@ class TokenTable:
     offsets: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        _check_array("token_ids", self.token_ids, np.dtype(np.int32))
-        _check_array("offsets", self.offsets, np.dtype(np.int64))
-        if len(self.offsets) == 0 or self.offsets[0] != 0:
-            raise PlanError("offsets of a token table must start with 0")
-        if self.offsets[-1] != len(self.token_ids):
+        for name, dtype in (("token_ids", np.dtype(np.int32)), ("offsets", np.dtype(np.int64))):
+            array = getattr(self, name)
+            if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+                raise PlanError(
+                    f"{name} of a token table must be a contiguous 1-d {dtype} array, "
+                    f"not {array.ndim}-d {array.dtype}"
+                )
+        if not len(self.offsets) or (self.offsets[0], self.offsets[-1]) != (0, len(self.token_ids)):
             raise PlanError(
-                f"offsets of a token table end at {self.offsets[-1]}, "
-                f"but there are {len(self.token_ids)} token ids"
+                f"offsets of a token table must lead from 0 to its {len(self.token_ids)} token ids"
             )
-        lengths = self.lengths
-        if len(lengths) and lengths.min() < 0:
-            raise PlanError(f"offsets fall after prompt {int(np.argmax(lengths < 0))}")
-        if len(self.token_ids) and self.token_ids.min() < 0:
+        if np.any(self.lengths < 0):
+            raise PlanError(f"offsets fall after prompt {int(np.argmax(self.lengths < 0))}")
+        if self.token_ids.min(initial=0) < 0:
             position = int(np.argmax(self.token_ids < 0))
             idx = int(np.searchsorted(self.offsets, position, side="right")) - 1
             raise PlanError(f"prompt {idx} has the negative token id {self.token_ids[position]}")
@@ -89,13 +90,7 @@ class TokenTable:
         return np.diff(self.offsets)
 
     def prompt(self, idx: int) -> NDArray[np.int32]:
-        """Token ids of one prompt, as a view.
-
-        Raises:
-            IndexError: `idx` is not in [0, num_prompts).
-        """
-        if not 0 <= idx < len(self):
-            raise IndexError(f"prompt {idx} of a token table with {len(self)} prompts")
+        """Token ids of one prompt, as a view."""
         return self.token_ids[self.offsets[idx] : self.offsets[idx + 1]]
 
     def to_lists(self) -> list[list[int]]:
@@ -122,28 +117,9 @@ class TokenTable:
         return TokenTable.unchecked(token_ids, offsets)
 
     def take(self, idxs: NDArray[np.integer[Any]] | Sequence[int]) -> TokenTable:
-        """A new table with the prompts at `idxs`, in that order; repeats are allowed.
-
-        Raises:
-            PlanError: an index is not an integer in [0, num_prompts).
-        """
-        wanted = np.asarray(idxs)
-        if len(wanted) == 0:
-            wanted = wanted.astype(np.int64)
-        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise PlanError("prompt indexes must be a flat sequence of integers")
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
-            raise PlanError(f"prompt indexes must lie in [0, {len(self)})")
-        wanted = np.ascontiguousarray(wanted, dtype=np.int64)
+        """A new table with the prompts at `idxs`, in that order; repeats are allowed."""
+        wanted = np.asarray(idxs, dtype=np.int64)
         return self.slices(wanted, 0, self.lengths[wanted])
-
-
-def _check_array(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
-        raise PlanError(
-            f"{name} of a token table must be a contiguous 1-d {dtype} array, "
-            f"not {array.ndim}-d {array.dtype}"
-        )
 
 
 def _as_token_ids(idx: int, prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:

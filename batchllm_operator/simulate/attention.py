@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from batchllm_operator.amounts import text_table
-from batchllm_operator.cost import AttentionKernels, AttentionRates, attention_kernels, step_seconds
+from batchllm_operator.cost import AttentionRates, attention_kernels, step_seconds
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 
@@ -59,9 +59,10 @@ def predict_attention(runs: Sequence[Run], machine: Machine) -> list[AttentionPr
     if not kernels:
         return []
     found = [
-        (run, name, _seconds(run, machine, kernels[name]))
+        (run, name, (_seconds(run, machine, slow), _seconds(run, machine, fast)))
         for run in runs
-        for name in (("ours", "mixed") if POLICIES[run.policy].shared_attention else ("stock",))
+        for name, (slow, fast) in kernels.items()
+        if (name == "stock") != POLICIES[run.policy].shared_attention
     ]
     bases = {run.policy: seconds for run, _, seconds in found if run.policy in _BASES}
     return [
@@ -76,16 +77,11 @@ def predict_attention(runs: Sequence[Run], machine: Machine) -> list[AttentionPr
     ]
 
 
-def _seconds(run: Run, machine: Machine, kernels: AttentionKernels) -> Range:
-    idle_s = float(run.timeline.idle_s.sum())
-
-    def total(rates: AttentionRates) -> float:
-        return idle_s + sum(
-            step_seconds(work, machine.model, machine.gpu, machine.num_gpus, rates)
-            for work in run.works
-        )
-
-    return total(kernels.slow), total(kernels.fast)
+def _seconds(run: Run, machine: Machine, rates: AttentionRates) -> float:
+    return float(run.timeline.idle_s.sum()) + sum(
+        step_seconds(work, machine.model, machine.gpu, machine.num_gpus, rates)
+        for work in run.works
+    )
 
 
 def format_attention(found: Sequence[AttentionPrediction], machine: Machine) -> str:

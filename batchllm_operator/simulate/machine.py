@@ -35,13 +35,12 @@ class Machine:
         block_size: int = BLOCK_SIZE,
         *,
         num_blocks: int | None = None,
+        max_num_seqs: int | None = None,
     ) -> Machine:
-        """A machine with as many blocks as fit the GPU, and the policy's own number of requests.
+        """A machine with as many blocks as fit the GPU, unless `num_blocks` says how many.
 
         Args:
             limits: of the engine, except `max_num_seqs`.
-            block_size: tokens per block.
-            num_blocks: replaces the number that fits.
 
         Raises:
             PlanError: the model leaves no room for KV.
@@ -49,14 +48,8 @@ class Machine:
         limits = limits or EngineLimits()
         if num_blocks is None:
             num_blocks = kv_capacity_tokens(model, gpu, limits) // block_size
-        return cls(
-            model,
-            gpu,
-            num_blocks,
-            block_size,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_gpus=limits.num_gpus,
-        )
+        most_tokens, num_gpus = limits.max_num_batched_tokens, limits.num_gpus
+        return cls(model, gpu, num_blocks, block_size, most_tokens, num_gpus, max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,6 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Engine steps."""
         return len(self.timeline.step_s)
 
     @property
@@ -94,7 +93,6 @@ class Run:
 
     @property
     def mean_tokens_per_step(self) -> float:
-        """Mean tokens per step."""
         return float(self.timeline.num_tokens.mean())
 
     @property

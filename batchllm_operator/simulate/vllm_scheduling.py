@@ -77,19 +77,14 @@ class _Simulation:
         self._works: list[StepWork] = []
         self._arrivals_per_s = arrivals_per_s
         self._lengths = workload.tokens.lengths
-        self._check_fit()
+        self._final_lengths = self._lengths + workload.output_tokens
         size = machine.block_size
         self._shared = workload.num_prefix_tokens // size * size  # tokens that attention can share
         self._sizes = workload.group_sizes
         self._order = np.arange(len(workload))
         if policy.order == "shuffled":
             self._order = np.random.default_rng(seed).permutation(self._order)
-        settings = settings or SchedulerSettings(
-            num_requests=len(workload), step_cost=_step_cost(machine)
-        )
-        self._scheduler = make_scheduler(
-            policy, replace(machine, num_blocks=self._num_blocks()), self._max_model_len(), settings
-        )
+        self._scheduler = self._make_scheduler(settings)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(size, sha256)
         self._generated = np.zeros(len(workload), dtype=np.int64)
@@ -130,28 +125,29 @@ class _Simulation:
         busy: bool = self._scheduler.has_unfinished_requests()
         return busy
 
-    def _check_fit(self) -> None:
-        longest = self._lengths + self._workload.output_tokens
-        room = (self._machine.num_blocks - 1) * self._machine.block_size
-        if len(longest) and longest.max() > room:
-            idx = int(longest.argmax())
+    def _make_scheduler(self, settings: SchedulerSettings | None) -> Any:
+        """The policy's scheduler for requests of this length.
+
+        Raises:
+            PlanError: a request doesn't fit into the KV cache.
+        """
+        workload, machine = self._workload, self._machine
+        room = (machine.num_blocks - 1) * machine.block_size
+        most_tokens = int(self._final_lengths.max(initial=0))
+        if most_tokens > room:
+            idx = int(self._final_lengths.argmax())
             raise PlanError(
-                f"request {idx} has {longest[idx]:,} tokens with its output; the KV cache has room"
+                f"request {idx} has {most_tokens:,} tokens with its output; the KV cache has room"
                 f" for {room:,}"
             )
-
-    def _num_blocks(self) -> int:
-        """The machine's KV blocks, or less where most would never be used.
-
-        vLLM makes an object for each, which takes ten seconds for the blocks of a tiny model.
-        """
-        longest = self._lengths + self._workload.output_tokens
-        num_used = int((-(-longest // self._machine.block_size)).sum())
-        return min(self._machine.num_blocks, _SPARE * num_used + 1)
-
-    def _max_model_len(self) -> int:
-        longest = self._lengths + self._workload.output_tokens
-        return int(longest.max(initial=1)) + 1
+        # vLLM makes an object for each block, which takes ten seconds for those of a tiny model.
+        num_used = int((-(-self._final_lengths // machine.block_size)).sum())
+        fitting = replace(machine, num_blocks=min(machine.num_blocks, _SPARE * num_used + 1))
+        if settings is None:
+            token_s, weights_s = matrix_seconds(machine.model, machine.gpu, machine.num_gpus)
+            cost = StepCost(token_s, weights_s, machine.gpu.step_overhead_s)
+            settings = SchedulerSettings(num_requests=len(workload), step_cost=cost)
+        return make_scheduler(self._policy, fitting, max(most_tokens, 1) + 1, settings)
 
     def _arrive(self) -> None:
         """Add the requests that have arrived by now to the scheduler."""
@@ -186,8 +182,7 @@ class _Simulation:
     def _batch_end(self) -> int:
         """The end of the next batch: as many requests as memory holds at their longest."""
         idxs = self._order[self._num_arrived :]
-        tokens = self._lengths[idxs] + self._workload.output_tokens[idxs]
-        blocks = np.cumsum(-(-tokens // self._machine.block_size))
+        blocks = np.cumsum(-(-self._final_lengths[idxs] // self._machine.block_size))
         fitting = int(np.searchsorted(blocks, self._machine.num_blocks - 1, side="right"))
         return self._num_arrived + max(1, min(fitting, self._policy.max_num_seqs))
 
@@ -314,8 +309,3 @@ class _Simulation:
             num_decode_pairs=int(contexts.sum()),
             num_read_tokens=num_read,
         )
-
-
-def _step_cost(machine: Machine) -> StepCost:
-    token_s, weights_s = matrix_seconds(machine.model, machine.gpu, machine.num_gpus)
-    return StepCost(token_s, weights_s, machine.gpu.step_overhead_s)

@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.levels import examples
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import PrefixGroups, cut_into_shards, imbalance, split_groups
 from batchllm_operator.prefixes.cuts import TOLERANCE
 
@@ -106,19 +105,6 @@ def test_many_equal_cuts(num_shards: int) -> None:
 
 def test_no_prompts_are_no_shards() -> None:
     assert cut_into_shards(np.zeros(0), np.zeros(0), 3).tolist() == [0]
-
-
-def test_bad_costs_are_refused() -> None:
-    one = np.ones(3)
-    with pytest.raises(PlanError, match="at least one shard"):
-        cut_into_shards(one, one, 0)
-    with pytest.raises(PlanError, match="3 prompts, but 2"):
-        cut_into_shards(one, one[:2], 2)
-    for bad in (-1.0, np.nan, np.inf):
-        with pytest.raises(PlanError, match="rank 1 has the cost"):
-            cut_into_shards(np.array([1.0, bad, 1.0]), one, 2)
-    with pytest.raises(PlanError, match="cut at rank 2 costs more"):
-        cut_into_shards(one, np.array([0.0, 0.0, 1.5]), 2)
 
 
 def test_imbalance_is_max_over_mean() -> None:

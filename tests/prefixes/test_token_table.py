@@ -84,14 +84,3 @@ def test_construction_refuses(token_ids: np.ndarray, offsets: np.ndarray) -> Non
 def test_construction_names_the_prompt_with_a_negative_token() -> None:
     with pytest.raises(PlanError, match=r"prompt 2\b"):
         TokenTable(np.array([5, 6, -7], np.int32), np.array([0, 2, 2, 3]))
-
-
-def test_indexes_outside_the_table_are_refused() -> None:
-    tokens = TokenTable.from_lists([[1], [2]])
-    for idx in (-1, 2):
-        with pytest.raises(IndexError):
-            tokens.prompt(idx)
-        with pytest.raises(PlanError):
-            tokens.take([idx])
-    with pytest.raises(PlanError):
-        tokens.take(np.array([True, False]))

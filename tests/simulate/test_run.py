@@ -41,14 +41,14 @@ def test_the_numbers_of_a_run() -> None:
     assert run.valley_steps == 2, "steps 0 to 2 have less than half of 22; nobody waits in 2"
     assert run.predicted_s == 7.5
     assert run.sched_ms_per_step == pytest.approx(2)
+    assert make_run(num_distinct_tokens=[20, 0, 0, 4]).saving_ratio < 0  # computed again
+    row = run.row()
+    assert (row["workload"], row["policy"], row["steps"]) == ("job", "policy", 4)
+    assert row["optimal_saving_ratio"] == 0.5
 
 
 def test_steps_begin_when_the_one_before_ends_and_a_request_is_there() -> None:
     assert make_run().timeline.start_s.tolist() == [0.5, 2.5, 3.5, 5.5]
-
-
-def test_recomputing_can_cost_more_than_sharing_saves() -> None:
-    assert make_run(num_distinct_tokens=[20, 0, 0, 4]).saving_ratio < 0
 
 
 def test_the_table_has_a_column_for_each_number() -> None:
@@ -56,9 +56,3 @@ def test_the_table_has_a_column_for_each_number() -> None:
     assert table.column_names == ["step", *(field.name for field in fields(Timeline))]
     assert table["step"].to_pylist() == [0, 1, 2, 3]
     assert table["num_prefix_tokens"].to_pylist() == [4, 0, 0, 2]
-
-
-def test_a_row_names_what_was_run() -> None:
-    row = make_run().row()
-    assert (row["workload"], row["policy"], row["steps"]) == ("job", "policy", 4)
-    assert row["optimal_saving_ratio"] == 0.5

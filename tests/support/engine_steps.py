@@ -115,6 +115,11 @@ class EngineSteps:
         params = SamplingParams(max_tokens=1, extra_args=extra_args)
         self.scheduler.add_request(make_request(request_id, prompt, params, self._hasher))
 
+    def add_alone(self, num: int, distinct: int, output: int, **options: Any) -> None:
+        """Requests that share nothing."""
+        for group_id in range(num):
+            self.add_group(group_id, 1, prefix=0, distinct=distinct, output=output, **options)
+
     def add_group(
         self,
         group_id: int,
@@ -227,7 +232,7 @@ class EngineSteps:
         reservations = self.ours._reservations
         assert not reservations._entries and not self.ours._prefilling
         assert reservations.num_waiting == reservations.projection.num_blocks() == 0
-        assert reservations.groups.is_empty
+        assert not reservations.groups._groups and not reservations.groups._pinned
 
     def _deferred(self) -> list[Any]:
         return list(getattr(self.scheduler, "deferred_frees", ()))

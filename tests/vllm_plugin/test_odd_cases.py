@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.engine_steps import STOP, EngineSteps, hash_of
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.scheduler import RequestStatus
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -29,8 +28,7 @@ def steps(limit: int, **settings: Any) -> EngineSteps:
     """An engine after at most `limit` steps of a job."""
     job = {"num": 100, "distinct": 10, "output": 400, **settings.pop("job", {})}
     engine = EngineSteps(**settings)
-    for idx in range(job["num"]):
-        engine.add_group(idx, 1, prefix=0, distinct=job["distinct"], output=job["output"])
+    engine.add_alone(job["num"], distinct=job["distinct"], output=job["output"])
     while engine.scheduler.has_requests() and engine.num_steps < limit:
         engine.step()
     return engine
@@ -145,22 +143,6 @@ def test_a_held_prefix_gives_way_while_another_request_runs() -> None:
     assert engine.num_steps - start <= 60  # stock 45, ours 324: when 9.0 has ended
 
 
-def test_a_grammar_that_is_not_ready_holds_nobody_else_up() -> None:
-    engine = EngineSteps(num_blocks=60, chunk=256, settings=NO_PACE)
-    engine.add("99.0", [3] * 8, 400)
-    engine.step()
-    for idx in range(4):
-        engine.add(f"{idx}.0", [idx + 5] * 200, 10)
-        request = engine.request(f"{idx}.0")
-        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        getattr(engine.scheduler, "deferred_waiting", set()).add(request)
-    for idx in range(10, 14):
-        engine.add(f"{idx}.0", [idx + 5] * 200, 10)
-    for _ in range(60):
-        engine.step()
-    assert {f"{idx}.0" for idx in range(10, 14)} <= engine.finished.keys()  # stock: 13 steps
-
-
 def test_no_decode_waits_for_a_prefill_where_memory_is_short() -> None:
     """Found by the suite's property test: `choose_victims` puts a prefill before decodes."""
     engine = EngineSteps(num_blocks=40, chunk=16)
@@ -179,21 +161,17 @@ def test_a_tiny_share_of_memory_is_still_one_request(settings: SchedulerSettings
     engine = EngineSteps(
         num_blocks=100 if settings else 2, settings=settings or SchedulerSettings()
     )
-    for idx in range(5):
-        engine.add_group(idx, 1, prefix=0, distinct=10, output=5)
+    engine.add_alone(5, distinct=10, output=5)
     engine.run()
 
 
 @pytest.mark.parametrize(
     "hints",
     [
-        {"grup_id": 1},
         {"group_id": 1, "num_output_tokens": "64"},
-        {"group_id": 1, "num_prefix_tokens": 32.0, "group_size": 2},
         {"group_id": 1, "num_output_tokens": float("nan")},
-        {"group_id": [1]},
-        {"group_id": 1, "num_output_tokens": -10},
         {"group_id": 1, "num_prefix_tokens": -1},
+        {"group_id": 1, "num_prefix_tokens": 32.0, "group_size": 2},
         {"group_id": 1, "group_size": 0},
     ],
 )
@@ -219,18 +197,6 @@ def test_a_session_that_waits_for_input_leaves_no_negative_blocks() -> None:
         engine.step()
     engine.abort("1.0")
     assert engine.ours._reservations.projection.num_blocks() >= 0  # -6
-
-
-def test_after_an_aborted_leader_the_prefix_is_computed_once() -> None:
-    engine = EngineSteps(num_blocks=200, chunk=128, settings=NO_PACE)
-    engine.scheduler.scheduler_config.long_prefill_token_threshold = 32
-    engine.add_group(0, 6, prefix=640, distinct=16, output=10)
-    engine.step()
-    engine.step()
-    engine.abort("0.0")
-    engine.run()
-    total = sum(output.total_num_scheduled_tokens for output in engine.outputs)
-    assert total <= 640 + 6 * 16 + 5 * 9  # 2301
 
 
 class _Speculative(EngineSteps):
@@ -266,8 +232,7 @@ def test_pace_follows_the_tokens_that_drafts_bring() -> None:
         engine.ours._tokens_per_decode = 5
         engine.ours.begin(settings)
         engine.scheduler._spec_token_placeholders = [-1] * 4
-        for idx in range(60):
-            engine.add_group(idx, 1, prefix=0, distinct=100, output=100)
+        engine.add_alone(60, distinct=100, output=100)
         engine.run(5000)
         found.append(engine.num_steps)
     assert found[0] <= 1.25 * found[1]  # 279 against 94, if drafts are not counted

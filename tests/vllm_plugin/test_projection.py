@@ -65,7 +65,7 @@ def test_the_peak_is_that_of_all_steps_to_come(
 )
 def test_what_is_taken_out_again_leaves_nothing(steps: list[tuple[int, Growth]], held: int) -> None:
     projection, now, inside = BlockProjection(SIZE), 0, []
-    projection.hold_for_now(held)
+    projection.hold(held, until=None)
     for ahead, growth in steps:
         now += ahead
         projection.advance(now)
@@ -84,11 +84,11 @@ def test_what_is_taken_out_again_leaves_nothing(steps: list[tuple[int, Growth]],
 
 def test_held_blocks_count_in_their_steps_only() -> None:
     projection = BlockProjection(SIZE)
-    projection.hold(7, 2, 4)
+    projection.hold(7, 4, begin=2)
     seen = []
     for step in range(6):
         projection.advance(step)
         seen.append(projection.num_blocks())
     assert seen == [0, 0, 7, 7, 0, 0]
-    projection.hold(7, 2, 4)  # it is over: nothing is counted
+    projection.hold(7, 4, begin=2)  # it is over: nothing is counted
     assert projection.num_blocks() == 0

@@ -170,8 +170,7 @@ def test_what_ends_soon_makes_room_for_what_grows_late() -> None:
 
 def test_admission_is_by_blocks_whatever_the_number_of_requests() -> None:
     engine = EngineSteps(num_blocks=100, chunk=2048, settings=NO_PACE)
-    for idx in range(100):
-        engine.add_group(idx, 1, prefix=0, distinct=8, output=100)  # 7 blocks each
+    engine.add_alone(100, distinct=8, output=100)  # 7 blocks each
     engine.step()
     assert len(engine.scheduler.running) == 98 // 7
     engine.run()
@@ -182,8 +181,7 @@ def test_memory_threshold_leaves_blocks_free() -> None:
     engine = EngineSteps(
         num_blocks=100, chunk=2048, settings=SchedulerSettings(memory_threshold=0.5, pace=False)
     )
-    for idx in range(40):
-        engine.add_group(idx, 1, prefix=0, distinct=8, output=100)
+    engine.add_alone(40, distinct=8, output=100)
     most = 0
     while engine.scheduler.has_requests():
         engine.step()
@@ -201,8 +199,7 @@ def test_a_request_runs_alone_where_it_was_not_planned_to_fit() -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_outputs_longer_than_estimated_are_noticed(lag: int) -> None:
     engine = EngineSteps(num_blocks=200, chunk=256, lag=lag)
-    for idx in range(200):
-        engine.add_group(idx, 1, prefix=0, distinct=64, output=100, estimate=50)
+    engine.add_alone(200, distinct=64, output=100, estimate=50)
     engine.run()
     assert len(engine.finished) == 200
     late = [name for name in engine.preempted if int(name.split(".")[0]) >= 100]
@@ -232,8 +229,7 @@ def test_prefill_is_spread_over_the_steps_that_memory_allows() -> None:
     def prefill_steps(pace: bool) -> tuple[int, EngineSteps]:
         settings = SchedulerSettings(pace=pace, num_requests=120)
         engine = EngineSteps(num_blocks=300, chunk=512, settings=settings)
-        for idx in range(120):
-            engine.add_group(idx, 1, prefix=0, distinct=128, output=64)
+        engine.add_alone(120, distinct=128, output=64)
         engine.run()
         assert engine.preempted == []
         return sum(num_prefill(engine, step) > 0 for step in range(engine.num_steps)), engine
@@ -249,8 +245,7 @@ def test_the_pace_counts_requests_that_are_still_to_come() -> None:
     def running_after(num_steps: int, num_requests: int | None) -> int:
         settings = SchedulerSettings(num_requests=num_requests)
         engine = EngineSteps(num_blocks=600, chunk=512, settings=settings)
-        for idx in range(40):
-            engine.add_group(idx, 1, prefix=0, distinct=128, output=64)
+        engine.add_alone(40, distinct=128, output=64)
         for _ in range(num_steps):
             engine.step()
         return len(engine.scheduler.running)
@@ -262,8 +257,7 @@ def test_a_job_of_a_few_memories_fills_them_fast() -> None:
     """As in test_pacing.py: 250 requests, of which memory holds 85 to 100."""
     settings = SchedulerSettings(num_requests=250)
     engine = EngineSteps(num_blocks=2500, chunk=8192, settings=settings)
-    for idx in range(250):
-        engine.add_group(idx, 1, prefix=0, distinct=320, output=160)
+    engine.add_alone(250, distinct=320, output=160)
     for _ in range(20):
         engine.step()
     assert len(engine.scheduler.running) > 40  # at the slowest pace, 13
@@ -273,8 +267,7 @@ def test_a_job_of_a_few_memories_fills_them_fast() -> None:
 
 def test_a_job_that_fits_into_memory_is_not_held_back() -> None:
     engine = EngineSteps(num_blocks=300, chunk=512)
-    for idx in range(10):
-        engine.add_group(idx, 1, prefix=0, distinct=128, output=64)
+    engine.add_alone(10, distinct=128, output=64)
     for _ in range(3):
         engine.step()
     assert len(engine.scheduler.running) == 10
@@ -290,8 +283,7 @@ def test_the_chunk_size_bounds_a_step_below_what_vllm_allows() -> None:
 
 def test_begin_forgets_what_was_learned_and_takes_other_settings() -> None:
     engine = EngineSteps(num_blocks=200, chunk=256)
-    for idx in range(60):
-        engine.add_group(idx, 1, prefix=0, distinct=64, output=100, estimate=50)
+    engine.add_alone(60, distinct=64, output=100, estimate=50)
     with pytest.raises(RuntimeError, match="still has requests"):
         engine.ours.begin(SchedulerSettings())
     engine.run()
@@ -319,13 +311,16 @@ def test_abort_in_any_state_leaves_nothing_behind(lag: int) -> None:
         assert set(others) <= set(engine.finished)
 
 
-def test_when_the_leader_goes_another_member_computes_the_prefix() -> None:
-    engine = EngineSteps(chunk=32, settings=NO_PACE)
-    engine.add_group(0, 3, prefix=96, distinct=16, output=3)
+def test_when_the_leader_goes_another_member_computes_the_prefix_once() -> None:
+    engine = EngineSteps(num_blocks=200, chunk=128, settings=NO_PACE)
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = 32
+    engine.add_group(0, 6, prefix=640, distinct=16, output=10)
+    engine.step()
     engine.step()
     engine.abort("0.0")
     engine.run()
-    assert sorted(engine.finished) == ["0.1", "0.2"]
+    assert sorted(engine.finished) == [f"0.{member}" for member in range(1, 6)]
+    assert num_computed(engine) <= 640 + 6 * 16 + 5 * 9
 
 
 def test_without_hints_a_request_is_a_group_of_its_own() -> None:

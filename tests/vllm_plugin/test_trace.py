@@ -58,23 +58,17 @@ def test_every_token_of_every_step_is_of_one_kind(tmp_path: Path, lag: int) -> N
     engine, table = traced(tmp_path, lag)
     columns = table.to_pydict()
     assert columns["step"] == list(range(1, engine.num_steps + 1))
-    sums = [
-        sum(kinds)
-        for kinds in zip(
-            columns["num_decode_tokens"],
-            columns["num_distinct_tokens"],
-            columns["num_prefix_tokens"],
-            strict=True,
-        )
+    kinds = [columns[f"num_{kind}_tokens"] for kind in ("decode", "distinct", "prefix")]
+    assert [*map(sum, zip(*kinds, strict=True))] == [
+        output.total_num_scheduled_tokens for output in engine.outputs
     ]
-    assert sums == [output.total_num_scheduled_tokens for output in engine.outputs]
     assert columns["num_scheduled"] == [
         len(output.num_scheduled_tokens) for output in engine.outputs
     ]
     assert min(columns["num_decode_tokens"]) >= 0
 
 
-def test_prefixes_are_told_from_what_follows_them(tmp_path: Path) -> None:
+def test_a_steps_prefixes_blocks_and_times(tmp_path: Path) -> None:
     engine, table = traced(tmp_path, lag=0)
     columns = table.to_pydict()
     assert columns["num_prefix_tokens"][:3] == [48, 48, 18]  # the second group's, in part
@@ -86,11 +80,6 @@ def test_prefixes_are_told_from_what_follows_them(tmp_path: Path) -> None:
     assert sum(columns["num_distinct_tokens"]) + sum(columns["num_prefix_tokens"]) >= prompts - (
         sum(columns["num_cached_tokens"])
     )
-
-
-def test_blocks_and_times_make_sense(tmp_path: Path) -> None:
-    _, table = traced(tmp_path, lag=0)
-    columns = table.to_pydict()
     assert set(columns["num_blocks"]) == {20}
     assert max(columns["num_used_blocks"]) <= 20
     assert columns["num_used_blocks"][0] == 3

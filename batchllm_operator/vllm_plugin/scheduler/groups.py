@@ -83,11 +83,6 @@ class Groups:
         """Blocks that nothing but a pin holds."""
         return sum(len(group.pinned) for group in self._pinned.values())
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no request waits or runs."""
-        return not self._groups and not self._pinned
-
     def join(self, group_id: object, prefix: Sequence[Any], size: int) -> Group | None:
         """Returns the group of a request that has arrived.
 
@@ -131,14 +126,17 @@ class Groups:
         """Blocks of the prefix that a member would bring into memory."""
         if group.num_counted or not group.num_prefix_blocks:
             return 0
-        return group.num_prefix_blocks - self._num_shared_with_latest(request, group)
+        if self._latest is None or not self._latest.num_counted:
+            return group.num_prefix_blocks
+        prefix = request.block_hashes[: group.num_prefix_blocks]
+        return group.num_prefix_blocks - _num_common(self._latest.block_hashes, prefix)
 
     def admitted(self, group: Group, request: Request, end: int) -> None:
         """Note that a member begins to run, and is expected to end in step `end`."""
         if not group.num_counted and group.num_prefix_blocks:
             group.num_counted = self.num_new_blocks(group, request)
             group.counted_until = None
-            self._projection.hold_for_now(group.num_counted)
+            self._projection.hold(group.num_counted, until=None)
             self._latest = group
         if group.num_prefix_blocks and not group.is_complete:
             group.leader = request
@@ -153,10 +151,9 @@ class Groups:
             return
         begin = group.counted_until
         if begin is None:
-            self._projection.hold_for_now(-group.num_counted)
+            self._projection.hold(-group.num_counted, until=None)
             begin = self._projection.now
-        if group.last_end > begin:
-            self._projection.hold(group.num_counted, begin, group.last_end)
+        self._projection.hold(group.num_counted, group.last_end, begin)
         group.counted_until = max(begin, group.last_end)
 
     def preempted(self, group: Group, request: Request) -> None:
@@ -220,13 +217,9 @@ class Groups:
     def recount(self) -> None:
         """Count all prefixes again in the cleared projection."""
         for group in self._groups.values():
-            if not group.num_counted:
-                continue
-            if group.counted_until is None:
-                self._projection.hold_for_now(group.num_counted)
-            else:
+            if group.num_counted and group.counted_until is not None:
                 group.counted_until = group.last_end
-                self._projection.hold(group.num_counted, self._projection.now, group.last_end)
+            self._projection.hold(group.num_counted, group.counted_until)
 
     def _pin(self, group: Group, request: Request) -> None:
         num_computed = request.num_computed_tokens // self._block_size
@@ -251,24 +244,14 @@ class Groups:
         self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
 
     def _uncount(self, group: Group) -> None:
-        if not group.num_counted:
-            return
-        if group.counted_until is None:
-            self._projection.hold_for_now(-group.num_counted)
-        else:
-            self._projection.hold(-group.num_counted, self._projection.now, group.counted_until)
-        group.num_counted, group.counted_until, group.last_end = 0, None, 0
-        group.is_complete = False
+        if group.num_counted:
+            self._projection.hold(-group.num_counted, group.counted_until)
+            group.num_counted, group.counted_until, group.last_end = 0, None, 0
+            group.is_complete = False
 
     def _drop_if_over(self, group: Group) -> None:
         if group.num_left == 0 and group.num_running == 0:
             self._groups.pop(group.group_id, None)
-
-    def _num_shared_with_latest(self, request: Request, group: Group) -> int:
-        latest = self._latest
-        if latest is None or not latest.num_counted:
-            return 0
-        return _num_common(latest.block_hashes, request.block_hashes[: group.num_prefix_blocks])
 
     def _prefix_blocks(self, request: Request, begin: int, end: int) -> list[Any]:
         """A request's blocks [begin, end) in all KV cache groups."""
@@ -278,9 +261,7 @@ class Groups:
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of the common prefix of two sequences."""
-    count = 0
-    for left, right in zip(one, other, strict=False):
+    for count, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
-            break
-        count += 1
-    return count
+            return count
+    return min(len(one), len(other))

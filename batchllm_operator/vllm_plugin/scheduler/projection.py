@@ -66,16 +66,17 @@ class BlockProjection:
             ahead = self._blocks[self.now - self._first : growth.end - self._first]
             ahead += sign * self._of(growth)
 
-    def hold(self, num_blocks: int, begin: int, until: int) -> None:
-        """Add blocks in those of the steps [begin, until) that aren't over."""
+    def hold(self, num_blocks: int, until: int | None, begin: int = 0) -> None:
+        """Add blocks in those of the steps [begin, until) that aren't over.
+
+        A negative number removes them; without `until` there is no end, and no begin.
+        """
         begin = max(begin, self.now)
-        if begin < until:
+        if until is None:
+            self._num_held += num_blocks
+        elif begin < until:
             self._reach(until)
             self._blocks[begin - self._first : until - self._first] += num_blocks
-
-    def hold_for_now(self, num_blocks: int) -> None:
-        """Add blocks without end; a negative number removes them."""
-        self._num_held += num_blocks
 
     def num_blocks(self) -> int:
         """Blocks in use in the current step."""

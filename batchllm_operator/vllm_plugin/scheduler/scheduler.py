@@ -73,7 +73,13 @@ class BatchLLMScheduler(AsyncScheduler):
             self._trace.close()
         is_chunked = self.scheduler_config.enable_chunked_prefill
         self._paces = settings.pace and is_chunked  # a whole prompt may exceed a step's limit
-        self._num_blocks = self._num_blocks_to_plan(settings.memory_threshold)
+        num_blocks, threshold = (
+            self.num_plannable_tokens // self.block_size,
+            settings.memory_threshold,
+        )
+        num_spared = max(2, num_blocks // _RESERVED_PART)
+        num_planned = num_blocks - num_spared if threshold is None else int(num_blocks * threshold)
+        self._num_blocks = max(1, num_planned)
         self.chunk_size = self._limit
         """Most tokens of a step."""
         if settings.chunk_size is not None and is_chunked:
@@ -96,12 +102,6 @@ class BatchLLMScheduler(AsyncScheduler):
         self._trace = None
         if settings.trace_path is not None:
             self._trace = StepTrace(Path(settings.trace_path), self.chunk_size)
-
-    def _num_blocks_to_plan(self, threshold: float | None) -> int:
-        num_blocks = self.num_plannable_tokens // self.block_size
-        if threshold is not None:
-            return max(1, int(num_blocks * threshold))
-        return max(1, num_blocks - max(2, num_blocks // _RESERVED_PART))
 
     # What vLLM calls.
 
