@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.jit import compiled
 from batchllm_operator.prefixes.prefix_tree import PrefixTree, RankedPrompts
-from batchllm_operator.prefixes.prompt_store import Prompts, chunks, read_ahead
+from batchllm_operator.prefixes.prompt_store import CHUNK_TOKENS, Prompts, chunks, read_ahead
 from batchllm_operator.prefixes.token_table import TokenTable
 
-_FIRST_WINDOW: Final = 64  # tokens; a prompt's next windows grow by `_WIDER`
+_FIRST_WINDOW: Final = 64  # tokens; each further one is `_WIDER` times as large, up to a chunk
 _WIDER: Final = 4
 _ROUND_PROMPTS: Final = 1 << 16
 """Prompts of a round once families are smaller, so that rounds read what the last one has read."""
@@ -121,22 +121,22 @@ class _Families:
         common = self.depths.copy()
         common[pivots] = prompts.lengths[idxs[pivots]]
         equal = np.flatnonzero(pivot_of != np.arange(len(idxs)))
-        num_equal, window = 0, _FIRST_WINDOW
+        num_read, window = 0, _FIRST_WINDOW
         while len(equal):
             parts = [equal[part] for part in chunks(np.full(len(equal), window))]
             read = [np.concatenate([np.unique(pivot_of[part]), part]) for part in parts]
-            wanted = ((idxs[some], self.depths[some] + num_equal, window) for some in read)
+            wanted = ((idxs[some], self.depths[some] + num_read, window) for some in read)
             still = []
             for part, some, tokens in zip(parts, read, read_ahead(prompts, wanted), strict=True):
                 rows = np.searchsorted(some[: len(some) - len(part)], pivot_of[part])
-                begins = self.depths[part] + num_equal
+                begins = self.depths[part] + num_read
                 num_same = np.empty(len(part), dtype=np.int64)
                 parted = np.empty(len(part), dtype=np.int64)
                 _part(tokens.token_ids, tokens.offsets, rows, begins, num_same, parted)
                 common[part], keys[part] = begins + num_same, parted
                 still.append(part[num_same == window])
             equal = np.concatenate(still)
-            num_equal, window = num_equal + window, window * _WIDER
+            num_read, window = num_read + window, min(window * _WIDER, CHUNK_TOKENS)
         return keys, common
 
 
@@ -170,16 +170,16 @@ def _part(
 @compiled
 def num_equal(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
     """Length of the common prefix of two arrays of equal length."""
-    num_equal = 0
-    while num_equal + _COMPARE_STRIDE <= len(left):
+    count = 0
+    while count + _COMPARE_STRIDE <= len(left):
         differing = np.int32(0)
-        left_chunk = left[num_equal : num_equal + _COMPARE_STRIDE]
-        right_chunk = right[num_equal : num_equal + _COMPARE_STRIDE]
+        left_chunk = left[count : count + _COMPARE_STRIDE]
+        right_chunk = right[count : count + _COMPARE_STRIDE]
         for position in range(_COMPARE_STRIDE):
             differing |= left_chunk[position] ^ right_chunk[position]
         if differing != 0:
             break
-        num_equal += _COMPARE_STRIDE
-    while num_equal < len(left) and left[num_equal] == right[num_equal]:
-        num_equal += 1
-    return num_equal
+        count += _COMPARE_STRIDE
+    while count < len(left) and left[count] == right[count]:
+        count += 1
+    return count

@@ -101,8 +101,8 @@ def merged(parts: Sequence[PlanSharing]) -> PlanSharing:
 def _added(histograms: Sequence[Histogram]) -> Histogram:
     """The sum of histograms between powers of two."""
     counts: dict[int, int] = {}
-    for each in histograms:
-        for edge, count in zip(each.edges, each.counts, strict=False):
+    for histogram in histograms:
+        for edge, count in zip(histogram.edges, histogram.counts, strict=False):
             counts[edge] = counts.get(edge, 0) + count
     if not counts:
         return Histogram(edges=(), counts=())
@@ -133,8 +133,10 @@ def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[
     # Of equal savings, the first in the plan: equal input gives an equal plan.
     chosen = np.argsort(-saved, kind="stable")[:_NUM_GROUPS]
     chosen = chosen[saved[chosen] > 0]
-    first_members = groups.member_idxs[groups.offsets[:-1][chosen]]
-    prefixes = _prefixes(requests, first_members, lengths[chosen])
+    prompt_idxs = requests.prompt_idxs[groups.member_idxs[groups.offsets[chosen]]]
+    num_shown = np.minimum(lengths[chosen], _LONGEST_COMMON + _NUM_WORD_TOKENS)
+    shown = requests.prompts.slices(prompt_idxs, 0, num_shown)
+    prefixes = [shown.prompt(number) for number in range(len(shown))]
     num_common = _num_common(prefixes)
     return tuple(
         LargeGroup(
@@ -145,15 +147,6 @@ def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[
         )
         for group_idx, prefix in zip(chosen.tolist(), prefixes, strict=True)
     )
-
-
-def _prefixes(
-    requests: Requests, request_idxs: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> list[NDArray[Any]]:
-    """The groups' prefixes, up to the tokens that are used."""
-    lengths = np.minimum(lengths, _LONGEST_COMMON + _NUM_WORD_TOKENS)
-    table = requests.prompts.slices(requests.prompt_idxs[request_idxs], 0, lengths)
-    return np.split(table.token_ids, table.offsets[1:-1]) if len(lengths) else []
 
 
 def _num_common(prefixes: Sequence[NDArray[Any]]) -> int:
