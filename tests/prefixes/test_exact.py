@@ -143,7 +143,10 @@ def test_chains(shape: str, leaves_per_level: int) -> None:
 
 
 def test_ten_thousand_levels() -> None:
-    """One prompt leaves at each level: G_v(d) = d + F_child(d), one row of the table at a time."""
+    """One prompt leaves at each level: G_v(d) = d + F_child(d), one row of the table at a time.
+
+    Neither choice recurses.
+    """
     num_levels = 10_000
     tree = chain(np.ones(num_levels, dtype=np.int64), 1)
     ancestors = np.arange(num_levels + 1)

@@ -159,25 +159,6 @@ def test_example_of_figure_4() -> None:
     assert tokens.num_tokens - group_prefill_tokens(groups, tokens.lengths).sum() == 2 + 8
 
 
-def test_deep_chain_needs_no_recursion() -> None:
-    num_levels = 10_000
-    path = np.zeros(num_levels, dtype=np.int32)
-    offsets = np.concatenate([[0], np.cumsum(np.arange(1, num_levels + 1))])
-    token_ids = np.concatenate([path[:length] for length in range(1, num_levels + 1)])
-    groups = maximize_reuse(build_prefix_tree(TokenTable(token_ids, offsets)))
-    assert sorted(groups.member_idxs.tolist()) == list(range(num_levels))
-
-
-def test_a_million_children_of_one_prefix() -> None:
-    num_prompts = 1_000_000
-    token_ids = np.full((num_prompts, 3), 9, dtype=np.int32)
-    token_ids[:, 2] = np.random.default_rng(0).permutation(num_prompts)
-    offsets = np.arange(0, 3 * num_prompts + 1, 3)
-    groups = maximize_reuse(build_prefix_tree(TokenTable(token_ids.reshape(-1), offsets)))
-    assert (len(groups), int(groups.num_prefix_tokens[0])) == (1, 2)
-    assert np.array_equal(np.sort(groups.member_idxs), np.arange(num_prompts))
-
-
 def test_saving_ratio_is_a_fraction() -> None:
     assert saving_ratio(44, 100) == pytest.approx(0.56)
     assert saving_ratio(100, 100) == 0.0

@@ -31,9 +31,12 @@ def test_hints_of_a_request_that_pools() -> None:
     assert RequestHints.of(request) is None
 
 
-@pytest.mark.parametrize("extra_args", [None, {}, {"somebody": "else's"}])
-def test_there_may_be_none(extra_args: dict[str, Any] | None) -> None:
-    assert RequestHints.from_extra_args(extra_args) is None
+@pytest.mark.parametrize("carrier", [None, {}, {"somebody": "else's"}])
+def test_without_ours_there_are_no_hints_and_the_default_settings(
+    carrier: dict[str, Any] | None,
+) -> None:
+    assert RequestHints.from_extra_args(carrier) is None
+    assert SchedulerSettings.from_additional_config(carrier) == SchedulerSettings()
 
 
 @pytest.mark.parametrize(
@@ -60,11 +63,6 @@ def test_settings_come_out_as_they_went_in() -> None:
     )
     config = through_json(settings.to_additional_config())
     assert SchedulerSettings.from_additional_config(config) == settings
-
-
-@pytest.mark.parametrize("config", [None, {}, {"somebody": "else's"}])
-def test_defaults_where_nothing_is_set(config: object) -> None:
-    assert SchedulerSettings.from_additional_config(config) == SchedulerSettings()
 
 
 @pytest.mark.parametrize(

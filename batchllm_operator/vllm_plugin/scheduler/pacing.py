@@ -77,7 +77,8 @@ class Waiting(NamedTuple):
 
     def plus(self, other: Waiting, sign: int = 1) -> Waiting:
         """The sums with other requests, or without them with a `sign` of -1."""
-        return Waiting(*(mine + sign * theirs for mine, theirs in zip(self, other, strict=True)))
+        pairs = zip(self, other, strict=True)
+        return Waiting._make(mine + sign * theirs for mine, theirs in pairs)
 
     def average(
         self, scale: float, block_size: int, tokens_per_step: float = 1.0
