@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
-from lake.test_tables import numbers, rows, values
+from lake.test_tables import first_call, numbers, rows, values
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.io.pyarrow import (
     PyArrowFile,
@@ -381,6 +381,20 @@ def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
         publish(table, numbers(1))
     assert lost and values(table) == [2]
     assert table.published(DS) == of_plan("p2")
+
+
+def test_a_column_that_is_added_meanwhile(lake: IcebergLake, table: LakeTable) -> None:
+    """Files that were written before it stay what the table wants."""
+    publish(table, numbers(0), of_plan("p0"))
+
+    def add() -> None:
+        with lake.load().update_schema() as update:
+            update.add_column("more", LongType())
+
+    with wrapped(lake.commit, first_call(add)):
+        publish(table, numbers(1))
+    assert rows(table, ["n", "more"]) == [{"n": 1, "more": None}]
+    assert len(lake.data_files()) == 2
 
 
 def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
