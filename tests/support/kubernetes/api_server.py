@@ -138,6 +138,8 @@ class ApiServer:
             case "DELETE" if target.name:
                 if seconds := request.query.get("gracePeriodSeconds"):
                     body.setdefault("gracePeriodSeconds", int(seconds))
+                if policy := request.query.get("propagationPolicy"):
+                    body.setdefault("propagationPolicy", policy)
                 return 200, self._operations.delete(target, body)
         raise method_not_allowed()
 
