@@ -123,7 +123,7 @@ def pod_templates(objects: list[Rendered]) -> Iterator[Rendered]:
             "app.kubernetes.io/component": "plan" if each.name == "batchllm-cpu" else "run",
             "batchllm.io/job": "example",
             "batchllm.io/plan": "0123456789abcdef",
-            "batchllm.io/worker": "0",
+            "batch.kubernetes.io/job-completion-index": "0",
             "batchllm.io/attempt": "0123456789abcdef",
         }
         pod["spec"]["containers"][0]["command"] = ["batchllm"]

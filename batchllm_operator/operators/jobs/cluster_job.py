@@ -25,6 +25,8 @@ from batchllm_operator.operators.jobs.owner import LABEL, Attempt
 
 ENDING_MARGIN_S: Final = 60.0
 """Time after the grace period that a kubelet may take to report a pod's end."""
+_LONGEST_WAIT_S: Final = 8.0
+"""Between two looks whether a Job that is being deleted has gone; each takes three requests."""
 _MAX_PODS, _MANY_PODS = 50, 500
 """Pods that one request reads: a thousand each minute would weigh on the API server."""
 
@@ -73,7 +75,7 @@ class ClusterJob(ClusterCalls):
             SupersededError: a later try has the Job.
             ApiException: the cluster refuses.
         """
-        told = False
+        told, pause_s = False, FIRST_PAUSE_S
         while True:
             try:
                 create = "create_namespaced_job"
@@ -97,7 +99,8 @@ class ClusterJob(ClusterCalls):
                 told = True
                 self._log.info("Waiting until Job %s and its pods have gone", self.name)
             await self.remove_stuck_pods()
-            await asyncio.sleep(FIRST_PAUSE_S * random.uniform(1.0, 4.0))
+            await asyncio.sleep(pause_s * random.uniform(1.0, 2.0))
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
     async def _adopt(self, job: V1Job, body: Mapping[str, Any]) -> Any:
         """Write this try's id on the Job, and the number of pods; None if it has changed."""
