@@ -48,9 +48,9 @@ def replica_environment(spec: JobSpec, rank: int) -> dict[str, str]:
     """
     if runs_on_cpu():
         return {}
-    each, total = _gpus_of_engine(spec), num_gpus_of(spec)
+    share, total = _gpus_of_engine(spec), num_gpus_of(spec)
     given = {name: os.environ[name] for name in _VISIBLE if name in os.environ}  # "" is none
-    found = {}
+    own = {}
     for name, value in (given or {_VISIBLE[0]: ",".join(map(str, range(total)))}).items():
         devices = value.split(",")
         if len(devices) < total:
@@ -58,15 +58,15 @@ def replica_environment(spec: JobSpec, rank: int) -> dict[str, str]:
                 f"engine.replicas: {spec.engine.replicas} replicas take {total} GPUs, but {name} is"
                 f" {value!r}"
             )
-        found[name] = ",".join(devices[rank * each : (rank + 1) * each])
-    return found
+        own[name] = ",".join(devices[rank * share : (rank + 1) * share])
+    return own
 
 
 def replica_cores(num_replicas: int, rank: int) -> list[int]:
     """Cores of a replica on a CPU; all cores if there are fewer cores than replicas."""
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // num_replicas
-    return cores[rank * each : (rank + 1) * each] if each else cores
+    share = len(cores) // num_replicas
+    return cores[rank * share : (rank + 1) * share] if share else cores
 
 
 def num_stages_of(spec: JobSpec) -> int:

@@ -99,8 +99,8 @@ class ModelFiles:
 
         try:
             # One short request. Loading a file from a hub that doesn't answer takes a minute.
-            found = HfApi().model_info(self._path, revision=self._revision, timeout=_TIMEOUT_S)
-            return frozenset(file.rfilename for file in found.siblings or ())
+            info = HfApi().model_info(self._path, revision=self._revision, timeout=_TIMEOUT_S)
+            return frozenset(file.rfilename for file in info.siblings or ())
         except HFValidationError as error:
             fault = f"is neither a folder nor a name on the hub, such as owner/model ({_HINT})"
             raise ModelError(f"{self.where}: {fault}") from error
@@ -182,7 +182,7 @@ def _tensors(file: IO[bytes], size: int) -> list[tuple[int, int]]:
         offsets = [
             tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"
         ]
-        found = sorted((start + int(first), start + int(end)) for first, end in offsets)
+        places = sorted((start + int(first), start + int(end)) for first, end in offsets)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
-    return found if all(start <= first <= end <= size for first, end in found) else []
+    return places if all(start <= first <= end <= size for first, end in places) else []

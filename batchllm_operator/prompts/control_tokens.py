@@ -65,7 +65,7 @@ class Spellings:
         """
         text = text.replace(MARK, _WITHIN_DATA)
         while self.whole.search(text):  # one may overlap the next
-            text = self.whole.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
+            text = self.whole.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
         sizes = range(1, min(len(text), self.longest) + 1)
         places = {len(text) - size + 1 for size in sizes if text[-size:] in self._beginnings}
         places |= {size - 1 for size in sizes if text[:size] in self._ends}

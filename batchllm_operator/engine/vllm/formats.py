@@ -149,7 +149,7 @@ def _check_patterns(schema: Mapping[str, Any]) -> None:
 
 def _faulty_part(schema: Mapping[str, Any], compiler: _Compiler) -> tuple[str, str] | None:
     """The innermost part of a schema that fails alone, and the reason; None if none does."""
-    found, part = None, resolved(schema)
+    path, reason, part = list[str](), "", resolved(schema)
     while True:
         inside = [("", {"type": "boolean"}), *parts(part)]  # the first: does the backend work?
         attempts: list[Callable[[], object]] = [
@@ -160,8 +160,8 @@ def _faulty_part(schema: Mapping[str, Any], compiler: _Compiler) -> tuple[str, s
             break
         idx, reason = failure
         step, part = inside[idx]
-        found = (f"{found[0]}.{step}" if found else step, reason)
-    return found and (f"{found[0]}: {shown(json.dumps(part))}", found[1])
+        path.append(step)
+    return (f"{'.'.join(path)}: {shown(json.dumps(part))}", reason) if path else None
 
 
 def _alone(part: Any) -> JsonSchemaFormat:
