@@ -60,8 +60,12 @@ class RunWork:
         cls, rows: Sequence[Mapping[str, Any]], steps: Sequence[StepWork], model: ModelShape
     ) -> RunWork:
         """Repetitions of a run, and what the simulator says its steps do."""
+        first = rows[0]
         return cls(
-            *(rows[0][name] for name in ("workload", "policy", "settings", "num_requests")),
+            workload=first["workload"],
+            policy=first["policy"],
+            settings=first["settings"],
+            num_requests=first["num_requests"],
             steps=steps,
             model=model,
             measured_s=statistics.median(row["generate_s"] - row["admission_s"] for row in rows),

@@ -108,8 +108,9 @@ def measured(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
     for repetition in range(repetitions):
         runs["batchllm"].append(_ours(shape, repetition))
         for policy, (order, params) in stock.items():
-            job = {"engine": {**ENGINE, "model": str(shape.folder / "model")}, "params": params}
-            job["prompts"] = [shape.prompts[idx] for idx in order]
+            engine = {**ENGINE, "model": str(shape.folder / "model")}
+            prompts = [shape.prompts[idx] for idx in order]
+            job = {"engine": engine, "params": params, "prompts": prompts}
             runs[policy].append(run_child(shape.folder, job))
     probabilities = runs["batchllm"][-1]["probabilities"]
     for policy in ("stock_sorted", "stock_given"):
@@ -178,7 +179,7 @@ def _row(
 
     def of_ours(name: str) -> float:
         ratios = [run[name] / our[name] for run, our in zip(runs, ours, strict=True)]
-        return round(median(ratios), 3)
+        return float(round(median(ratios), 3))
 
     return {
         "workload": shape.name,
