@@ -95,9 +95,11 @@ def measure(shape: Shape, budget_bytes: int, repetitions: int) -> dict[str, Any]
     plan(replace(shape, num_prompts=200))  # compiles
     base_peak = peak_rss_bytes()
     MemoryBudget.from_now(budget_bytes).check(shape.num_prompts)
-    plans = sorted((plan(shape) for _ in range(repetitions)), key=lambda found: found["total_s"])
+    plans = sorted(
+        (plan(shape) for _ in range(repetitions)), key=lambda figures: figures["total_s"]
+    )
     peak = peak_rss_bytes()
-    total_s = [found["total_s"] for found in plans]
+    total_s = [figures["total_s"] for figures in plans]
     return {
         "prompts_per_s": round(shape.num_prompts / statistics.median(total_s)),
         **plans[len(plans) // 2],

@@ -155,7 +155,11 @@ def main() -> None:
     ]
     if "batchllm" in args.policies:
         jobs += [
-            Job(name, tuple(("batchllm", each) for each in WRONG_ESTIMATES[name]), args.seed)
+            Job(
+                name,
+                tuple(("batchllm", estimates) for estimates in WRONG_ESTIMATES[name]),
+                args.seed,
+            )
             for name in args.workloads
             if name in WRONG_ESTIMATES
         ]

@@ -39,7 +39,7 @@ WORKLOADS: Final[Mapping[str, Shape]] = {
 def longest_tokens(shape: Shape) -> int:
     """Most tokens that a prompt and its output may have together."""
     parts = (
-        round(each * (1 + shape.spread)) for each in (shape.prefix_tokens, shape.distinct_tokens)
+        round(mean * (1 + shape.spread)) for mean in (shape.prefix_tokens, shape.distinct_tokens)
     )
     return shape.instruction_tokens + sum(parts) + shape.output_tokens
 

@@ -66,7 +66,7 @@ class Work:
     def __add__(self, other: Work) -> Work:
         """The sum of both."""
         *counts, longest = zip(astuple(self), astuple(other), strict=True)
-        return Work(*map(sum, counts), max(longest))
+        return Work(*[*map(sum, counts), max(longest)])
 
 
 @dataclass(frozen=True, slots=True)

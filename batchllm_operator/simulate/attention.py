@@ -45,9 +45,9 @@ class AttentionPrediction:
             "policy": self.policy,
             "kernels": self.kernels,
             "tokens": self.num_tokens,
-            "predicted_s": [round(each, 3) for each in self.seconds],
+            "predicted_s": [round(seconds, 3) for seconds in self.seconds],
             "speedups": {
-                name: [round(each, 4) for each in speedup]
+                name: [round(ratio, 4) for ratio in speedup]
                 for name, speedup in self.speedups.items()
             },
         }
@@ -58,13 +58,13 @@ def predict_attention(runs: Sequence[Run], machine: Machine) -> list[AttentionPr
     kernels = attention_kernels(machine.gpu)
     if not kernels:
         return []
-    found = [
+    predicted = [
         (run, name, (_seconds(run, machine, slow), _seconds(run, machine, fast)))
         for run in runs
         for name, (slow, fast) in kernels.items()
         if (name == "stock") != POLICIES[run.policy].shared_attention
     ]
-    bases = {run.policy: seconds for run, _, seconds in found if run.policy in _BASES}
+    bases = {run.policy: seconds for run, _, seconds in predicted if run.policy in _BASES}
     return [
         AttentionPrediction(
             run.policy,
@@ -73,7 +73,7 @@ def predict_attention(runs: Sequence[Run], machine: Machine) -> list[AttentionPr
             seconds,
             {base: (slow / seconds[0], fast / seconds[1]) for base, (slow, fast) in bases.items()},
         )
-        for run, name, seconds in found
+        for run, name, seconds in predicted
     ]
 
 
@@ -84,18 +84,18 @@ def _seconds(run: Run, machine: Machine, rates: AttentionRates) -> float:
     )
 
 
-def format_attention(found: Sequence[AttentionPrediction], machine: Machine) -> str:
+def format_attention(predictions: Sequence[AttentionPrediction], machine: Machine) -> str:
     """A few lines for a terminal; no trailing line break."""
-    bases = list(found[0].speedups)
+    bases = list(predictions[0].speedups)
     rows = [
         (
-            each.policy,
-            *_PREFILL_AND_DECODE[each.kernels],
-            f"{each.num_tokens:,}",
-            "{:,.1f} to {:,.1f} s".format(*each.seconds),
-            *("{:.2f} to {:.2f}".format(*each.speedups[base]) for base in bases),
+            prediction.policy,
+            *_PREFILL_AND_DECODE[prediction.kernels],
+            f"{prediction.num_tokens:,}",
+            "{:,.1f} to {:,.1f} s".format(*prediction.seconds),
+            *("{:.2f} to {:.2f}".format(*prediction.speedups[base]) for base in bases),
         )
-        for each in found
+        for prediction in predictions
     ]
     headings = ("policy", "prefill by", "decode by", "tokens", "predicted")
     lines = text_table([(*headings, *(f"over {base}" for base in bases)), *rows], left=range(3))

@@ -194,7 +194,7 @@ class Groups:
 
     def unpin_taken_over(self) -> None:
         """Unpin the prefixes of groups in which a member runs again."""
-        for group in [each for each in self._pinned.values() if each.num_running > 0]:
+        for group in [pinned for pinned in self._pinned.values() if pinned.num_running > 0]:
             self._free_pins(group)
 
     def unpin(self, group: Group) -> None:
@@ -205,7 +205,7 @@ class Groups:
 
     def unpin_all(self, but: Group | None = None) -> None:
         """Unpin all prefixes, or all but that of one group."""
-        for group in [each for each in self._pinned.values() if each is not but]:
+        for group in [pinned for pinned in self._pinned.values() if pinned is not but]:
             self.unpin(group)
 
     def forget_all(self) -> None:

@@ -156,9 +156,9 @@ def fill_share(
         )
         return filling + waiting + steps, seconds
 
-    found = {idx / _SHARES: steps_and_seconds(idx / _SHARES) for idx in range(1, _SHARES + 1)}
-    most_steps = _MORE_STEPS * min(steps for steps, _ in found.values())
-    short = {share: seconds for share, (steps, seconds) in found.items() if steps <= most_steps}
+    by_share = {idx / _SHARES: steps_and_seconds(idx / _SHARES) for idx in range(1, _SHARES + 1)}
+    most_steps = _MORE_STEPS * min(steps for steps, _ in by_share.values())
+    short = {share: seconds for share, (steps, seconds) in by_share.items() if steps <= most_steps}
     most_seconds = (_MORE_SECONDS if cost else _MORE_STEPS) * min(short.values())
     return max(share for share, seconds in short.items() if seconds <= most_seconds)
 
