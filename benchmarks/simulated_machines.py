@@ -15,9 +15,8 @@ from unittest.mock import patch
 
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
-from batchllm_operator.run.live_progress import LiveProgress
+from batchllm_operator.run.live_progress import DEFAULT_INTERVAL_S, Holder, LiveProgress
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, Holder, ShardTally
 from batchllm_operator.run.worker import Worker
 from batchllm_operator.shards.attempts import PROGRESS_FILE, attempt_name
 from batchllm_operator.spec import JobSpec
@@ -103,7 +102,7 @@ class Machine:
         self._look_ahead, self._start_s = look_ahead, start_s
         self._owed_s = 0.0
         """Until the next output."""
-        self._tallies: list[ShardTally] = []
+        self._tallies: list[LiveProgress] = []
         """Of attempts that it has begun and not ended."""
         holder = Holder(shards.worker, shards.num_workers, num_gpus=1, observe=self._observe)
         worker = Worker(plan, shards, self._start_engine, holder, clock=simulation.clock)
@@ -147,7 +146,7 @@ class Machine:
         return DEFAULT_INTERVAL_S
 
     @contextmanager
-    def _observe(self, tally: ShardTally) -> Iterator[None]:
+    def _observe(self, tally: LiveProgress) -> Iterator[None]:
         self._tallies.append(tally)
         self._write(tally)
         try:
@@ -157,7 +156,7 @@ class Machine:
             if not self._is_dead:
                 self._write(tally)
 
-    def _write(self, tally: ShardTally) -> None:
+    def _write(self, tally: LiveProgress) -> None:
         progress = tally.snapshot().model_copy(update={"updated_at": self._simulation.now()})
         folder = self._plan.run_folder(progress.shard_idx).child(attempt_name(progress.attempt))
         folder.write_bytes(PROGRESS_FILE, progress.model_dump_json().encode())

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
             num_gpus=args.num_gpus,
             owner=args.owner,
             drain=drain,
-            observe=lambda tally: collector.watching(tally.snapshot),
+            observe=lambda progress: collector.watching(progress.snapshot),
             replica=args.replica,
             meeting_folder=args.meeting,
         )

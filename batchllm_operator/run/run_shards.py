@@ -22,9 +22,8 @@ from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.model import find_adapters
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.live_progress import interval_s
+from batchllm_operator.run.live_progress import Holder, Observe, interval_s
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_tally import Holder, Observe
 from batchllm_operator.run.worker import Start, Worker
 from batchllm_operator.shards.reports import WorkerReport, find_committed
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -63,7 +62,7 @@ def run_worker(
         owner: attempts of the same owner count as left, others' only once they show no sign of
             life.
         drain: once it has begun, no further part is opened, and no shard claimed.
-        observe: see `shard_tally.Observe`.
+        observe: see `live_progress.Observe`.
         replica: which of the spec's replicas this worker is, in a process with its GPUs only; None
             for the only one.
         meeting_folder: where replicas meet to compute prefixes together; None for no such prefixes.

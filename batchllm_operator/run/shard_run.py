@@ -15,9 +15,8 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
 from batchllm_operator.row_error import RowError
-from batchllm_operator.run.live_progress import LiveProgress
+from batchllm_operator.run.live_progress import Holder, LiveProgress
 from batchllm_operator.run.open_parts import OpenParts
-from batchllm_operator.run.shard_tally import Holder, ShardTally
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.parts import (
@@ -83,11 +82,9 @@ class ShardRun:
         folder, self._entries, spilled = StoredShard.read(plan, shard_idx)
         self._folder, self._num_resumed = folder, len(self._entries)
         self._open = OpenParts(spilled)
-        self.tally = ShardTally(
-            *(plan, shard_idx, attempt, holder, self._stored(), self._num_resumed)
-        )
-        self._progress = LiveProgress(
-            attempt.folder, self.tally, holder.every_s, self._spill_while_waiting
+        self.progress = LiveProgress(
+            *(plan, shard_idx, attempt, holder, self._stored(), self._num_resumed),
+            also=self._spill_while_waiting,
         )
         self._context = ExitStack()
         self._spill_idxs, self._spilling = count(), threading.Lock()
@@ -108,8 +105,8 @@ class ShardRun:
                 counted(sum(part.counts.num_rows for part in spilled.values()), "row"),
             )
         if self._holder.observe is not None:
-            self._context.enter_context(self._holder.observe(self.tally))
-        self._progress.start()
+            self._context.enter_context(self._holder.observe(self.progress))
+        self.progress.start()
         spec = self._plan.manifest.spec
         self.work = ShardWork(
             self._context.enter_context(self._plan.open_shard(self.shard_idx)),
@@ -129,7 +126,7 @@ class ShardRun:
                     self._keep_finished(error)
             finally:
                 self._open.stop()
-                self._progress.end(error, self._stored())
+                self.progress.end(error, self._stored())
 
     def _keep_finished(self, why: BaseException) -> None:
         is_trusted = isinstance(why, (KeyboardInterrupt, FailedRowsError))
@@ -149,7 +146,7 @@ class ShardRun:
     def num_failed_rows(self) -> int:
         """Rows that have failed in all attempts, without those for which the engine may be at
         fault."""
-        return self.tally.done.num_failed_rows - self._open.num_suspect_rows
+        return self.progress.done.num_failed_rows - self._open.num_suspect_rows
 
     def errors(self) -> Iterator[tuple[RowError, list[int]]]:
         """The error and the rows of each request that has failed in any attempt."""
@@ -170,8 +167,7 @@ class ShardRun:
 
         Part by part: only those with requests in the engine are in memory.
         """
-        self.tally.begin_running()
-        self._progress.write_soon()
+        self.progress.begin_running()
         parts = self.work.parts()
         # First the question: once the shard is given up, its file is closed.
         while self._may_open_part() and (part := next(parts, None)) is not None:
@@ -204,7 +200,7 @@ class ShardRun:
         num_rows, finished = self._open.add(output)
         if self.is_given_up:
             return 0
-        self.tally.count_output(output, num_rows)
+        self.progress.count_output(output, num_rows)
         if finished is None:
             self._spill_if_due()
         else:
@@ -227,7 +223,7 @@ class ShardRun:
         self._entries[part_idx] = write_part(
             self.attempt, self._plan_id, part_idx, outputs, part.row_idxs, part_s, self._schema
         )
-        self.tally.count_part()
+        self.progress.count_part()
         self._open.close(part_idx)
 
     def _spill_if_due(self) -> None:

@@ -14,9 +14,9 @@ from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequ
 from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.progress import Progress
 from batchllm_operator.run.engine_job import engine_job, pin_revision, stream_with_retries, traced
+from batchllm_operator.run.live_progress import Holder
 from batchllm_operator.run.shard_queue import ShardQueue
 from batchllm_operator.run.shard_run import ShardRun, StoredShard
-from batchllm_operator.run.shard_tally import Holder
 from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.spec import JobSpec
@@ -136,7 +136,7 @@ class Worker:
             run = ShardRun(self._plan, *claimed, self._holder)
             self._runs.append(run)
             run.begin()
-            self._runs[0].tally.hold_gpus()
+            self._runs[0].progress.hold_gpus()
             try:
                 run.write_spilled_parts()
             except FencedError as error:
@@ -150,7 +150,7 @@ class Worker:
 
     def _kept(self, error: BaseException) -> str | None:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
-        num_kept = sum(run.tally.done.num_rows for run in self._runs)
+        num_kept = sum(run.progress.done.num_rows for run in self._runs)
         num_kept += sum(done.num_rows for done in self._shards.elsewhere().values())
         num_rows = sum(shard.num_rows for shard in self._plan.manifest.shards)
         verb = "is" if num_kept == 1 else "are"
@@ -207,7 +207,7 @@ class Worker:
 
     def _num_rows_left(self) -> int:
         """Rows of the shards that it runs, and of the others in its own run of the plan's order."""
-        begun = {run.shard_idx: run.tally.done.num_rows for run in self._runs}
+        begun = {run.shard_idx: run.progress.done.num_rows for run in self._runs}
         idxs = begun.keys() | self._shards.own()
         return sum(self._plan.shard(idx).num_rows - begun.get(idx, 0) for idx in idxs)
 
@@ -225,7 +225,7 @@ class Worker:
         for watch in self._watches if output.is_served else ():
             watch.count(output.text or "", output.raw)
         notes = (watch.note for watch in self._watches)
-        self._progress.advance(num_rows, "".join([run.tally.note(), *notes]))
+        self._progress.advance(num_rows, "".join([run.progress.note(), *notes]))
         if run.num_failed_rows != num_failed:
             self._check_failures()
         if not run.num_left and not run.is_given_up:
@@ -252,7 +252,7 @@ class Worker:
         self._runs.remove(run)
         run.end(error)
         if self._runs:
-            self._runs[0].tally.hold_gpus()
+            self._runs[0].progress.hold_gpus()
 
     def _check_failures(self) -> None:
         """Check that commit can still publish: by the rows that planning has rejected, those of

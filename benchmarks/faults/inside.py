@@ -13,10 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.engine.protocol import EngineOutput, EngineRequest
-from batchllm_operator.run import open_parts, shard_queue, shard_sight, shard_tally, worker
-from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
+from batchllm_operator.run import live_progress, open_parts, shard_queue, shard_sight, worker
+from batchllm_operator.run.live_progress import DEFAULT_INTERVAL_S, INTERVAL_VARIABLE
 from batchllm_operator.run.shard_run import ShardRun
-from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
 from batchllm_operator.shards import attempts as shard_progress
 from benchmarks.faults.job import SPILL_ROWS
 
@@ -95,7 +94,7 @@ def shift_clock(ahead_s: float) -> None:
         def now(cls, tz: tzinfo | None = None) -> Any:
             return datetime.now(tz) + timedelta(seconds=ahead_s)
 
-    for module in (shard_queue, shard_tally):
+    for module in (shard_queue, live_progress):
         module.datetime = Shifted  # type: ignore[attr-defined]
 
 

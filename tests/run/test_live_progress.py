@@ -23,8 +23,8 @@ from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.errors import EngineError, Interrupted, StorageError
 from batchllm_operator.run import live_progress as live
 from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.shards.attempts import PROGRESS_FILE, ShardProgress, attempt_name
 from batchllm_operator.shards.job_status import read_attempts, read_status
 from batchllm_operator.spec import JobSpec
@@ -177,14 +177,14 @@ def test_whatever_goes_wrong_once_is_tried_again(
 ) -> None:
     run_often(monkeypatch)
     snapshots = itertools.count()
-    snapshot = ShardTally.snapshot
+    snapshot = LiveProgress.snapshot
 
-    def fail_once(tally: ShardTally) -> ShardProgress:
+    def fail_once(tally: LiveProgress) -> ShardProgress:
         if next(snapshots) == 0:
             raise RuntimeError("nobody thought of it")
         return snapshot(tally)
 
-    monkeypatch.setattr(ShardTally, "snapshot", fail_once)
+    monkeypatch.setattr(LiveProgress, "snapshot", fail_once)
     with caplog.at_level(logging.WARNING):
         run_worker(plan)
     assert left(plan).state == "finished"
@@ -244,13 +244,13 @@ def test_a_process_that_hangs_refreshes_it_no_longer(
     monkeypatch.setattr(live, "_QUIET_S", 0.0)
     storage, looks = BadStorage(monkeypatch), list[ShardProgress]()
     storage.is_bad = False
-    snapshot = ShardTally.snapshot
+    snapshot = LiveProgress.snapshot
 
-    def looked_at(tally: ShardTally) -> ShardProgress:
+    def looked_at(tally: LiveProgress) -> ShardProgress:
         looks.append(snapshot(tally))
         return looks[-1]
 
-    monkeypatch.setattr(ShardTally, "snapshot", looked_at)
+    monkeypatch.setattr(LiveProgress, "snapshot", looked_at)
 
     def hang() -> None:
         num_before = len(looks)

@@ -21,9 +21,9 @@ from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError, Interrupted, StorageError
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run import open_parts, shard_run, shard_tally
+from batchllm_operator.run import open_parts, shard_run
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
+from batchllm_operator.run.live_progress import INTERVAL_VARIABLE, Holder
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.job_status import read_status
@@ -130,7 +130,7 @@ def test_counts_of_a_run_in_pieces_are_those_of_a_run_at_once(tmp_path: Path) ->
 
 
 def test_engine_seconds_are_counted_once(plan: StoredPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_tally.Holder, "lap", lambda holder: 7.0)
+    monkeypatch.setattr(Holder, "lap", lambda holder: 7.0)
     monkeypatch.setattr(open_parts, "SPILL_ROWS", 4)
     stop(plan, 14)  # a spill, a part, a spill at 9, a part, a spill at the end
     spilled = sum(entry.engine_s for entry in entries(plan))
@@ -146,7 +146,7 @@ def test_what_was_all_spilled_needs_no_engine(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_none(run: shard_run.ShardRun, *part: object) -> None:
-        if run.tally.snapshot().done.num_rows == NUM_ROWS:
+        if run.progress.snapshot().done.num_rows == NUM_ROWS:
             interrupt()
 
     with monkeypatch.context() as patch:

@@ -26,9 +26,9 @@ from batchllm_operator.errors import (
 )
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import Holder
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.run.shard_queue import Claimed, ShardQueue, runs_of
-from batchllm_operator.run.shard_tally import Holder
 from batchllm_operator.run.worker import MOST_WAIT_S, Worker
 from batchllm_operator.shards import attempts as attempts_module
 from batchllm_operator.shards.attempts import read_claim

@@ -33,7 +33,6 @@ from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run import shard_queue as queue_module
 from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.shards.attempts import CLAIM_FILE, Attempt, claim_number
 from batchllm_operator.shards.parts import read_ledger
 from batchllm_operator.storage import Folder
@@ -197,15 +196,15 @@ def test_a_report_is_that_of_the_latest_attempt(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = plan.run_folder(0)
-    count_part = ShardTally.count_part
+    count_part = LiveProgress.count_part
 
-    def claim_after_the_last(tally: ShardTally) -> None:
+    def claim_after_the_last(tally: LiveProgress) -> None:
         count_part(tally)
         if tally.snapshot().num_parts_done == NUM_PARTS:
             claim_attempt(folder, "other")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardTally, "count_part", claim_after_the_last)
+        patch.setattr(LiveProgress, "count_part", claim_after_the_last)
         assert run_only(plan, 0) == {}
     assert not folder.exists("report.json")
     report = run_worker(plan, owner="other")

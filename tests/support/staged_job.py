@@ -15,9 +15,8 @@ from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import FencedError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run.live_progress import interval_s
+from batchllm_operator.run.live_progress import Holder, interval_s
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_tally import Holder
 from batchllm_operator.run.worker import Start, Worker
 from batchllm_operator.shards.attempts import Attempt, attempt_numbers, claim_number
 from batchllm_operator.shards.reports import ShardReport

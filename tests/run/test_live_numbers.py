@@ -13,7 +13,7 @@ from support.staged_job import NUM_ROWS, plan_one_shard
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.engine.gpus import num_gpus_of
 from batchllm_operator.row_error import RowError
-from batchllm_operator.run.shard_tally import Holder, ShardTally
+from batchllm_operator.run.live_progress import Holder, LiveProgress
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -35,7 +35,7 @@ class Ticking:
     def __init__(self, plan: StoredPlan, *parts: Part, **settings: int) -> None:
         self.clock = 1000.0
         attempt = Attempt(plan.run_folder(0), 3)
-        self.tally = ShardTally(
+        self.tally = LiveProgress(
             plan,
             0,
             attempt,
@@ -86,7 +86,7 @@ def test_the_sums_are_those_of_the_parts(
     live = tally.snapshot()
     assert live.done == stored + Counts.of(still_open)
     assert live.num_parts_done == len(before) + len(now)
-    tally.end("stopped", stored)  # what is still open is dropped
+    tally.end(KeyboardInterrupt(), stored)  # what is still open is dropped
     assert tally.snapshot().done == stored
 
 
@@ -113,7 +113,7 @@ def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
     assert (fed.worker, fed.num_workers, fed.gpu_held_s, fed.gpu_s) == (5, 8, 0, 0)
     run.tally.hold_gpus()
     run.after(10, run.tally.hold_gpus)  # doesn't begin again
-    run.after(10, lambda: run.tally.end("finished", NOTHING))
+    run.after(10, lambda: run.tally.end(None, NOTHING))
     run.after(5)  # until its last state is written
     ended = run.tally.snapshot()
     assert (ended.elapsed_s, ended.gpu_held_s, ended.gpu_s) == (55, 20, 40)
@@ -121,7 +121,7 @@ def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
 
 def test_an_attempt_may_end_before_the_gpus_are_its_own(plan: StoredPlan) -> None:
     run = Ticking(plan, num_gpus=2)
-    run.after(10, lambda: run.tally.end("finished", NOTHING))
+    run.after(10, lambda: run.tally.end(None, NOTHING))
     assert run.tally.snapshot().gpu_s == 0
 
 
@@ -150,7 +150,7 @@ def test_eta_goes_by_the_minute_and_by_all_of_the_attempt(plan: StoredPlan) -> N
     assert run.tally.snapshot().eta_s == pytest.approx(12 / 0.1)
     run.after(120)  # none in the last minute: half as fast again
     assert run.tally.snapshot().eta_s == pytest.approx(12 / ((12 / 240 + 0) / 2))
-    run.tally.end("finished", NOTHING)
+    run.tally.end(None, NOTHING)
     assert run.tally.snapshot().eta_s == 0.0
 
 
