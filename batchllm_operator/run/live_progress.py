@@ -225,10 +225,10 @@ class LiveProgress:
         before, span_s = next(recent, done), min(running_s, _WINDOW_S)
         if span_s <= 0:
             return 0.0, 0.0, 0.0
-        return (
-            (done.num_computed_tokens - before.num_computed_tokens) / span_s,
-            (done.num_output_tokens - before.num_output_tokens) / span_s,
-            (done.num_rows - before.num_rows) / span_s,
+        return (  # at least 0, as outputs may be lost at the end
+            max(0, done.num_computed_tokens - before.num_computed_tokens) / span_s,
+            max(0, done.num_output_tokens - before.num_output_tokens) / span_s,
+            max(0, done.num_rows - before.num_rows) / span_s,
         )
 
     def _eta_s(

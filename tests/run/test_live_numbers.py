@@ -30,12 +30,12 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
 
 
 class Ticking:
-    """A tally, and the clock that it goes by."""
+    """Progress, and the clock that it goes by."""
 
     def __init__(self, plan: StoredPlan, *parts: Part, **settings: int) -> None:
         self.clock = 1000.0
         attempt = Attempt(plan.run_folder(0), 3)
-        self.tally = LiveProgress(
+        self.live = LiveProgress(
             plan,
             0,
             attempt,
@@ -51,7 +51,7 @@ class Ticking:
         act()
 
     def answer(self, num_rows: int = 1) -> None:
-        self.tally.count_output(output(0, 90, 30, 10), num_rows)
+        self.live.count_output(output(0, 90, 30, 10), num_rows)
 
 
 def output(request_idx: int, prompt: int, cached: int, generated: int) -> EngineOutput:
@@ -75,31 +75,31 @@ def test_the_sums_are_those_of_the_parts(
     plan: StoredPlan, before: list[Part], now: list[Part], still_open: Part
 ) -> None:
     stored = Counts.total(map(Counts.of, [*before, *now]))
-    tally = Ticking(plan, *before).tally
-    tally.begin_running()
+    progress = Ticking(plan, *before).live
+    progress.begin_running()
     for part in now:
         for answer, num_rows in part:
-            tally.count_output(answer, num_rows)
-        tally.count_part()
+            progress.count_output(answer, num_rows)
+        progress.count_part()
     for answer, num_rows in still_open:
-        tally.count_output(answer, num_rows)
-    live = tally.snapshot()
+        progress.count_output(answer, num_rows)
+    live = progress.snapshot()
     assert live.done == stored + Counts.of(still_open)
     assert live.num_parts_done == len(before) + len(now)
-    tally.end(KeyboardInterrupt(), stored)  # what is still open is dropped
-    assert tally.snapshot().done == stored
+    progress.end(KeyboardInterrupt(), stored)  # what is still open is dropped
+    assert progress.snapshot().done == stored
 
 
 def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> None:
     run = Ticking(plan, num_gpus=2)
-    run.tally.hold_gpus()
+    run.live.hold_gpus()
     run.after(40)
-    starting = run.tally.snapshot()
+    starting = run.live.snapshot()
     assert (starting.state, starting.elapsed_s, starting.engine_start_s) == ("starting", 40, 40)
     assert (starting.eta_s, starting.computed_tokens_per_s) == (None, 0.0)
-    run.tally.begin_running()
+    run.live.begin_running()
     run.after(20)
-    running = run.tally.snapshot()
+    running = run.live.snapshot()
     assert (running.state, running.elapsed_s, running.engine_start_s) == ("running", 60, 40)
     assert (running.started_at, running.updated_at - BEGAN_AT) == (BEGAN_AT, timedelta(seconds=60))
     assert (running.eta_s, running.gpu_s, running.attempt) == (None, 120, 3)
@@ -107,31 +107,31 @@ def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> No
 
 def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
     run = Ticking(plan, num_gpus=2, worker=5, num_workers=8)
-    run.tally.begin_running()
+    run.live.begin_running()
     run.after(30)  # the shard before has requests in the engine
-    fed = run.tally.snapshot()
+    fed = run.live.snapshot()
     assert (fed.worker, fed.num_workers, fed.gpu_held_s, fed.gpu_s) == (5, 8, 0, 0)
-    run.tally.hold_gpus()
-    run.after(10, run.tally.hold_gpus)  # doesn't begin again
-    run.after(10, lambda: run.tally.end(None, NOTHING))
+    run.live.hold_gpus()
+    run.after(10, run.live.hold_gpus)  # doesn't begin again
+    run.after(10, lambda: run.live.end(None, NOTHING))
     run.after(5)  # until its last state is written
-    ended = run.tally.snapshot()
+    ended = run.live.snapshot()
     assert (ended.elapsed_s, ended.gpu_held_s, ended.gpu_s) == (55, 20, 40)
 
 
 def test_an_attempt_may_end_before_the_gpus_are_its_own(plan: StoredPlan) -> None:
     run = Ticking(plan, num_gpus=2)
-    run.after(10, lambda: run.tally.end(None, NOTHING))
-    assert run.tally.snapshot().gpu_s == 0
+    run.after(10, lambda: run.live.end(None, NOTHING))
+    assert run.live.snapshot().gpu_s == 0
 
 
 def test_speed_is_that_of_the_last_minute_without_cached_tokens(plan: StoredPlan) -> None:
     def speeds() -> tuple[float, float]:
-        seen = run.tally.snapshot()
+        seen = run.live.snapshot()
         return seen.computed_tokens_per_s, seen.output_tokens_per_s
 
     run = Ticking(plan)
-    run.tally.begin_running()
+    run.live.begin_running()
     run.after(10, run.answer)  # of 90 prompt tokens 30 were cached
     assert speeds() == (60 / 10, 10 / 10)
     run.after(30, run.answer)
@@ -144,33 +144,33 @@ def test_speed_is_that_of_the_last_minute_without_cached_tokens(plan: StoredPlan
 
 def test_eta_goes_by_the_minute_and_by_all_of_the_attempt(plan: StoredPlan) -> None:
     run = Ticking(plan, [(output(0, 90, 30, 10), 6)])
-    run.tally.begin_running()
+    run.live.begin_running()
     for _ in range(12):
         run.after(10, run.answer)  # 12 of 24 rows in 120 s
-    assert run.tally.snapshot().eta_s == pytest.approx(12 / 0.1)
+    assert run.live.snapshot().eta_s == pytest.approx(12 / 0.1)
     run.after(120)  # none in the last minute: half as fast again
-    assert run.tally.snapshot().eta_s == pytest.approx(12 / ((12 / 240 + 0) / 2))
-    run.tally.end(None, NOTHING)
-    assert run.tally.snapshot().eta_s == 0.0
+    assert run.live.snapshot().eta_s == pytest.approx(12 / ((12 / 240 + 0) / 2))
+    run.live.end(None, NOTHING)
+    assert run.live.snapshot().eta_s == 0.0
 
 
 def test_rows_of_earlier_attempts_say_nothing_of_the_speed(plan: StoredPlan) -> None:
     run = Ticking(plan, [(output(0, 90, 30, 10), 20)])
-    run.tally.begin_running()
+    run.live.begin_running()
     run.after(10)
-    assert run.tally.snapshot().eta_s is None
+    assert run.live.snapshot().eta_s is None
     run.after(0, lambda: run.answer(num_rows=5))
-    assert run.tally.snapshot().eta_s == pytest.approx((NUM_ROWS - 25) / 0.5)
+    assert run.live.snapshot().eta_s == pytest.approx((NUM_ROWS - 25) / 0.5)
 
 
 def test_the_note_says_speed_and_saving(plan: StoredPlan) -> None:
     run = Ticking(plan)
-    assert run.tally.note() == (
+    assert run.live.note() == (
         "0 computed prompt and 0 output tokens/s, 0 % of prompt tokens saved"
     )
-    run.tally.begin_running()
+    run.live.begin_running()
     run.after(0.05, lambda: run.answer(num_rows=2))
-    assert run.tally.note() == (
+    assert run.live.note() == (
         "1,200 computed prompt and 200 output tokens/s, 67 % of prompt tokens saved"
     )
 
@@ -195,3 +195,12 @@ def test_gpus_are_known_before_the_engine_starts(
     more = {"extra_args": {"pipeline_parallel_size": 3}}
     engine = spec.engine.model_copy(update=changes | more)
     assert num_gpus_of(spec.model_copy(update={"engine": engine})) == num_gpus
+
+
+def test_outputs_that_are_lost_at_the_end_make_no_speed_negative(plan: StoredPlan) -> None:
+    run = Ticking(plan)
+    run.live.begin_running()
+    run.after(10, run.answer)
+    run.after(10, run.answer)
+    run.after(55, lambda: run.live.end(KeyboardInterrupt(), NOTHING))
+    assert run.live.snapshot().computed_tokens_per_s == 0.0
