@@ -102,7 +102,7 @@ class Machine:
         self._look_ahead, self._start_s = look_ahead, start_s
         self._owed_s = 0.0
         """Until the next output."""
-        self._tallies: list[LiveProgress] = []
+        self._progress: list[LiveProgress] = []
         """Of attempts that it has begun and not ended."""
         holder = Holder(shards.worker, shards.num_workers, num_gpus=1, observe=self._observe)
         worker = Worker(plan, shards, self._start_engine, holder, clock=simulation.clock)
@@ -141,25 +141,25 @@ class Machine:
         """As a thread of the real worker does, which also writes while the engine starts."""
         if self.has_ended or self._is_dead:
             return None
-        for tally in self._tallies:
-            self._write(tally)
+        for live in self._progress:
+            self._write(live)
         return DEFAULT_INTERVAL_S
 
     @contextmanager
-    def _observe(self, tally: LiveProgress) -> Iterator[None]:
-        self._tallies.append(tally)
-        self._write(tally)
+    def _observe(self, live: LiveProgress) -> Iterator[None]:
+        self._progress.append(live)
+        self._write(live)
         try:
             yield
         finally:
-            self._tallies.remove(tally)
+            self._progress.remove(live)
             if not self._is_dead:
-                self._write(tally)
+                self._write(live)
 
-    def _write(self, tally: LiveProgress) -> None:
-        progress = tally.snapshot().model_copy(update={"updated_at": self._simulation.now()})
+    def _write(self, live: LiveProgress) -> None:
+        progress = live.snapshot().model_copy(update={"updated_at": self._simulation.now()})
         folder = self._plan.run_folder(progress.shard_idx).child(attempt_name(progress.attempt))
-        folder.write_bytes(PROGRESS_FILE, progress.model_dump_json().encode())
+        folder.write_bytes(PROGRESS_FILE, progress.to_bytes())
         if progress.state == "finished":
             self._simulation.finished_at = self._simulation.clock_s
 

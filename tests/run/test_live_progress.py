@@ -179,10 +179,10 @@ def test_whatever_goes_wrong_once_is_tried_again(
     snapshots = itertools.count()
     snapshot = LiveProgress.snapshot
 
-    def fail_once(tally: LiveProgress) -> ShardProgress:
+    def fail_once(progress: LiveProgress) -> ShardProgress:
         if next(snapshots) == 0:
             raise RuntimeError("nobody thought of it")
-        return snapshot(tally)
+        return snapshot(progress)
 
     monkeypatch.setattr(LiveProgress, "snapshot", fail_once)
     with caplog.at_level(logging.WARNING):
@@ -246,8 +246,8 @@ def test_a_process_that_hangs_refreshes_it_no_longer(
     storage.is_bad = False
     snapshot = LiveProgress.snapshot
 
-    def looked_at(tally: LiveProgress) -> ShardProgress:
-        looks.append(snapshot(tally))
+    def looked_at(progress: LiveProgress) -> ShardProgress:
+        looks.append(snapshot(progress))
         return looks[-1]
 
     monkeypatch.setattr(LiveProgress, "snapshot", looked_at)

@@ -371,7 +371,7 @@ def test_one_engine_runs_all_shards(plan: StoredPlan) -> None:
 
 def test_the_engine_is_not_drained_between_shards(plan: StoredPlan) -> None:
     open_shards: list[int] = []
-    tallies: list[Any] = []
+    progresses: list[Any] = []
 
     class Two(Engines):
         """Answers a request once the next one has been fed."""
@@ -384,7 +384,9 @@ def test_the_engine_is_not_drained_between_shards(plan: StoredPlan) -> None:
                 held: list[Any] = []
                 for request in requests:
                     held.append(request)
-                    open_shards.append(sum(each.snapshot().state == "running" for each in tallies))
+                    open_shards.append(
+                        sum(each.snapshot().state == "running" for each in progresses)
+                    )
                     if len(held) > 1:
                         yield from stream(iter([held.pop(0)]))
                 yield from stream(iter(held))
@@ -393,14 +395,14 @@ def test_the_engine_is_not_drained_between_shards(plan: StoredPlan) -> None:
             return engine
 
     @contextmanager
-    def observe(tally: Any) -> Iterator[None]:
-        tallies.append(tally)
+    def observe(progress: Any) -> Iterator[None]:
+        progresses.append(progress)
         yield
 
     run_worker(plan.folder.uri, 0, 1, start=Two(), observe=observe)
     assert max(open_shards) == 2
-    held = [each.snapshot().gpu_held_s for each in tallies]
-    whole = tallies[-1].snapshot().updated_at - tallies[0].snapshot().started_at
+    held = [each.snapshot().gpu_held_s for each in progresses]
+    whole = progresses[-1].snapshot().updated_at - progresses[0].snapshot().started_at
     assert sum(held) <= whole.total_seconds() + 1e-3  # the GPU is counted once
 
 
