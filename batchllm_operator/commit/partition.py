@@ -39,8 +39,7 @@ def write_partition(
     `write_files`.
 
     Args:
-        plan: the plan of the rows.
-        sources: their outputs.
+        sources: the rows' outputs.
         spool: a local folder.
         table: where they will be published; tells how large a file may be.
 
@@ -60,8 +59,7 @@ class Joining:
     """Puts outputs beside their rows.
 
     Args:
-        plan: the plan of the rows.
-        sources: all of their outputs.
+        sources: all outputs of the plan's rows.
 
     Attributes:
         schema: columns of the output table.
@@ -156,13 +154,7 @@ def _rebatched(batches: Iterable[pa.RecordBatch], num_rows_each: int) -> Iterato
 def _outcomes(
     spec: JobSpec, rejected: pa.ChunkedArray, outputs: pa.Table
 ) -> dict[str, pa.ChunkedArray]:
-    """The columns `error` and `status`, by name.
-
-    Args:
-        spec: the job's.
-        rejected: why a row can't be prompted; null if it can.
-        outputs: the rows' outputs, with the columns of a part; all null without one.
-    """
+    """The columns `error` and `status`, by name; `rejected` says why a row can't be prompted."""
     failed = outputs[ERROR_COLUMN]
     errors = pc.coalesce(rejected, failed)
     is_cut_off = pc.equal(outputs["finish_reason"], "length")

@@ -74,10 +74,7 @@ def part_schema(spec: JobSpec) -> pa.Schema:
 def output_schema(spec: JobSpec, rows_schema: pa.Schema, planned: PlannedAnswers) -> pa.Schema:
     """Columns of the output table: key, the job's own, carried ones.
 
-    Args:
-        spec: the job's.
-        rows_schema: holds the key and the carried columns.
-        planned: what the plan has found out about the answers.
+    `rows_schema` holds the key and the carried columns.
     """
     own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(spec, planned).fields)}
     carried = [name for name in spec.kept_columns if name not in spec.input.key]
@@ -98,7 +95,6 @@ class StoredOutputs(StoredJson, Counts):
 
     plan_id: str
     attempt: Count
-    """The attempt whose folder it is in."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """Of the file."""
 
@@ -176,8 +172,7 @@ def write_outputs(
         kind, fields: of the entry.
         row_idxs: the rows of each request_idx.
         engine_s: see `Counts`.
-        schema: of the file; the job's `part_schema`, and `columns`.
-        columns: further columns.
+        schema: of the file; the job's `part_schema`, and further `columns`.
 
     Raises:
         FencedError: a later attempt has begun, or another process has written the entry. The file

@@ -117,13 +117,7 @@ def find_places(known: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArra
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReuseIndex:
-    """A local copy of an index, with its fingerprints in memory.
-
-    Attributes:
-        ds: the partition whose outputs it indexes.
-        path: the local copy.
-        fingerprints: [n], ascending.
-    """
+    """A local copy of a partition's index, with its fingerprints in memory: [n], ascending."""
 
     ds: str
     path: Path

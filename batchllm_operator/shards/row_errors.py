@@ -144,10 +144,8 @@ def too_many_failed(
     """The error for more failed rows than `max_failed_fraction` allows.
 
     Args:
-        spec: the job's.
         num_rows: all rows of the plan.
         rows: where the keys of examples are read.
-        errors: failed rows.
         verdict: what follows.
         cure: what to do to go on with so many.
         num_others: failed rows that `errors` lacks.

@@ -77,10 +77,7 @@ def write_spill(
 ) -> SpillEntry:
     """Write a spill's file, then its entry; see `write_outputs`.
 
-    Args:
-        spill_idx: a number that the attempt hasn't used.
-        outputs: by part_idx, at least one.
-        schema: the job's `part_schema`.
+    `spill_idx` is a number that the attempt hasn't used; `outputs` are by part_idx, at least one.
     """
     fields = {
         "plan_id": plan_id,
@@ -101,13 +98,8 @@ def read_spills(
 ) -> dict[int, OpenPart]:
     """The spilled outputs of a shard, of all attempts together, by part_idx; see `read_entries`.
 
-    Of a request that was spilled twice, the output of the latest attempt counts.
-
-    Args:
-        folder: the shard's run folder.
-        plan_id, shard_idx: the shard.
-        written: parts in the ledger, whose outputs are left out.
-        schema: the job's `part_schema`.
+    Of a request that was spilled twice, the output of the latest attempt counts. Those of parts
+    that are `written` are left out. `schema` is the job's `part_schema`.
     """
 
     def is_wanted(entry: SpillEntry) -> bool:
