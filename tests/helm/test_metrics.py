@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
-from helm_chart.rendering import Values, of_kind, pod_templates, render
+from helm_chart.rendering import ROOT, Values, of_kind, pod_templates, render
 from helm_python import HelmError
 from support.shard_progress import shard_progress
 
@@ -113,3 +114,15 @@ def test_the_alert_of_a_stalled_shard_needs_metrics_and_names_real_ones() -> Non
     labels = {key for sample in found for key in sample.labels}
     in_texts = re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))
     assert set(in_texts) <= {*labels, "pod"}
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    values: Values = {"monitoring": {"dashboard": {"enabled": True}}}
+    [config] = [each.content for each in render(values) if each.name.endswith("-dashboard")]
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    dashboard = json.loads(config["data"]["batchllm-jobs.json"])
+    texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = set(re.findall(r"batchllm_\w+", " ".join(texts)))
+    listed = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert len(named) > 5 and all(f"| `{name}` |" in listed for name in named)
+    assert all('namespace="$namespace"' in text for text in texts)
