@@ -35,8 +35,6 @@ def test_the_shards_of_a_lost_worker_are_run_by_others() -> None:
 
 def test_a_wrong_table_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = benchmark.Job(tmp_path, num_shards=8, shard_requests=5, seed=0)
-    run = benchmark.Run(job, job.plan("job"))
-    run.workers(benchmark.places_of(CASES["as_given"], job.half_s))
     monkeypatch.setattr(benchmark, "fake_text", lambda prompt: "another")
     with pytest.raises(SystemExit, match="no figures"):
-        run.finish()
+        benchmark.measure(job, CASES["as_given"])
