@@ -315,65 +315,48 @@ def test_what_vllm_is_told_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not backend.is_mla()
 
 
-def config_of(model: Any, **others: Any) -> Any:
-    """vLLM's configuration, as far as a model is checked by it."""
-    parallel = SimpleNamespace(enable_dbo=False)
-    given = {"model_config": model, "speculative_config": None, "parallel_config": parallel}
-    return SimpleNamespace(**{**given, **others})
+BF16: dict[str, Any] = {"attn_type": "decoder", "head_size": 128, "dtype": torch.bfloat16}
+NO_BATCHES: dict[str, Any] = {"enable_dbo": False}
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_size", "dtype", "named"),
+    ("kind", "capability", "model", "parallel", "drafts", "named"),
     [
-        (89, 128, torch.bfloat16, "sm89 yet; there are settings for sm80, sm90"),
-        (90, 80, torch.bfloat16, "heads of 80 elements"),
-        (90, 128, torch.float32, "models in torch.float32"),
-        (90, 128, torch.bfloat16, None),
+        ("cuda", 90, {}, {}, None, None),
+        ("rocm", 94, {}, {}, None, None),
+        ("cuda", 89, {}, {}, None, "sm89 yet; there are settings for sm80, sm90"),
+        ("cuda", 90, {"head_size": 80}, {}, None, "heads of 80 elements"),
+        ("cuda", 90, {"dtype": torch.float32}, {}, None, "models in torch.float32"),
+        ("cuda", 90, {"attn_type": "encoder_only"}, {}, None, "tokens see those after them"),
+        ("cpu", 0, {"attn_type": "encoder_only"}, {}, None, "tokens see those after them"),
+        ("cpu", 0, {}, {"enable_dbo": True}, None, r"micro-batches \(enable_dbo, ubatch_size\)"),
+        ("cpu", 0, {}, {"use_ubatching": True}, None, r"micro-batches \(enable_dbo, ubatch_size"),
+        ("rocm", 94, {}, {}, object(), "speculative decoding on ROCm"),
     ],
 )
 def test_models_are_refused_before_anything_is_loaded(
+    kind: str,
     capability: int,
-    head_size: int,
-    dtype: torch.dtype,
+    model: dict[str, Any],
+    parallel: dict[str, Any],
+    drafts: object,
     named: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    on(monkeypatch, "cuda")
+    on(monkeypatch, kind)
     platform: Any = attention.current_platform
     platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: capability)
-    model = SimpleNamespace(attn_type="decoder", get_head_size=lambda: head_size, dtype=dtype)
-    config = config_of(model)
+    given = BF16 | model
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**given, get_head_size=lambda: given["head_size"]),
+        parallel_config=SimpleNamespace(**NO_BATCHES | parallel),
+        speculative_config=drafts,
+    )
     if named is None:
         attention.check_model(config)
     else:
-        with pytest.raises(SpecError, match=named):
+        with pytest.raises(SpecError, match=f"{named}.*stock does"):
             attention.check_model(config)
-
-
-@pytest.mark.parametrize("chosen", [{"enable_dbo": True}, {"use_ubatching": True}])
-def test_micro_batches_are_refused(chosen: dict[str, bool]) -> None:
-    model = SimpleNamespace(attn_type="decoder")
-    parallel = SimpleNamespace(**{"enable_dbo": False, **chosen})
-    with pytest.raises(SpecError, match=r"micro-batches \(enable_dbo, ubatch_size\).*stock does"):
-        attention.check_model(config_of(model, parallel_config=parallel))
-
-
-@pytest.mark.parametrize("name", ["cuda", "cpu"])
-def test_encoders_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, name)
-    model = SimpleNamespace(attn_type="encoder_only")
-    with pytest.raises(SpecError, match=r"tokens see those after them .*stock does"):
-        attention.check_model(config_of(model))
-
-
-def test_drafts_on_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, "rocm")
-    platform: Any = attention.current_platform
-    platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: 94)
-    model = SimpleNamespace(attn_type="decoder", get_head_size=lambda: 128, dtype=torch.bfloat16)
-    attention.check_model(config_of(model))
-    with pytest.raises(SpecError, match="speculative decoding on ROCm"):
-        attention.check_model(config_of(model, speculative_config=object()))
 
 
 def test_every_layer_is_warmed_up_with_what_it_will_launch(monkeypatch: pytest.MonkeyPatch) -> None:
