@@ -302,6 +302,7 @@ def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
     assert [run.task["state"] for run in (marked, killed)] == ["running", "running"]
     deferring.wait_until_parked()
     old = deferring.task["triggerer_job"]["id"]
+    num_told = sum("of 2 workers run" in line for line in deferring.log())
     kill_worker(killed.task["pid"])
     next_triggerer()
 
@@ -315,7 +316,12 @@ def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
         job = deferring.task["triggerer_job"]
         return job is not None and job["id"] != old
 
+    def tells_again() -> bool:
+        """Whether the trigger runs there: until then no process learns of a mark."""
+        return sum("of 2 workers run" in line for line in deferring.log()) > num_told
+
     deferring.wait(has_another_triggerer, "another triggerer has the Job")
+    deferring.wait(tells_again, "its trigger runs")
     assert [deferring.pod(worker) for worker in (0, 1)] == pods[4:]
     standalone.api("PATCH", deferring.path, json={"state": "failed"})
     deferring.wait(lambda: deferring.is_ending(1, pods[5]), "the pods are stopped")
