@@ -9,8 +9,8 @@ engine start and warm-up aren't.
 Rows go to `DIR/rows.jsonl` as they are measured. The same command goes on where it stopped, so a
 lease may end at any time; with `--budget-s` it ends by itself, and begins no run if one like it
 took longer than is left. Its report has all rows of the same code and device in that file, so that
-several commands may measure a part each. The exit code is 1 if an engine failed (but for vLLM's
-cascade attention where there is none), and 3 if something is left to measure.
+several commands may measure a part each. The exit code is 1 if an engine failed, and 3 if something
+is left to measure.
 
     python -m benchmarks.end_to_end --out DIR                       # on a GPU
     python -m benchmarks.end_to_end --out DIR --model Qwen2-7B --workloads case_2 --repetitions 3
@@ -24,14 +24,16 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.engine_run import Task, read_rows
+from batchllm_operator.amounts import text_table
 from benchmarks.end_to_end.models import MODELS
-from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES
+from benchmarks.end_to_end.policies import POLICIES
 from benchmarks.end_to_end.processes import end_on_sigterm, run_logged
-from benchmarks.end_to_end.targets import Summary, as_json, speedups, summarize, targets
+from benchmarks.end_to_end.targets import Summary, speedups, summarize, targets
+from benchmarks.end_to_end.task import Task, read_rows
 from benchmarks.provenance import provenance_of_another_process
 from benchmarks.workloads import WORKLOADS
 
@@ -54,7 +56,6 @@ DEFAULT_POLICIES = (
     "stock_as_given",
     "batchllm_stock_attention",
     "batchllm_graphs",
-    "stock_cascade",
     "stock_llm",
     "batchllm_unpaced",
 )
@@ -77,16 +78,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--settings", nargs="+", help="of the policies', only these")
     parser.add_argument("--repetitions", type=int, default=1, help="of each run (1)")
-    parser.add_argument("--share", type=float, default=1.0, help="of each workload's requests")
     parser.add_argument("--budget-s", type=float, help="seconds for everything")
     parser.add_argument(
         "--engine", type=json.loads, default={}, metavar="JSON", help="fields of a spec's engine"
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the last line here, with all steps")
     args = parser.parse_args(argv)
-    if args.repetitions < 1 or not 0 < args.share <= 1:
-        parser.error("--repetitions must be at least 1, --share above 0 and at most 1")
+    if args.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
     return args
 
 
@@ -121,7 +120,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
 
 def is_of(row: Mapping[str, Any], args: argparse.Namespace, here: Mapping[str, Any]) -> bool:
     """Whether a row was measured as these arguments would measure it here and now."""
-    wanted = {"model": args.model, "seed": args.seed, "share": args.share, "engine": args.engine}
+    wanted = {"model": args.model, "engine": args.engine}
     wanted |= {name: here[name] for name in ("code", "device", "versions")}
     return all(row[name] == value for name, value in wanted.items())
 
@@ -152,8 +151,8 @@ def run_all(
             if budget_s < start_s + max(alike_s, default=0.0):
                 continue
         print(f"== {policy}, {settings} settings", flush=True)
-        of_all = (str(path), args.model, args.share, args.seed, budget_s, args.engine)
-        task = Task(policy, settings, runs, *of_all)
+        common = {"rows_file": str(path), "model": args.model, "engine": args.engine}
+        task = Task(policy, settings, runs, budget_s=budget_s, **common)
         if reason := run_engine(task, args.out):
             failed[f"{policy} {settings}"] = reason
             print(f"== failed: {reason}", flush=True)
@@ -183,24 +182,18 @@ def run_engine(task: Task, folder: Path) -> str | None:
     reason = run_logged(command, log, POLICIES[task.policy].environment, timeout_s)
     if reason and reason.startswith("killed"):
         time.sleep(_SETTLE_S)
-    return NO_CASCADE if reason and NO_CASCADE in reason else reason
+    return reason
 
 
 def print_tables(summaries: Sequence[Summary]) -> None:
     """For a terminal."""
-    print(
-        f"{'workload':28}{'policy':26}{'settings':21}{'requests/s (least to most)':>30}"
-        f"{'TECD, s':>9}{'steps':>7}{'saved':>7}{'preempted':>11}"
-    )
+    lines = [("workload", "policy", "settings", "requests/s", "TECD, s", "steps", "saved")]
     for each in summaries:
-        spread = f"({each.least_requests_per_s:.2f} to {each.most_requests_per_s:.2f})"
+        line = (each.workload, each.policy, each.settings, each.speed())
         tecd_s = "" if each.tecd_s is None else f"{each.tecd_s:.2f}"
         steps = "" if each.num_steps is None else f"{each.num_steps:.0f}"
-        preempted = "" if each.preemptions is None else f"{each.preemptions:.0f}"
-        print(
-            f"{each.workload:28}{each.policy:26}{each.settings:21}{each.requests_per_s:9.2f}"
-            f"{spread:>21}{tecd_s:>9}{steps:>7}{each.saving_ratio:7.3f}{preempted:>11}"
-        )
+        lines.append((*line, tecd_s, steps, f"{each.saving_ratio:.1%}"))
+    print(*text_table(lines, left=(0, 1, 2)), sep="\n")
     for workload, ratios in speedups(summaries).items():
         print(workload, " ".join(f"{name}={ratio}" for name, ratio in ratios.items()))
 
@@ -216,28 +209,23 @@ def main() -> int:
     missing = missing_runs(wanted_runs(args), rows, failed)
     summaries = summarize(rows)
     print_tables(summaries)
-    counts = args.model == "Mistral-7B" and args.share == 1.0
     report = {
         "benchmark": "end_to_end",
         "model": args.model,
-        "rows": as_json(summaries),
+        "rows": [asdict(summary) for summary in summaries],
         "speedups": speedups(summaries),
-        "targets": targets(summaries, missing) if counts else None,
+        "targets": targets(summaries) if args.model == "Mistral-7B" else None,
         "missing": missing,
         "doubts": sorted({f"{row['policy']}: {each}" for row in rows for each in row["doubts"]}),
         "workloads": args.workloads,
         "repetitions": args.repetitions,
-        "share": args.share,
-        "seed": args.seed,
         "engine": args.engine,
         **here,
     }
     if args.json:
         args.json.write_text(json.dumps(report | {"runs": rows}), encoding="utf-8")
     print(json.dumps(report))
-    if any(reason != NO_CASCADE for reason in failed.values()):
-        return 1
-    return 3 if any(each["reason"] == _NO_TIME for each in missing.values()) else 0
+    return 1 if failed else 3 if missing else 0
 
 
 if __name__ == "__main__":

@@ -30,13 +30,11 @@ from numpy.typing import NDArray
 from batchllm_operator.engine import EngineJob, EngineRequest
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
-from benchmarks.end_to_end.engine_run import Prompts, Task, make_spec
 from benchmarks.end_to_end.models import MODELS, max_model_len
 from benchmarks.end_to_end.policies import POLICIES
 from benchmarks.end_to_end.processes import end_on_sigterm, run_logged
-from benchmarks.end_to_end.requests import make_requests
+from benchmarks.end_to_end.task import Task
 from benchmarks.provenance import code_digest, provenance_of_another_process
-from benchmarks.workloads import WORKLOADS
 
 REFERENCE: Final = ("stock_sorted", "default")
 CONTROL: Final = ("stock_sorted", "chunk_4096_seqs_512")
@@ -47,6 +45,10 @@ COMPARED: Final = (
     ("batchllm_stock_attention", "default"),
 )
 """The most telling first: a lease may end before the last."""
+_WORKLOAD: Final = "case_1"
+_SHARE: Final = 0.05
+"""Of the workload's requests."""
+_ENGINE_TIMEOUT_S: Final = 150.0
 _NUM_LOGPROBS: Final = 8
 
 
@@ -126,22 +128,20 @@ def is_plausible(compared: Mapping[str, Any], control: Mapping[str, Any], typica
     return has_only_likely and (compared["largest_margin"] or 0.0) <= most
 
 
-def generate(task: Task, workload: str) -> Outputs:
+def generate(task: Task) -> Outputs:
     """Greedy outputs with log-probabilities, by the place of a prompt in the table."""
 
     from batchllm_operator.engine.vllm.engine import VLLMEngine  # says how vLLM is imported
 
     register_loader()
-    prompts = Prompts.of(task, workload)
-    job = EngineJob(max_model_len(task.model), num_requests=len(prompts.tokens))
-    engine = VLLMEngine(make_spec(task), job)
+    job = EngineJob(max_model_len(task.model), num_requests=task.shape(_WORKLOAD).num_requests)
+    engine = VLLMEngine(task.spec(), job)
     try:
         llm = engine.llm_engine
         size = int(llm.vllm_config.cache_config.block_size)
-        order = POLICIES[task.policy].order
-        planned = make_requests(prompts.tokens, order, prompts.output_tokens, size)
+        planned = task.requests(_WORKLOAD, size)
         for request in planned.requests:
-            _add(llm, request, prompts.output_tokens)
+            _add(llm, request, planned.output_tokens)
         by_idx: dict[int, Any] = {}
         while llm.has_unfinished_requests():
             by_idx |= {
@@ -193,11 +193,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--model", default="Mistral-7B", choices=MODELS)
-    parser.add_argument("--workload", default="case_1", choices=list(WORKLOADS))
-    parser.add_argument("--share", type=float, default=0.05, help="of the workload's requests")
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON")
-    parser.add_argument("--timeout-s", type=float, default=150.0, help="of each engine")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the last line here")
     parser.add_argument("--one", nargs=2, metavar=("POLICY", "SETTINGS"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -205,7 +200,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def outputs_file(args: argparse.Namespace, policy: str, settings: str) -> Path:
     """Where outputs lie; of other code or arguments, they lie elsewhere."""
-    what = [code_digest(), args.model, args.workload, args.share, args.seed, args.engine]
+    what = [code_digest(), args.model]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
     return Path(args.out / f"agreement-{policy}-{settings}-{digest}.npz")
 
@@ -217,7 +212,7 @@ def run_engine(args: argparse.Namespace, policy: str, settings: str) -> str | No
     log = args.out / f"agreement-{policy}-{settings}.log"
     command = [sys.executable, "-P", "-m", "benchmarks.end_to_end.agreement", *sys.argv[1:]]
     environment = POLICIES[policy].environment
-    return run_logged([*command, "--one", policy, settings], log, environment, args.timeout_s)
+    return run_logged([*command, "--one", policy, settings], log, environment, _ENGINE_TIMEOUT_S)
 
 
 def report_of(
@@ -234,7 +229,7 @@ def report_of(
     return {
         "benchmark": "agreement",
         "model": args.model,
-        "workload": args.workload,
+        "workload": _WORKLOAD,
         "reference": " ".join(REFERENCE),
         "control": " ".join(CONTROL),
         "typical_margin": typical,
@@ -245,9 +240,7 @@ def report_of(
             if name != " ".join(CONTROL)
         },
         "missing": dict(missing),
-        "share": args.share,
-        "seed": args.seed,
-        "engine": args.engine,
+        "share": _SHARE,
     }
 
 
@@ -257,10 +250,9 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.one:
         policy, settings = args.one
-        extra_args = {**args.engine.get("extra_args", {}), "load_format": LOAD_FORMAT}
-        engine = {**args.engine, "extra_args": extra_args}
-        task = Task(policy, settings, (), "", args.model, args.share, args.seed, engine=engine)
-        generate(task, args.workload).save(outputs_file(args, policy, settings))
+        engine = {"extra_args": {"load_format": LOAD_FORMAT}}
+        task = Task(policy, settings, model=args.model, share=_SHARE, engine=engine)
+        generate(task).save(outputs_file(args, policy, settings))
         return 0
     end_on_sigterm()
     here = provenance_of_another_process()

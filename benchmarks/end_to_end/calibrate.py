@@ -32,10 +32,10 @@ from batchllm_operator.progress import Progress
 from batchllm_operator.simulate.machine import POLICIES as SIMULATED
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
-from benchmarks.end_to_end.models import TINY, model_config
+from benchmarks.end_to_end.models import model_config
 from benchmarks.end_to_end.policies import POLICIES
+from benchmarks.end_to_end.task import Task
 from benchmarks.provenance import print_last_line, provenance
-from benchmarks.workloads import WORKLOADS, scaled, shrunk
 
 AIM: Final = 0.15  # most that a prediction may be off
 
@@ -44,40 +44,26 @@ AIM: Final = 0.15  # most that a prediction may be off
 class RunWork:
     """What a run's steps do, and what it took."""
 
-    workload: str
-    policy: str
-    settings: str
-    num_requests: int
+    rows: Sequence[Mapping[str, Any]]
+    """Its repetitions."""
     steps: Sequence[StepWork]
+    """As the simulator says."""
     model: ModelShape
-    measured_s: float
-    """Median, from the first step to the last output."""
-    measured_steps: float
-    measured_prefill_tokens: float
 
-    @classmethod
-    def of(
-        cls, rows: Sequence[Mapping[str, Any]], steps: Sequence[StepWork], model: ModelShape
-    ) -> RunWork:
-        """Repetitions of a run, and what the simulator says its steps do."""
-        first = rows[0]
-        return cls(
-            workload=first["workload"],
-            policy=first["policy"],
-            settings=first["settings"],
-            num_requests=first["num_requests"],
-            steps=steps,
-            model=model,
-            measured_s=statistics.median(row["generate_s"] - row["admission_s"] for row in rows),
-            measured_steps=statistics.median(row["num_steps"] for row in rows),
-            measured_prefill_tokens=statistics.median(row["num_prefill_tokens"] for row in rows),
-        )
+    def median(self, name: str) -> float:
+        """Of the repetitions."""
+        return statistics.median(row[name] for row in self.rows)
+
+    @property
+    def measured_s(self) -> float:
+        """Median, from the first step to the last output."""
+        return statistics.median(row["generate_s"] - row["admission_s"] for row in self.rows)
 
     @property
     def prefill_tokens(self) -> int:
         """Simulated, counted as measured ones are; see `Steps.num_prefill_tokens`."""
-        num_decoded = sum(step.num_sampled for step in self.steps) - self.num_requests
-        return sum(step.num_tokens for step in self.steps) - num_decoded
+        num_decoded = sum(step.num_sampled for step in self.steps) - self.rows[0]["num_requests"]
+        return sum(step.num_tokens for step in self.steps) - int(num_decoded)
 
     def predicted_s(self, gpu: GPU) -> float:
         """Seconds of all steps."""
@@ -116,28 +102,27 @@ _FITTED: Final = ("achievable_compute", "achievable_bandwidth", "step_overhead_s
 def predictions(runs: Sequence[RunWork], gpu: GPU) -> list[dict[str, Any]]:
     """Each run's measured time and its prediction from a fit to all other workloads."""
     rows = []
-    for workload in dict.fromkeys(run.workload for run in runs):
-        others = [run for run in runs if run.workload != workload]
+    for workload in dict.fromkeys(run.rows[0]["workload"] for run in runs):
+        others = [run for run in runs if run.rows[0]["workload"] != workload]
         if len(others) < len(_FITTED):
             continue
         fitted = fit(others, gpu)
         for run in runs:
-            if run.workload == workload:
-                predicted_s = run.predicted_s(fitted)
-                rows.append(
-                    {
-                        "workload": workload,
-                        "policy": run.policy,
-                        "settings": run.settings,
-                        "measured_s": round(run.measured_s, 4),
-                        "predicted_s": round(predicted_s, 4),
-                        "error": round(predicted_s / run.measured_s - 1, 4),
-                        "measured_steps": run.measured_steps,
-                        "simulated_steps": len(run.steps),
-                        "measured_prefill_tokens": run.measured_prefill_tokens,
-                        "simulated_prefill_tokens": run.prefill_tokens,
-                    }
-                )
+            if run in others:
+                continue
+            predicted_s = run.predicted_s(fitted)
+            rows.append(
+                {
+                    **{name: run.rows[0][name] for name in ("workload", "policy", "settings")},
+                    "measured_s": round(run.measured_s, 4),
+                    "predicted_s": round(predicted_s, 4),
+                    "error": round(predicted_s / run.measured_s - 1, 4),
+                    "measured_steps": run.median("num_steps"),
+                    "simulated_steps": len(run.steps),
+                    "measured_prefill_tokens": run.median("num_prefill_tokens"),
+                    "simulated_prefill_tokens": run.prefill_tokens,
+                }
+            )
     return rows
 
 
@@ -145,10 +130,8 @@ def simulate_run(row: Mapping[str, Any], model: ModelShape, gpu: GPU) -> Sequenc
     """The steps of a measured run, from the simulator."""
     from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
 
-    shape = scaled(WORKLOADS[row["workload"]], row["share"])
-    if row["model"] == TINY:
-        shape = shrunk(shape)
-    workload = shape.make(row["seed"], model_config(row["model"])["vocab_size"])
+    shape = Task(row["policy"], row["settings"], model=row["model"]).shape(row["workload"])
+    workload = shape.make(0, model_config(row["model"])["vocab_size"])
     machine = Machine(
         model,
         gpu,
@@ -166,7 +149,6 @@ def simulate_run(row: Mapping[str, Any], model: ModelShape, gpu: GPU) -> Sequenc
         SIMULATED[str(POLICIES[row["policy"]].simulated_as)],
         machine,
         settings=settings,
-        seed=row["seed"],
     )
     return run.works
 
@@ -188,7 +170,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for path in args.results for row in json.loads(path.read_text())["runs"]]
     rows = [row for row in rows if POLICIES[row["policy"]].simulated_as]
-    for name in ("model", "device", "code", "versions", "seed", "share"):
+    for name in ("model", "device", "code", "versions"):
         if len({json.dumps(row[name]) for row in rows}) != 1:
             sys.exit(f"these runs differ in {name}, or there are none")
     gpu, model_name = find_gpu(args.gpu), rows[0]["model"]
@@ -200,17 +182,10 @@ def main() -> None:
     with Progress("simulate", len(alike), unit="runs", announce=False) as progress:
         for repetitions in alike.values():
             works = simulate_run(repetitions[0], model, gpu)
-            runs.append(RunWork.of(repetitions, works, model))
+            runs.append(RunWork(repetitions, works, model))
             progress.advance(1)
     predicted = predictions(runs, gpu)
     fitted = fit(runs, gpu)
-    for each in predicted:
-        print(
-            f"{each['workload']:28}{each['policy']:26}{each['settings']:9}"
-            f"{each['measured_s']:9.2f} s measured{each['predicted_s']:9.2f} s predicted"
-            f"{each['error']:+8.1%}{each['simulated_steps']:7} steps of"
-            f" {each['measured_steps']:.0f}"
-        )
     worst = max((abs(each["error"]) for each in predicted), default=None)
     report = {
         "benchmark": "calibrate",

@@ -8,76 +8,28 @@ compilation, graphs and warm-ups come before a run; planning is timed beside it.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu, matrix_seconds
 from batchllm_operator.engine import EngineJob, EngineOutput
 from batchllm_operator.engine.device_profile import StoredProfiles
-from batchllm_operator.prefixes import TokenTable
-from batchllm_operator.simulate.workload import Shape
-from batchllm_operator.spec import JobSpec, SamplingSpec, parse_spec
+from batchllm_operator.spec import SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
-from benchmarks.end_to_end.models import TINY, max_model_len, model_config, write_model
-from benchmarks.end_to_end.policies import (
-    MOST_CAPTURED,
-    NO_CASCADE,
-    POLICIES,
-    SETTINGS,
-    TINY_SETTINGS,
-)
-from benchmarks.end_to_end.requests import (
-    PlannedRequests,
-    make_requests,
-    prompts_as_given,
-    warm_up_requests,
-)
+from benchmarks.end_to_end.models import max_model_len
+from benchmarks.end_to_end.policies import POLICIES
+from benchmarks.end_to_end.requests import PlannedRequests
 from benchmarks.end_to_end.step_log import StepLog
+from benchmarks.end_to_end.task import Task, append_row
 from benchmarks.provenance import provenance
-from benchmarks.workloads import WORKLOADS, scaled, shrunk
-
-_TINY_KV_BYTES: Final = 4 << 20
-
 
 ENGINE_WARM_UP: Final = (512, 32)
 """At most so many requests, with at most so many output tokens each."""
 WORKLOAD_WARM_UP: Final = (64, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What one engine is to run."""
-
-    policy: str
-    settings: str
-    runs: Sequence[tuple[str, int]]
-    """Workloads and the numbers of their repetitions, in order."""
-    rows_file: str
-    """Gets a line of JSON appended for each finished run."""
-    model: str = "Mistral-7B"
-    share: float = 1.0
-    """Of each workload's requests."""
-    seed: int = 0
-    budget_s: float | None = None
-    """No run begins that would end after so many seconds if it took as long as the longest one."""
-    engine: Mapping[str, Any] | None = None
-    """More fields of the spec's `engine`."""
-
-    @classmethod
-    def from_json(cls, text: str) -> Task:
-        """What `to_json` made."""
-        fields = json.loads(text)
-        return cls(**{**fields, "runs": [tuple(run) for run in fields["runs"]]})
-
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
 
 
 class Profiles(StoredProfiles):
@@ -96,58 +48,6 @@ class Profiles(StoredProfiles):
         self.profile = profile
 
 
-def make_spec(task: Task) -> JobSpec:
-    """The spec of a job that an operator would run: only its model and engine matter here."""
-    policy = POLICIES[task.policy]
-    settings = dict((TINY_SETTINGS if task.model == TINY else SETTINGS)[task.settings])
-    engine: dict[str, Any] = {
-        "scheduler": policy.scheduler,
-        "attention": policy.attention,
-        **settings,
-        **(task.engine or {}),
-    }
-    if task.model == TINY:
-        engine = {"kv_cache_memory_bytes": _TINY_KV_BYTES, "profile": False, **engine}
-    extra_args = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_cudagraph_capture_size": MOST_CAPTURED,
-        **policy.extra_args,
-    }
-    engine["extra_args"] = {**extra_args, **engine.get("extra_args", {})}
-    fields = {
-        "spec_version": 1,
-        "name": "end-to-end",
-        "input": {"uri": "unused", "key": "key"},
-        "prompt": {"template": "{text}"},
-        "model": {"path": str(write_model(task.model))},
-        "output": {"uri": "unused-out"},
-        "engine": engine,
-    }
-    return parse_spec(fields, source="benchmarks.end_to_end")
-
-
-def workload_shape(task: Task, workload: str) -> Shape:
-    """A workload as large as the task and its model say."""
-    shape = scaled(WORKLOADS[workload], task.share)
-    return shrunk(shape) if task.model == TINY else shape
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """A workload's prompts in the order of the table, and the length of every output."""
-
-    tokens: TokenTable
-    output_tokens: int
-
-    @classmethod
-    def of(cls, task: Task, workload: str) -> Prompts:
-        """As large as the task and its model say."""
-        shape = workload_shape(task, workload)
-        vocabulary = model_config(task.model)["vocab_size"]
-        return cls(prompts_as_given(shape, vocabulary, task.seed), shape.output_tokens)
-
-
 def run(task: Task) -> None:
     """Start the engine and run what the task says."""
     began_at = time.monotonic()
@@ -157,15 +57,15 @@ def run(task: Task) -> None:
         session = _EngineSession(task)
     longest_s = 0.0
     try:
-        session.warm_up(Prompts.of(task, task.runs[0][0]), time.monotonic() - began_at)
+        session.warm_up(time.monotonic() - began_at)
         for name, repetition in task.runs:
             ends_at = time.monotonic() - began_at + longest_s
             if task.budget_s is not None and ends_at >= task.budget_s:
                 print(f"no time is left for {name}, repetition {repetition}", flush=True)
                 continue
-            row = session.measure(name, repetition, Prompts.of(task, name))
+            row = session.measure(name, repetition)
             longest_s = max(longest_s, row["total_s"])
-            _append(Path(task.rows_file), row)
+            append_row(Path(task.rows_file), row)
     finally:
         session.close()
 
@@ -175,7 +75,6 @@ class _Session(ABC):
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._policy = POLICIES[task.policy]
         self._facts: dict[str, Any] = {}
 
     @abstractmethod
@@ -183,51 +82,39 @@ class _Session(ABC):
         """End the engine."""
 
     @abstractmethod
-    def _generate(self, planned: PlannedRequests, output_tokens: int) -> dict[str, Any]:
+    def _generate(self, planned: PlannedRequests) -> dict[str, Any]:
         """Generate for all requests with an empty cache; figures of the run."""
 
-    def warm_up(self, prompts: Prompts, start_s: float) -> None:
+    def warm_up(self, start_s: float) -> None:
         """As many requests as run side by side later, once, so that all of that size is compiled,
         captured and allocated.
 
         Args:
-            prompts: of any workload.
             start_s: seconds that the engine took to start.
         """
         self._facts["engine_start_s"] = round(start_s, 1)
-        self._warm_up(self._requests(prompts), ENGINE_WARM_UP, prompts.output_tokens)
+        planned = self._task.requests(self._task.runs[0][0], self._facts["block_size"])
+        self._generate(planned.warm_up(*ENGINE_WARM_UP))
 
-    def _requests(self, prompts: Prompts) -> PlannedRequests:
-        size = self._facts["block_size"]
-        return make_requests(prompts.tokens, self._policy.order, prompts.output_tokens, size)
-
-    def _warm_up(self, planned: PlannedRequests, most: tuple[int, int], output_tokens: int) -> None:
-        requests = warm_up_requests(planned.requests, most[0])
-        output_tokens = min(most[1], output_tokens)
-        few = replace(planned, requests=requests, num_output_tokens=output_tokens * len(requests))
-        self._generate(few, output_tokens)
-
-    def measure(self, workload: str, repetition: int, prompts: Prompts) -> dict[str, Any]:
+    def measure(self, workload: str, repetition: int) -> dict[str, Any]:
         """Plan and run a workload after a warm-up on its first requests; a row of figures.
 
         Raises:
             RuntimeError: an output is missing, or isn't as long as it was asked to be.
         """
-        planned = self._requests(prompts)
-        self._warm_up(planned, WORKLOAD_WARM_UP, prompts.output_tokens)
+        planned = self._task.requests(workload, self._facts["block_size"])
+        self._generate(planned.warm_up(*WORKLOAD_WARM_UP))
         gc.collect()
-        figures = self._generate(planned, prompts.output_tokens)
+        figures = self._generate(planned)
         total_s = planned.plan_s + figures["generate_s"]
         num_prefill = figures["num_prefill_tokens"]
         tecd_s = figures.pop("tecd_s")
         return {
             "model": self._task.model,
             "workload": workload,
-            "policy": self._policy.name,
+            "policy": self._task.policy,
             "settings": self._task.settings,
             "repetition": repetition,
-            "seed": self._task.seed,
-            "share": self._task.share,
             "engine": self._task.engine or {},
             "num_requests": len(planned.requests),
             "num_prompt_tokens": planned.num_prompt_tokens,
@@ -251,11 +138,9 @@ class _EngineSession(_Session):
         from batchllm_operator.engine.vllm.engine import VLLMEngine  # says how vLLM is imported
 
         super().__init__(task)
-        if task.policy == "stock_cascade":
-            _check_cascade()
         self._profiles = Profiles()
         longest = max_model_len(task.model)
-        self._engine = VLLMEngine(make_spec(task), EngineJob(longest, profiles=self._profiles))
+        self._engine = VLLMEngine(task.spec(), EngineJob(longest, profiles=self._profiles))
         core = self._engine.llm_engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._log = StepLog(core.scheduler)
@@ -271,18 +156,18 @@ class _EngineSession(_Session):
     def close(self) -> None:
         self._engine.close()
 
-    def _generate(self, planned: PlannedRequests, output_tokens: int) -> dict[str, Any]:
+    def _generate(self, planned: PlannedRequests) -> dict[str, Any]:
         job = EngineJob(
             max_model_len=1,  # that of the first job stands
             num_requests=len(planned.requests),
             step_cost=_step_cost(self._task.model),
             profiles=self._profiles,
         )
-        self._engine.begin(job, SamplingSpec(max_tokens=output_tokens, ignore_eos=True))
+        self._engine.begin(job, SamplingSpec(max_tokens=planned.output_tokens, ignore_eos=True))
         self._log.start()
         outputs = list(self._engine.stream(iter(planned.requests)))
         steps = self._log.stop()
-        _check(outputs, len(planned.requests), output_tokens)
+        _check(outputs, len(planned.requests), planned.output_tokens)
         profile = self._profiles.profile
         chunk_size = getattr(self._scheduler, "chunk_size", self._facts["max_num_batched_tokens"])
         num_prefill = steps.num_prefill_tokens(len(planned.requests), planned.num_output_tokens)
@@ -310,7 +195,7 @@ class _LLMSession(_Session):
         from vllm import LLM
 
         super().__init__(task)
-        self._llm: Any = LLM(**engine_args(make_spec(task), max_model_len(task.model)))
+        self._llm: Any = LLM(**engine_args(task.spec(), max_model_len(task.model)))
         config = self._llm.llm_engine.vllm_config
         self._facts = provenance() | _config_facts(config)
         self._facts |= {"num_kv_blocks": config.cache_config.num_gpu_blocks, "attention": None}
@@ -319,12 +204,12 @@ class _LLMSession(_Session):
     def close(self) -> None:
         del self._llm
 
-    def _generate(self, planned: PlannedRequests, output_tokens: int) -> dict[str, Any]:
+    def _generate(self, planned: PlannedRequests) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         params = SamplingParams(
-            max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+            max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
         ids = [request.prompt_token_ids for request in planned.requests]
         prompts = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in ids]
@@ -334,7 +219,7 @@ class _LLMSession(_Session):
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         generate_s = time.perf_counter() - started_at
         lengths = {len(each.outputs[0].token_ids) for each in outputs}
-        if len(outputs) != len(prompts) or lengths != {output_tokens}:
+        if len(outputs) != len(prompts) or lengths != {planned.output_tokens}:
             raise RuntimeError(f"{len(outputs)} outputs of {sorted(lengths)} tokens")
         num_cached = sum(each.num_cached_tokens or 0 for each in outputs)
         return {
@@ -396,20 +281,6 @@ def _check(outputs: Sequence[EngineOutput], num_requests: int, output_tokens: in
         raise RuntimeError(f"outputs of {sorted(lengths)} tokens, not of {output_tokens}")
 
 
-def _check_cascade() -> None:
-    """Some releases take the argument still, and ignore it.
-
-    Raises:
-        RuntimeError: this vLLM has no cascade attention, or none for this platform.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backend import AttentionMetadataBuilder
-
-    has_it = hasattr(AttentionMetadataBuilder, "use_cascade_attention")
-    if not has_it or not current_platform.is_cuda_alike():
-        raise RuntimeError(NO_CASCADE)
-
-
 def _backends_of_worker(worker: Any) -> list[str]:
     found = []
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
@@ -418,25 +289,3 @@ def _backends_of_worker(worker: Any) -> list[str]:
             name = layer.get_attn_backend().__name__
             found.append(f"{name} {version}" if version else name)
     return found
-
-
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("ab+") as file:
-        is_empty = file.seek(0, os.SEEK_END) == 0
-        if not is_empty:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # a run was killed while it wrote
-                file.write(b"\n")
-        file.write(json.dumps(row).encode() + b"\n")
-    shown = ("workload", "policy", "settings", "requests_per_s", "saving_ratio", "num_steps")
-    print(" ".join(str(row[name]) for name in shown), flush=True)
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that runs append to; a last line cut short by a kill is left out."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue

@@ -9,6 +9,7 @@ doesn't start in one that has numba.
 if __name__ == "__main__":
     import sys
 
-    from benchmarks.end_to_end.engine_run import Task, run
+    from benchmarks.end_to_end.engine_run import run
+    from benchmarks.end_to_end.task import Task
 
     run(Task.from_json(sys.argv[1]))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-NO_CASCADE: Final = "this vLLM has no cascade attention here"
 Order = Literal["as_given", "sorted", "plan"]
 
 
@@ -48,13 +47,6 @@ POLICIES: Final[Mapping[str, Policy]] = {
     for policy in (
         Policy("stock_as_given", "as_given", settings=_BOTH, simulated_as="stock_shuffled"),
         Policy("stock_sorted", "sorted", settings=_BOTH, simulated_as="stock_sorted"),
-        Policy(  # vLLM's cascade attention (one prefix for all of a step), where it runs
-            "stock_cascade",
-            "sorted",
-            settings=_BOTH,
-            extra_args={"disable_cascade_attn": False},
-            environment={"VLLM_USE_V2_MODEL_RUNNER": "0"},
-        ),
         Policy(  # through vLLM's own class LLM, with its engine in a process of its own
             "stock_llm",
             "sorted",

@@ -1,34 +1,34 @@
 """Where the time of some engine steps goes, by kernel: the torch profiler over the midst of a run.
 
 python -m benchmarks.end_to_end.profile_steps batchllm case_1
-python -m benchmarks.end_to_end.profile_steps stock_sorted case_1 --steps 40
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator.engine import EngineJob
 from batchllm_operator.spec import SamplingSpec
-from benchmarks.end_to_end.engine_run import Profiles, Prompts, Task, make_spec, workload_shape
+from benchmarks.end_to_end.engine_run import Profiles
 from benchmarks.end_to_end.models import MODELS, max_model_len
-from benchmarks.end_to_end.policies import POLICIES, SETTINGS
-from benchmarks.end_to_end.requests import make_requests
+from benchmarks.end_to_end.policies import POLICIES
 from benchmarks.end_to_end.step_log import StepLog
+from benchmarks.end_to_end.task import Task
 from benchmarks.provenance import print_last_line, provenance
 from benchmarks.workloads import WORKLOADS, least_prefill_tokens
 
 if TYPE_CHECKING:
     from batchllm_operator.engine.vllm.engine import VLLMEngine
 
-_MOST_ROWS = 25
+_MOST_ROWS: Final = 25
+_SHARE: Final = 0.4
+"""Of the workload's requests."""
+_NUM_STEPS: Final = 20
 
 
-def profile_run(task: Task, workload: str, num_steps: int) -> dict[str, Any]:
+def profile_run(task: Task, workload: str) -> dict[str, Any]:
     """Run a workload, and profile steps after a third of its prefill.
 
     Raises:
@@ -36,29 +36,28 @@ def profile_run(task: Task, workload: str, num_steps: int) -> dict[str, Any]:
     """
     from batchllm_operator.engine.vllm.engine import VLLMEngine
 
-    prompts, profiles = Prompts.of(task, workload), Profiles()
-    engine = VLLMEngine(make_spec(task), EngineJob(max_model_len(task.model), profiles=profiles))
+    profiles = Profiles()
+    engine = VLLMEngine(task.spec(), EngineJob(max_model_len(task.model), profiles=profiles))
     try:
         block_size = int(engine.llm_engine.vllm_config.cache_config.block_size)
-        order = POLICIES[task.policy].order
-        planned = make_requests(prompts.tokens, order, prompts.output_tokens, block_size)
+        planned = task.requests(workload, block_size)
         job = EngineJob(1, num_requests=len(planned.requests), profiles=profiles)
-        engine.begin(job, SamplingSpec(max_tokens=prompts.output_tokens, ignore_eos=True))
+        engine.begin(job, SamplingSpec(max_tokens=planned.output_tokens, ignore_eos=True))
         log = StepLog(engine.llm_engine.engine_core.engine_core.scheduler)
         log.start()
         for request in planned.requests:
             engine.add(request)
-        third = least_prefill_tokens(workload_shape(task, workload)) // 3
+        third = least_prefill_tokens(task.shape(workload)) // 3
         while log.stop().num_tokens.sum() < third:
             engine.step()
         log.start()
-        kernels = _profiled(engine, num_steps)
+        kernels = _profiled(engine)
         return {"num_tokens": log.stop().num_tokens.tolist(), "kernels": kernels}
     finally:
         engine.close()
 
 
-def _profiled(engine: VLLMEngine, num_steps: int) -> list[dict[str, Any]]:
+def _profiled(engine: VLLMEngine) -> list[dict[str, Any]]:
     """Kernels (operators on a CPU) of the next steps by time, the longest first."""
     from torch import cuda
     from torch.autograd import DeviceType
@@ -67,7 +66,7 @@ def _profiled(engine: VLLMEngine, num_steps: int) -> list[dict[str, Any]]:
     on_gpu, num_profiled = cuda.is_available(), 0
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
-        while num_profiled < num_steps and engine.llm_engine.has_unfinished_requests():
+        while num_profiled < _NUM_STEPS and engine.llm_engine.has_unfinished_requests():
             engine.step()
             num_profiled += 1
         if on_gpu:
@@ -93,32 +92,23 @@ def _profiled(engine: VLLMEngine, num_steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0],
         prog="python -m benchmarks.end_to_end.profile_steps",
     )
     parser.add_argument("policy", choices=list(POLICIES))
     parser.add_argument("workload", choices=list(WORKLOADS))
-    parser.add_argument("--settings", default="default", choices=list(SETTINGS))
     parser.add_argument("--model", default="Mistral-7B", choices=MODELS)
-    parser.add_argument("--share", type=float, default=0.4, help="of the workload's requests")
-    parser.add_argument("--steps", type=int, default=20, help="at most (20)")
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--json", type=Path, help="also write the last line here")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    args = parse_args()
-    task = Task(args.policy, args.settings, (), "", args.model, args.share, engine=args.engine)
+    args = parser.parse_args()
+    task = Task(args.policy, "default", model=args.model, share=_SHARE)
     report = {
         "benchmark": "profile_steps",
         "model": args.model,
         "workload": args.workload,
         "policy": args.policy,
-        "settings": args.settings,
-        **profile_run(task, args.workload, args.steps),
+        **profile_run(task, args.workload),
         **provenance(),
     }
     for row in report["kernels"]:

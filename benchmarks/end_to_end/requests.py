@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchllm_operator.engine import EngineRequest
 from batchllm_operator.prefixes import (
@@ -36,14 +35,33 @@ class PlannedRequests:
     plan_s: float
     """Seconds from prompts to groups in order; 0 without a plan."""
     num_prompt_tokens: int
-    num_output_tokens: int
     """Of all requests together."""
+    output_tokens: int
+    """Of each request."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all requests together."""
+        return self.output_tokens * len(self.requests)
+
+    def warm_up(self, most: int, output_tokens: int) -> PlannedRequests:
+        """The first few, whole groups as far as they go.
+
+        Args:
+            most: requests, of which at most a quarter is taken.
+            output_tokens: of each request, at most.
+        """
+        chosen = self.requests[: max(1, min(most, len(self.requests) // 4))]
+        sizes = Counter(request.group_id for request in chosen)
+        requests = tuple(replace(each, group_size=sizes[each.group_id]) for each in chosen)
+        output_tokens = min(output_tokens, self.output_tokens)
+        return replace(self, requests=requests, output_tokens=output_tokens)
 
 
-def prompts_as_given(shape: Shape, vocabulary: int, seed: int) -> TokenTable:
+def prompts_as_given(shape: Shape, vocabulary: int) -> TokenTable:
     """A workload's prompts in random order: rows as a table happens to have them."""
-    workload = shape.make(seed, vocabulary)
-    order = np.random.default_rng(seed).permutation(len(workload))
+    workload = shape.make(0, vocabulary)
+    order = np.random.default_rng(0).permutation(len(workload))
     return TokenTable.from_lists([workload.tokens.prompt(idx) for idx in order.tolist()])
 
 
@@ -59,20 +77,33 @@ def make_requests(
         output_tokens: that each generates.
         block_size: of the KV cache, whose whole blocks can be shared.
     """
+    plan_s = 0.0
     if order == "plan":
         few = prompts.take(range(min(200, len(prompts))))
         find_groups(few, output_tokens, block_size)  # compiles
         started_at = time.perf_counter()
         groups = find_groups(prompts, output_tokens, block_size)
         plan_s = time.perf_counter() - started_at
-        requests = tuple(_planned(prompts, groups, output_tokens))
+        members = [groups.members(group_id).tolist() for group_id in range(len(groups))]
+        prefixes = groups.num_prefix_tokens.tolist()
     else:
         idxs = list(range(len(prompts)))
         if order == "sorted":
             idxs.sort(key=lambda idx: prompts.prompt(idx).tolist())
-        plan_s = 0.0
-        requests = tuple(_request(prompts, idx, output_tokens) for idx in idxs)
-    return PlannedRequests(requests, plan_s, prompts.num_tokens, output_tokens * len(prompts))
+        members, prefixes = [[idx] for idx in idxs], [0] * len(idxs)
+    requests = tuple(
+        EngineRequest(
+            request_idx=idx,
+            prompt_token_ids=prompts.prompt(idx).tolist(),
+            group_id=group_id,
+            num_prefix_tokens=prefix,
+            group_size=len(group),
+            num_output_tokens=output_tokens,
+        )
+        for group_id, (prefix, group) in enumerate(zip(prefixes, members, strict=True))
+        for idx in group
+    )
+    return PlannedRequests(requests, plan_s, prompts.num_tokens, output_tokens)
 
 
 def find_groups(prompts: TokenTable, output_tokens: int, block_size: int) -> PrefixGroups:
@@ -89,40 +120,3 @@ def find_groups(prompts: TokenTable, output_tokens: int, block_size: int) -> Pre
     groups = choose_prefixes(tree).groups
     outputs = np.full(len(prompts), output_tokens, dtype=np.int64)
     return groups.take(order_groups_by_subtree(groups, tree, outputs))
-
-
-def warm_up_requests(
-    requests: Sequence[EngineRequest], most: int = 64
-) -> tuple[EngineRequest, ...]:
-    """The first few of some requests, whole groups as far as they go."""
-    chosen = requests[: max(1, min(most, len(requests) // 4))]
-    sizes: dict[int, int] = {}
-    for request in chosen:
-        sizes[request.group_id] = sizes.get(request.group_id, 0) + 1
-    return tuple(replace(each, group_size=sizes[each.group_id]) for each in chosen)
-
-
-def _planned(
-    prompts: TokenTable, groups: PrefixGroups, output_tokens: int
-) -> Iterator[EngineRequest]:
-    for group_id, prefix in enumerate(groups.num_prefix_tokens.tolist()):
-        members: NDArray[np.int64] = groups.members(group_id)
-        for idx in members.tolist():
-            yield EngineRequest(
-                request_idx=idx,
-                prompt_token_ids=prompts.prompt(idx).tolist(),
-                group_id=group_id,
-                num_prefix_tokens=prefix,
-                group_size=len(members),
-                num_output_tokens=output_tokens,
-            )
-
-
-def _request(prompts: TokenTable, idx: int, output_tokens: int) -> EngineRequest:
-    return EngineRequest(
-        request_idx=idx,
-        prompt_token_ids=prompts.prompt(idx).tolist(),
-        group_id=idx,
-        num_prefix_tokens=0,
-        num_output_tokens=output_tokens,
-    )

@@ -54,44 +54,41 @@ half of the chunk size while requests wait."""
 _IS_MET: Final = {None: "", True: "yes", False: "**no**"}
 
 
-class Results:
-    """All that was measured of one model on one device, with the paper's own model.
+def markdown(reports: Iterable[Mapping[str, Any]], model: str) -> str:
+    """All tables; no trailing line break.
 
     Args:
         reports: parsed JSON objects of benchmarks; ones of other kinds are left out.
-        model: whose end-to-end figures are shown.
+        model: whose end-to-end figures are shown, with the paper's own.
     """
-
-    def __init__(self, reports: Iterable[Mapping[str, Any]], model: str) -> None:
-        self.end_to_end: Mapping[str, Any] | None = None
-        self.by_kind: dict[str, Mapping[str, Any]] = {}
-        for report in reports:
-            kind = report.get("benchmark")
-            if kind == "end_to_end" and report["model"] == model and report["share"] == 1.0:
-                self.end_to_end = report
-            elif kind == "kernel" or report.get("model") == model:
-                self.by_kind[str(kind)] = report
-        rows = self.end_to_end["rows"] if self.end_to_end is not None else ()
-        self.summaries = [Summary(**row) for row in rows]
-
-
-def markdown(results: Results, model: str) -> str:
-    """All tables; no trailing line break."""
+    by_kind: dict[str, Mapping[str, Any]] = {
+        str(kind): report
+        for report in reports
+        if (kind := report.get("benchmark")) == "kernel" or report.get("model") == model
+    }
+    measured = by_kind.get("end_to_end")
+    summaries = [Summary(**row) for row in measured["rows"]] if measured else []
     headings = (
         *("workload", "who", "requests/s", "over the best baseline", "TECD over sorted"),
         *("saved", "valleys, of steps", "preempted"),
     )
-    speeds = _table("Requests/s", headings, _speeds(results.summaries))
-    target_headings = ("measure", "policy", "reach", "measured", "met")
-    title = f"The project's targets ({' or '.join(TARGET_DEVICES)})"
+    counts = (
+        measured is not None
+        and measured["targets"] is not None
+        and any(device in measured["device"] for device in TARGET_DEVICES)
+    )
     return "\n\n".join(
         [
-            _measured_with(results, model),
-            speeds + _OF_THE_PAPER,
-            _table(title, target_headings, _targets(results)),
-            _kernel(results.by_kind.get("kernel")),
-            _agreement(results.by_kind.get("agreement")),
-            _calibration(results.by_kind.get("calibrate")),
+            _measured_with(measured, model),
+            _table("Requests/s", headings, _speeds(summaries)) + _OF_THE_PAPER,
+            _table(
+                f"The project's targets ({' or '.join(TARGET_DEVICES)})",
+                ("measure", "policy", "reach", "measured", "met"),
+                _targets(summaries if counts else []),
+            ),
+            _kernel(by_kind.get("kernel")),
+            _agreement(by_kind.get("agreement")),
+            _calibration(by_kind.get("calibrate")),
         ]
     )
 
@@ -102,8 +99,7 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -
     return "\n".join([f"### {title}", "", *lines])
 
 
-def _measured_with(results: Results, model: str) -> str:
-    report = results.end_to_end
+def _measured_with(report: Mapping[str, Any] | None, model: str) -> str:
     if report is None:
         return f"{model}: nothing has been measured on a GPU yet."
     versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
@@ -134,7 +130,7 @@ def _speeds(summaries: Sequence[Summary]) -> Iterator[Sequence[str]]:
             yield (
                 workload,
                 f"{policy} ({summary.settings} settings)",
-                _speed(summary),
+                summary.speed(),
                 _ratio(summary.requests_per_s, baseline.requests_per_s if baseline else None),
                 _ratio(summary.tecd_s, tecd_s),
                 f"{summary.saving_ratio:.1%}",
@@ -143,26 +139,14 @@ def _speeds(summaries: Sequence[Summary]) -> Iterator[Sequence[str]]:
             )
 
 
-def _speed(summary: Summary) -> str:
-    spread = f"{summary.least_requests_per_s:.2f} to {summary.most_requests_per_s:.2f}"
-    known = f"{spread}, {summary.repetitions} runs" if summary.repetitions > 1 else "one run"
-    return f"{summary.requests_per_s:.2f} ({known})"
-
-
 def _ratio(numerator: float | None, denominator: float | None) -> str:
     if numerator is None or not denominator:
         return NOT_MEASURED
     return f"{numerator / denominator:.2f}x"
 
 
-def _targets(results: Results) -> Iterator[Sequence[str]]:
-    report = results.end_to_end
-    counts = report is not None and report["targets"] is not None
-    if report is None or not counts or not any(d in report["device"] for d in TARGET_DEVICES):
-        listed = targets([], {})
-    else:
-        listed = targets(results.summaries, report["missing"])
-    for target in listed:
+def _targets(summaries: Sequence[Summary]) -> Iterator[Sequence[str]]:
+    for target in targets(summaries):
         measured = NOT_MEASURED
         if target["measured"] is not None:
             notes = [f"without {name}" for name in target["baselines_missing"]]
@@ -175,7 +159,7 @@ def _targets(results: Results) -> Iterator[Sequence[str]]:
 def _kernel(report: Mapping[str, Any] | None) -> str:
     measured = [row for row in (report or {}).get("rows", ()) if row.get("speedup_vs_fa3")]
     if report is None or not measured:
-        return f"### Fig. 8: the kernel\n\n{NOT_MEASURED} (`python -m benchmarks.kernel`)"
+        return _not_measured("Fig. 8: the kernel", "kernel")
     rows = [
         (row["setting"], f"{row['speedup_vs_fa3']:.2f}x", f"{row['speedup_vs_best']:.2f}x")
         for row in measured
@@ -187,45 +171,41 @@ def _kernel(report: Mapping[str, Any] | None) -> str:
 def _agreement(report: Mapping[str, Any] | None) -> str:
     title = "Agreement with stock vLLM's tokens"
     if report is None:
-        return f"### {title}\n\n{NOT_MEASURED} (`python -m benchmarks.end_to_end.agreement`)"
+        return _not_measured(title, "end_to_end.agreement")
     rows = [
         (
             name,
             f"{compared['equal_outputs']:.1%}",
             f"{compared['tokens_before_difference']:.1%}",
-            str(compared["median_margin"]),
-            str(compared["largest_margin"]),
+            f"{compared['median_margin']}, {compared['largest_margin']}",
             _IS_MET[report["is_plausible"].get(name)],
         )
         for name, compared in report["compared"].items()
     ]
-    headings = (
-        *("run", "equal outputs", "tokens before a difference"),
-        *("median margin", "largest margin", "near-ties"),
-    )
-    return _table(f"{title}, {report['workload']}", headings, rows)
+    headings = ("run", "equal outputs", "tokens before a difference", "margins", "near-ties")
+    return _table(f"{title}, {report['workload']} (margins: median, largest)", headings, rows)
 
 
 def _calibration(report: Mapping[str, Any] | None) -> str:
     title = "The simulator's prediction"
     if report is None:
-        return f"### {title}\n\n{NOT_MEASURED} (`python -m benchmarks.end_to_end.calibrate`)"
+        return _not_measured(title, "end_to_end.calibrate")
     rows = [
         (
             row["workload"],
             f"{row['policy']}, {row['settings']}",
-            f"{row['measured_s']:.1f} s",
-            f"{row['predicted_s']:.1f} s",
+            f"{row['predicted_s']:.1f} of {row['measured_s']:.1f} s",
             f"{row['error']:+.1%}",
             f"{row['simulated_steps']} of {row['measured_steps']:.0f}",
         )
         for row in report["rows"]
     ]
-    headings = (
-        *("workload", "policy", "measured", "predicted", "error"),
-        "steps, simulated of measured",
-    )
+    headings = ("workload", "policy", "predicted of measured", "error", "steps, likewise")
     return _table(f"{title}, fitted to the other workloads", headings, rows)
+
+
+def _not_measured(title: str, module: str) -> str:
+    return f"### {title}\n\n{NOT_MEASURED} (`python -m benchmarks.{module}`)"
 
 
 def main() -> None:
@@ -236,7 +216,7 @@ def main() -> None:
     parser.add_argument("--model", default="Mistral-7B")
     args = parser.parse_args()
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
-    print(markdown(Results(reports, args.model), args.model))
+    print(markdown(reports, args.model))
 
 
 if __name__ == "__main__":

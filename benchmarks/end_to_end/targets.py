@@ -6,10 +6,10 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES
+from benchmarks.end_to_end.policies import POLICIES
 
 TARGET_DEVICES: Final = ("H100", "H200")
 OURS: Final = ("batchllm", "batchllm_graphs", "batchllm_stock_attention")
@@ -17,7 +17,7 @@ OURS: Final = ("batchllm", "batchllm_graphs", "batchllm_stock_attention")
 chooses."""
 BASELINES: Final[Mapping[str, tuple[str, ...]]] = {
     "as_given": ("stock_as_given",),
-    "sorted": ("stock_sorted", "stock_cascade", "stock_llm"),
+    "sorted": ("stock_sorted", "stock_llm"),
 }
 """The fastest of each counts."""
 _LEAST_SPEEDUPS: Final[Mapping[str, Mapping[str, float]]] = {
@@ -30,7 +30,7 @@ _LEAST_SPEEDUPS: Final[Mapping[str, Mapping[str, float]]] = {
     "no_sharing": {"sorted": 0.98},
 }
 _SAME: Final = (
-    *("model", "num_requests", "num_prompt_tokens", "num_output_tokens", "seed"),
+    *("model", "num_requests", "num_prompt_tokens", "num_output_tokens"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("attention", "cuda_graphs", "async_scheduling"),
 )
@@ -61,6 +61,12 @@ class Summary:
     num_steps: float | None = None
     valley_steps: float | None = None
     preemptions: float | None = None
+
+    def speed(self) -> str:
+        """Requests/s with the spread of the runs, for a table."""
+        spread = f"{self.least_requests_per_s:.2f} to {self.most_requests_per_s:.2f}"
+        known = f"{spread}, {self.repetitions} runs" if self.repetitions > 1 else "one run"
+        return f"{self.requests_per_s:.2f} ({known})"
 
 
 def summarize(rows: Iterable[Mapping[str, Any]]) -> list[Summary]:
@@ -133,25 +139,19 @@ def least_tecd_s(
     return min(found, default=None)
 
 
-def targets(
-    summaries: Sequence[Summary], missing: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def targets(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     """What was to be reached, what each of ours reached, and whether that meets it.
 
     A target is judged by what was measured: against the fastest baseline of those that were, and
-    `baselines_missing` lists the others, but for cascade attention that this vLLM doesn't have and
-    the class `LLM`, a control. `is_met` is None where ours or all baselines are missing. It counts
-    only for whole workloads on `TARGET_DEVICES` with Mistral-7B; the caller has to check that.
-
-    Args:
-        summaries: from `summarize`.
-        missing: runs that should be there, by policy and settings: `reason`, `workloads`.
+    `baselines_missing` lists the others, but for the class `LLM`, a control. `is_met` is None where
+    ours or all baselines are missing. It counts only on `TARGET_DEVICES` with Mistral-7B; the
+    caller has to check that.
     """
     listed: list[dict[str, Any]] = []
     for workload, least in _LEAST_SPEEDUPS.items():
         for baseline, reach in least.items():
             stock = best(summaries, workload, BASELINES[baseline])
-            lacking = _lacking(summaries, workload, BASELINES[baseline], missing)
+            lacking = _lacking(summaries, workload, BASELINES[baseline])
             for policy in OURS:
                 ours = best(summaries, workload, (policy,))
                 ratio = None
@@ -188,24 +188,12 @@ def targets(
     return listed
 
 
-def _lacking(
-    summaries: Sequence[Summary],
-    workload: str,
-    policies: Sequence[str],
-    missing: Mapping[str, Mapping[str, Any]],
-) -> list[str]:
+def _lacking(summaries: Sequence[Summary], workload: str, policies: Sequence[str]) -> list[str]:
     """Baselines, by policy and setting, that haven't been measured on a workload."""
     there = {(each.policy, each.settings) for each in summaries if each.workload == workload}
     return [
         f"{policy} {settings}"
         for policy in policies
         for settings in POLICIES[policy].settings
-        if (policy, settings) not in there
-        and policy != "stock_llm"
-        and missing.get(f"{policy} {settings}", {}).get("reason") != NO_CASCADE
+        if (policy, settings) not in there and policy != "stock_llm"
     ]
-
-
-def as_json(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """For a report."""
-    return [asdict(each) for each in summaries]

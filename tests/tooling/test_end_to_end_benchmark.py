@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +25,10 @@ agreement = load("end_to_end.agreement")
 calibrate = load("end_to_end.calibrate")
 engine_run = load("end_to_end.engine_run")
 main = load("end_to_end.__main__")
-policies = load("end_to_end.policies")
 requests = load("end_to_end.requests")
 step_log = load("end_to_end.step_log")
 tables = load("end_to_end.tables")
 targets = load("end_to_end.targets")
-workloads = load("workloads")
 
 
 def steps(tokens: list[int], running: list[int], waiting: list[int]) -> Any:
@@ -147,7 +145,6 @@ def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, A
         "workload": workload,
         "policy": policy,
         "settings": "default",
-        "seed": 0,
         "num_requests": 1000,
         "num_prompt_tokens": 100_000,
         "num_output_tokens": 10_000,
@@ -170,14 +167,11 @@ def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, A
 
 
 OTHER = "chunk_4096_seqs_512"
-NO_CASCADE = {
-    f"stock_cascade {name}": {"reason": policies.NO_CASCADE} for name in ("default", OTHER)
-}
 
 
-def by_measure(summaries: Any, missing: Any, policy: str) -> dict[str, dict[str, Any]]:
-    found = targets.targets(summaries, missing)
-    return {each["measure"]: each for each in found if each["policy"] == policy}
+def by_measure(summaries: Any, policy: str) -> dict[str, dict[str, Any]]:
+    judged = targets.targets(summaries)
+    return {target["measure"]: target for target in judged if target["policy"] == policy}
 
 
 def test_medians_and_the_better_settings_count() -> None:
@@ -199,42 +193,25 @@ def test_medians_and_the_better_settings_count() -> None:
     assert ratios["batchllm_vs_as_given"] == 2.3
     assert ratios["batchllm_stock_attention_vs_sorted"] == 1.071
     assert ratios["batchllm_vs_sorted_tecd"] == round(16.1 / 11, 3)  # the other setting's is longer
-    ours = by_measure(summaries, NO_CASCADE, "batchllm")
+    ours = by_measure(summaries, "batchllm")
     assert ours["case_1: requests/s over stock sorted"]["is_met"] is True
     assert ours["case_1: requests/s over stock as_given"]["is_met"] is True
     assert ours["case_2: requests/s over stock sorted"]["is_met"] is None
     assert ours["planning, share of the whole"]["is_met"] is True
-    plain = by_measure(summaries, NO_CASCADE, "batchllm_stock_attention")
+    plain = by_measure(summaries, "batchllm_stock_attention")
     assert plain["case_1: requests/s over stock sorted"]["is_met"] is False
 
 
-@pytest.mark.parametrize(
-    ("missing", "lacking"),
-    [
-        ({}, [f"stock_sorted {OTHER}", "stock_cascade default", f"stock_cascade {OTHER}"]),
-        (NO_CASCADE, [f"stock_sorted {OTHER}"]),
-        (
-            {**NO_CASCADE, "stock_cascade default": {"reason": "exit code 1"}},
-            [f"stock_sorted {OTHER}", "stock_cascade default"],
-        ),
-    ],
-)
-def test_what_was_measured_is_judged_and_missing_baselines_are_named(
-    missing: Any, lacking: list[str]
-) -> None:
+def test_what_was_measured_is_judged_and_missing_baselines_are_named() -> None:
     rows = [row("no_sharing", "stock_sorted", 10.0), row("no_sharing", "batchllm", 20.0)]
-    ours = by_measure(targets.summarize(rows), missing, "batchllm")
-    found = ours["no_sharing: requests/s over stock sorted"]
-    assert (found["measured"], found["is_met"]) == (2.0, True)
-    assert found["baselines_missing"] == lacking
+    measure = "no_sharing: requests/s over stock sorted"
+    target = by_measure(targets.summarize(rows), "batchllm")[measure]
+    assert (target["measured"], target["is_met"]) == (2.0, True)
+    assert target["baselines_missing"] == [f"stock_sorted {OTHER}"]
     for alone in rows:  # nothing to compare is no pass
-        ours = by_measure(targets.summarize([alone]), missing, "batchllm")
-        found = ours["no_sharing: requests/s over stock sorted"]
-        assert (found["measured"], found["is_met"]) == (None, None)
-    shown = tables.markdown(
-        tables.Results([reported(rows, missing=missing)], "Mistral-7B"), "Mistral-7B"
-    )
-    assert f"| 2.0 (without {lacking[0]}" in shown
+        target = by_measure(targets.summarize([alone]), "batchllm")[measure]
+        assert (target["measured"], target["is_met"]) == (None, None)
+    assert f"| 2.0 (without stock_sorted {OTHER}" in shown([reported(rows)])
 
 
 def test_runs_of_different_work_are_not_put_together() -> None:
@@ -309,7 +286,7 @@ def made_up_runs(gpu: Any) -> list[Any]:
             admission_s=0.5,
             num_prefill_tokens=sum(work.num_tokens - work.num_sampled for work in works) + 1000,
         )
-        runs.append(calibrate.RunWork.of([measured], works, MODEL))
+        runs.append(calibrate.RunWork([measured], works, MODEL))
     return runs
 
 
@@ -334,14 +311,11 @@ def test_calibration_finds_the_gpu_that_the_runs_were_made_on() -> None:
 
 
 def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    summaries = targets.summarize(rows)
     report = {
         "benchmark": "end_to_end",
         "model": "Mistral-7B",
-        "share": 1.0,
-        "rows": targets.as_json(summaries),
+        "rows": [asdict(summary) for summary in targets.summarize(rows)],
         "targets": [],
-        "missing": NO_CASCADE,
         "doubts": ["stock_sorted: no CUDA graphs"],
         "device": "NVIDIA H100 80GB HBM3",
         "driver": "1",
@@ -351,6 +325,11 @@ def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     return report | changes
 
 
+def shown(reports: list[dict[str, Any]]) -> str:
+    text: str = tables.markdown(reports, "Mistral-7B")
+    return text
+
+
 def test_tables_show_cases_that_are_lost() -> None:
     rows = [
         row("case_1", "stock_sorted", 20.0),
@@ -358,7 +337,7 @@ def test_tables_show_cases_that_are_lost() -> None:
         row("case_1", "batchllm", 10.0),
         row("case_1", "batchllm", 11.0, repetition=1),
     ]
-    text = tables.markdown(tables.Results([reported(rows)], "Mistral-7B"), "Mistral-7B")
+    text = shown([reported(rows)])
     assert (
         "| case_1 | batchllm (default settings) | 10.50 (10.00 to 11.00, 2 runs) | 0.53x |" in text
     )
@@ -369,20 +348,12 @@ def test_tables_show_cases_that_are_lost() -> None:
     assert "| case_2 | batchllm | not measured | not measured |" in text
 
 
-@pytest.mark.parametrize(
-    "changes", [{"device": "cpu"}, {"share": 0.5}, {"model": "tiny"}, {"targets": None}]
-)
-def test_targets_are_those_of_whole_workloads_on_hopper_gpus(changes: dict[str, Any]) -> None:
-    rows = [
-        row("case_1", "stock_sorted", 10.0),
-        row("case_1", "stock_sorted", 10.0, settings=OTHER),
-        row("case_1", "batchllm", 20.0),
-    ]
-    results = tables.Results([reported(rows, **changes)], "Mistral-7B")
-    assert "| yes |" not in tables.markdown(results, "Mistral-7B")
+def test_targets_are_those_of_one_model_on_hopper_gpus() -> None:
+    rows = [row("case_1", "stock_sorted", 10.0), row("case_1", "batchllm", 20.0)]
+    for changes in ({"device": "cpu"}, {"model": "tiny"}, {"targets": None}):
+        assert "| yes |" not in shown([reported(rows, **changes)])
     for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
-        results = tables.Results([reported(rows, device=device)], "Mistral-7B")
-        assert "| yes |" in tables.markdown(results, "Mistral-7B")
+        assert "| yes |" in shown([reported(rows, device=device)])
 
 
 def is_gone(pid: str) -> bool:

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.benchmark_modules import ROOT, load
-
-policies = load("end_to_end.policies")
+from support.benchmark_modules import ROOT
 
 
 def run_benchmark(folder: Path, *args: str) -> tuple[int, dict[str, Any] | None, str]:
@@ -33,9 +31,9 @@ def run_benchmark(folder: Path, *args: str) -> tuple[int, dict[str, Any] | None,
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A whole run of two policies and one that this vLLM doesn't have."""
+    """A whole run of two policies."""
     folder = tmp_path_factory.mktemp("end-to-end")
-    names = ("stock_cascade", "stock_as_given", "batchllm_stock_attention")
+    names = ("stock_as_given", "batchllm_stock_attention")
     code, report, printed = run_benchmark(
         folder,
         *("--model", "tiny", "--workloads", "case_1", "no_sharing", "--policies", *names),
@@ -71,12 +69,7 @@ def test_a_run_measures_every_policy_on_the_same_work(tiny: tuple[Path, dict[str
     assert by_name["batchllm_stock_attention", "no_sharing"]["saving_ratio"] == 0
     assert ours["device"] == "cpu"
     assert report["targets"] is None
-    assert report["missing"] == {
-        "stock_cascade default": {
-            "reason": policies.NO_CASCADE,
-            "workloads": ["case_1", "no_sharing"],
-        }
-    }
+    assert report["missing"] == {}
 
 
 def test_the_same_command_goes_on_where_it_stopped(tiny: tuple[Path, dict[str, Any]]) -> None:
