@@ -117,25 +117,19 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--share-degree", type=int, default=7, help="prompts per document")
-    parser.add_argument("--shared-tokens", type=int, default=1100, help="of a document, about")
-    parser.add_argument("--distinct-tokens", type=int, default=400, help="of a question, about")
-    parser.add_argument("--vocab-size", type=int, default=30_000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
     if args.rows < 3:
         parser.error("--rows must be at least 3")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     texts = [document.text for document in demo_documents(10**9)]
-    tokenizer = train_tokenizer(texts, args.vocab_size)
+    tokenizer = train_tokenizer(texts)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
         found: list[dict[str, Any]] = []
         for name, num_rows in (("third", args.rows // 3), ("whole", args.rows)):
             lake = Path(folder, name)
             make_model(lake / "model", tokenizer)
-            args.num_prompts = num_rows
-            make_table(args, texts, tokenizer, lake)
+            make_table(num_rows, texts, tokenizer, lake)
             if not found:
                 measure(lake, Path(folder, "warm-up"), "warm-up", min(num_rows, WARM_UP_ROWS))
             row, plan = measure(lake, Path(folder, f"spark-{name}"), "documents", num_rows)

@@ -1,6 +1,6 @@
 """The whole plan stage against tokenizing all prompts plainly: `python -m benchmarks.plan_stage`.
 
-The table is shaped like the paper's case 1: `--share-degree` rows ask about the same document, each
+The table is shaped like the paper's case 1: seven rows ask about the same document, each
 in its own words, in random order. Text comes from a chain of word pairs learnt from real
 documents, so it looks like text; documents and questions are passages of it from random places.
 The byte-level BPE tokenizer is trained here. For each number of cores, set by affinity, and one
@@ -11,10 +11,9 @@ after the other, two processes of their own
 
 take wall and CPU seconds of each repetition (CPU seconds are those of all threads together), after
 a run over a small table that imports and compiles. `peak_bytes` is what the kernel says the process
-of plan has held at most, and must be within the job's memory budget. A further plan, `steps_s`,
-says where the time goes; steps inside `read rows` run beside each other. The ids of these prompts
-in the plan are compared with the plain ones, and the plans' files with those made with other
-numbers of cores: there are no figures if any differ.
+of plan has held at most, and must be within the job's memory budget. The ids of these prompts in
+the plan are compared with the plain ones, and the plans' files with those made with other numbers
+of cores: there are no figures if any differ.
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -48,12 +45,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from batchllm_operator.demo.table import demo_documents
-from batchllm_operator.plan import given, planned_range
-from batchllm_operator.plan import plan_job as plan
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.prefixes import PromptStore
-from batchllm_operator.prompts import PromptRenderer
-from batchllm_operator.prompts.tokenizer import ModelTokenizer
 from batchllm_operator.spec import JobSpec
 from benchmarks.memory import peak_rss_bytes
 from benchmarks.provenance import print_last_line, provenance
@@ -65,6 +57,11 @@ BATCH: Final = 1024  # prompts a call; the baseline's best of 256 to 4096
 POOL_CHARS: Final = 64 << 20
 WRITE_ROWS: Final = 4096
 WARM_UP_ROWS: Final = 200
+NUM_SHARDS: Final = 4
+SHARE_DEGREE: Final = 7
+"""Prompts of a document."""
+DOCUMENT_TOKENS: Final = 1100
+QUESTION_TOKENS: Final = 400
 # How Qwen2 splits text.
 PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -73,7 +70,7 @@ PATTERN: Final = (
 CONFIG: Final = {"model_type": "qwen2", "max_position_embeddings": 4096}
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -82,7 +79,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
         ]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=30_000,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -107,14 +104,12 @@ def make_text(texts: Sequence[str], num_chars: int, generator: random.Random) ->
     return " ".join(words)
 
 
-def make_table(
-    args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, lake: Path
-) -> None:
+def make_table(num_prompts: int, texts: Sequence[str], tokenizer: Tokenizer, lake: Path) -> None:
     """Write the table `documents` and a beginning of it, `warm-up`, into `lake`."""
-    generator = random.Random(args.seed)
-    wanted_tokens = args.num_prompts * (args.shared_tokens / args.share_degree)
-    wanted_tokens += args.num_prompts * args.distinct_tokens
-    pool = make_text(texts, min(POOL_CHARS, int(wanted_tokens * 6)), generator)
+    generator = random.Random(0)
+    num_documents = -(-num_prompts // SHARE_DEGREE)
+    num_tokens = num_documents * DOCUMENT_TOKENS + num_prompts * QUESTION_TOKENS
+    pool = make_text(texts, min(POOL_CHARS, num_tokens * 6), generator)
     chars_per_token = len(pool[:200_000]) / len(tokenizer.encode(pool[:200_000]).ids)
 
     def take(num_tokens: int) -> str:
@@ -122,22 +117,22 @@ def make_table(
         start = generator.randrange(max(1, len(pool) - num_chars))
         return pool[start : start + num_chars]
 
-    documents = [take(args.shared_tokens) for _ in range(-(-args.num_prompts // args.share_degree))]
-    order = list(range(args.num_prompts))
+    documents = [take(DOCUMENT_TOKENS) for _ in range(num_documents)]
+    order = list(range(num_prompts))
     generator.shuffle(order)
-    for name, num_rows in (("documents", args.num_prompts), ("warm-up", WARM_UP_ROWS)):
+    for name, num_rows in (("documents", num_prompts), ("warm-up", WARM_UP_ROWS)):
         partition = lake / name / f"ds={DS}"
         partition.mkdir(parents=True)
-        schema = pa.schema([(each, pa.string()) for each in ("row_key", "document", "question")])
+        schema = pa.schema(dict.fromkeys(("row_key", "document", "question"), pa.string()))
         with pq.ParquetWriter(partition / "data.parquet", schema) as writer:
-            for start in range(0, min(num_rows, len(order)), WRITE_ROWS):
+            for start in range(0, min(num_rows, num_prompts), WRITE_ROWS):
                 numbers = order[start : start + min(WRITE_ROWS, num_rows)]
                 columns = [
                     [f"row-{number}" for number in numbers],
-                    [documents[number // args.share_degree] for number in numbers],
-                    [take(args.distinct_tokens) for _ in numbers],
+                    [documents[number // SHARE_DEGREE] for number in numbers],
+                    [take(QUESTION_TOKENS) for _ in numbers],
                 ]
-                writer.write_table(pa.table([pa.array(each) for each in columns], schema=schema))
+                writer.write_table(pa.table(columns, schema=schema))
 
 
 def read_prompts(lake: Path, most: int) -> Iterator[str]:
@@ -178,54 +173,14 @@ def make_spec(lake: Path, run: str, num_shards: int | None, table: str = "docume
 
 
 def time_plans(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
-    plan_job(make_spec(lake, "warm-up", args.num_shards, "warm-up"), DS)
+    plan_job(make_spec(lake, "warm-up", NUM_SHARDS, "warm-up"), DS)
     times = []
     for repetition in range(args.repetitions):
-        spec = make_spec(lake, str(repetition), args.num_shards)
+        spec = make_spec(lake, str(repetition), NUM_SHARDS)
         shutil.rmtree(lake / f"out-{repetition}", ignore_errors=True)
         times.append(timed(partial(plan_job, spec, DS)))
-    peak_bytes = peak_rss_bytes()
-    return {
-        "times_s": times,
-        "peak_bytes": peak_bytes,
-        "budget_bytes": spec.planner.memory_budget_bytes,
-        "steps_s": time_steps(make_spec(lake, "steps", args.num_shards)),
-    }
-
-
-def time_steps(spec: JobSpec) -> dict[str, float]:
-    """Seconds of each step of a plan, those inside reading indented."""
-    steps = {
-        "load tokenizer": (given, "load_tokenizer"),
-        "read rows": (plan, "read_rows"),
-        "- render": (PromptRenderer, "render"),
-        "- tokenize": (ModelTokenizer, "encode"),
-        "- store": (PromptStore, "append"),
-        "sort prompts": (plan, "sort_prompts"),
-        "check keys": (plan, "check_keys"),
-        "choose groups": (planned_range, "arrange"),
-        "describe sharing": (planned_range, "describe_sharing"),
-        "write shards": (planned_range, "_write_files"),
-        "checksums": (plan, "describe_file"),
-        "publish": (plan, "complete"),
-    }
-    seconds = dict.fromkeys([*steps, "all"], 0.0)
-
-    def watch(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **options: Any) -> Any:
-            started_at = time.perf_counter()
-            result = run(*args, **options)
-            seconds[name] += time.perf_counter() - started_at
-            return result
-
-        return wrapped
-
-    with ExitStack() as stack:
-        for name, (owner, attribute) in steps.items():
-            run = watch(name, getattr(owner, attribute))
-            stack.enter_context(patch.object(owner, attribute, run))
-        watch("all", plan_job)(spec, DS)
-    return {name: round(value, 3) for name, value in seconds.items()}
+    budget_bytes = spec.planner.memory_budget_bytes
+    return {"times_s": times, "peak_bytes": peak_rss_bytes(), "budget_bytes": budget_bytes}
 
 
 def time_tokenizers(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -234,16 +189,14 @@ def time_tokenizers(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
     prompts = list(read_prompts(lake, args.plain_prompts))
     ids: list[np.ndarray[Any, Any]] = []
 
-    def run(encode_batch: Callable[..., Any] = tokenizer.encode_batch_fast) -> None:
+    def run() -> None:
         ids.clear()
         for start in range(0, len(prompts), BATCH):
-            batch = encode_batch(prompts[start : start + BATCH])
-            ids.extend(np.asarray(each.ids, dtype=np.int32) for each in batch)
+            batch: Any = tokenizer.encode_batch_fast(prompts[start : start + BATCH])
+            ids.extend(np.asarray(encoding.ids, dtype=np.int32) for encoding in batch)
 
     times = [timed(run) for _ in range(args.repetitions)]
-    np.savez(
-        lake / "plain.npz", ids=np.concatenate(ids), ends=np.cumsum([len(each) for each in ids])
-    )
+    np.savez(lake / "plain.npz", ids=np.concatenate(ids), ends=np.cumsum(list(map(len, ids))))
     return {"times_s": times}
 
 
@@ -295,7 +248,7 @@ def measure_all(args: argparse.Namespace, lake: Path) -> list[dict[str, Any]]:
     """A row for each number of cores."""
     found: list[dict[str, Any]] = []
     digests: set[str] = set()
-    for cores in args.cores:
+    for cores in sorted({1, len(os.sched_getaffinity(0))}):
         plain = measure("tokenize", cores, lake, args)
         planned = measure("plan", cores, lake, args)
         digests.add(check(lake, args.num_prompts))
@@ -348,23 +301,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-prompts", type=int, default=7000)
     parser.add_argument("--plain-prompts", type=int, default=7000, help="of the baseline, at most")
-    parser.add_argument("--share-degree", type=int, default=7, help="prompts per document")
-    parser.add_argument("--shared-tokens", type=int, default=1100, help="of a document, about")
-    parser.add_argument("--distinct-tokens", type=int, default=400, help="of a question, about")
-    parser.add_argument("--vocab-size", type=int, default=30_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-shards", type=int, default=4, help="one for each GPU of the job")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--cores", type=int, nargs="+", help="default: 1, and all that there are")
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
-    num_cores = len(os.sched_getaffinity(0))
-    args.cores = args.cores or sorted({1, num_cores})
-    counts = (args.num_prompts, args.share_degree, args.repetitions, args.plain_prompts)
-    if min(*counts, args.num_shards) < 1:
-        parser.error("prompts, share degree, shards and repetitions must be at least 1")
-    if not all(1 <= cores <= num_cores for cores in args.cores):
-        parser.error(f"this process may use {num_cores} cores")
+    if min(args.num_prompts, args.repetitions, args.plain_prompts) < 1:
+        parser.error("prompts and repetitions must be at least 1")
     return args
 
 
@@ -372,11 +313,11 @@ def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     texts = [document.text for document in demo_documents(10**9)]
-    tokenizer = train_tokenizer(texts, args.vocab_size)
+    tokenizer = train_tokenizer(texts)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
         lake = Path(folder)
         make_model(lake / "model", tokenizer)
-        make_table(args, texts, tokenizer, lake)
+        make_table(args.num_prompts, texts, tokenizer, lake)
         found = report(args, measure_all(args, lake), lake)
     print_last_line(found, args.json)
 
