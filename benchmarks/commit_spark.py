@@ -26,9 +26,8 @@ import pyarrow as pa
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec.loading import parse_spec_json
-from benchmarks.faults.tables import DS, FORMATS, Tables, set_environment
-from benchmarks.lake import Job
-from benchmarks.lake_stage import make_input
+from benchmarks.faults.tables import DS, Tables, set_environment
+from benchmarks.lake import Job, make_input
 from benchmarks.provenance import git_sha, print_last_line
 from benchmarks.spark_cluster import CONF, Cluster, spark_cluster
 
@@ -62,9 +61,9 @@ def rows_of(tables: Tables) -> pa.Table:
 
 def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
     """Commit to a table of one format, on Spark and then locally."""
-    job = Job(root, kind, argparse.Namespace(characters=CHARACTERS))
+    job = Job(root, kind, CHARACTERS)
     set_environment(root, None)
-    make_input(FORMATS[kind](root, None), num_rows, seed=0)
+    make_input(job, num_rows)
     plan = plan_job(parse_spec_json(job.spec(), source="benchmark"), DS)
     run_worker(plan)
     job.remember()
@@ -80,10 +79,10 @@ def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
             on_spark = committed(plan.folder.uri, "--on", "spark")
         usage = cluster.usage
         on_spark["executor_us"] = round((usage.jvm_s + usage.python_s) / num_rows * 1e6, 1)
-    by_spark = rows_of(FORMATS[kind](root, None))
+    by_spark = rows_of(job.tables)
     job.restore()
     local = committed(plan.folder.uri, "--on", "local")
-    if by_spark.num_rows != num_rows or not by_spark.equals(rows_of(FORMATS[kind](root, None))):
+    if by_spark.num_rows != num_rows or not by_spark.equals(rows_of(job.tables)):
         sys.exit(f"{kind}: Spark's rows aren't those of the local commit; no figures")
     found = {"table": kind, "rows": num_rows, "spark": on_spark, "local": local}
     print(json.dumps(found), flush=True)
