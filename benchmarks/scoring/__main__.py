@@ -2,10 +2,10 @@
 
     python -m benchmarks.scoring
     python -m benchmarks.scoring --simulated                  # a minute, on any machine
-    python -m benchmarks.scoring --measured --repetitions 5   # the machine must be idle
+    python -m benchmarks.scoring --repetitions 5              # the machine must be idle
 
-Rows are query and document in either order: first what many rows share. `--simulated` plays steps
-through vLLM's scheduler and ours for an H200. `--measured` runs them with a tiny model:
+Rows are query and document in either order: first what many rows share. First their steps are
+played through vLLM's scheduler and ours for an H200. Then they are run with a tiny model:
 
     batchllm            a `classify` job: its run, with parts written, without the engine's start
     stock_sorted        LLM.generate over sorted prompts, with the same tokens' log-probabilities
@@ -34,19 +34,15 @@ from benchmarks.scoring.simulated import GPU, MODEL, simulated, targets
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--simulated", action="store_true", help="only at the size of a GPU")
-    parser.add_argument("--measured", action="store_true", help="only on this machine")
-    parser.add_argument("--rows", type=int, default=3000, help="rows to simulate")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the JSON object to this file")
     args = parser.parse_args()
-    both = args.simulated == args.measured
     report: dict[str, Any] = {"benchmark": "scoring", "model": MODEL, "gpu": GPU}
-    if both or args.simulated:
-        report["simulated"] = simulated(args.rows)
-        report["targets"] = targets(report["simulated"])
-        for row in report["simulated"]:
-            _print(row, "answer", "steps", "steps_of_bound", "computed_of_optimal", "predicted_s")
-    if both or args.measured:
+    report["simulated"] = simulated(3000)
+    report["targets"] = targets(report["simulated"])
+    for row in report["simulated"]:
+        _print(row, "answer", "steps", "steps_of_bound", "computed_of_optimal", "predicted_s")
+    if not args.simulated:
         report["measured"] = []
         for name in TEMPLATES:
             with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:

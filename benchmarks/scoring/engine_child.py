@@ -2,7 +2,7 @@
 
     python -m benchmarks.scoring.engine_child JOB RESULT
 
-JOB is JSON: `plan` (a plan's folder, for ours) or `prompts` (token ids of each row, for vLLM's
+JOB is JSON: `plan` (a plan's folder, for ours) or `prompts` (of each row, for vLLM's
 `LLM.generate`), with `engine` (vLLM's arguments) and `params` (of its sampling). The start of the
 engine and a first prompt aren't timed.
 """
@@ -13,46 +13,36 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.end_to_end.step_log import StepLog
 
-class Stopwatch:
-    """Wall and CPU seconds of this process, and the part of both that schedules."""
+
+class Usage:
+    """Wall and CPU seconds of this process, and the engine's steps meanwhile."""
 
     def __init__(self) -> None:
-        self.wall_s = self.cpu_s = self.scheduling_s = 0.0
-        self.num_steps = 0
+        self.wall_s = self.cpu_s = 0.0
+        self.steps = 0
 
-    def __enter__(self) -> None:
-        self._began = time.perf_counter(), time.process_time()
-
-    def __exit__(self, *_: object) -> None:
-        wall_at, cpu_at = self._began
+    @contextmanager
+    def of(self, scheduler: Any) -> Iterator[None]:
+        """Add what is done in the block."""
+        log = StepLog(scheduler)
+        log.start()
+        wall_at, cpu_at = time.perf_counter(), time.process_time()
+        yield
         self.wall_s += time.perf_counter() - wall_at
         self.cpu_s += time.process_time() - cpu_at
+        self.steps += len(log.stop().num_tokens)
 
-    def watch(self, scheduler: Any) -> None:
-        """Time the scheduler's own work in each step, from now on."""
-        self.scheduling_s, self.num_steps = 0.0, 0
-        schedule = scheduler.schedule
-
-        def timed(*args: Any, **options: Any) -> Any:
-            began_s = time.thread_time()
-            try:
-                return schedule(*args, **options)
-            finally:
-                self.scheduling_s += time.thread_time() - began_s
-                self.num_steps += 1
-
-        scheduler.schedule = timed
-
-    def result(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float]:
         return {
             "wall_s": round(self.wall_s, 3),
             "cpu_s": round(self.cpu_s, 3),
-            "steps": self.num_steps,
-            "sched_ms_per_step": round(1e3 * self.scheduling_s / max(1, self.num_steps), 3),
+            "steps": self.steps,
         }
 
 
@@ -64,19 +54,19 @@ def stock(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(disable_log_stats=True, **job["engine"])
     params = SamplingParams(temperature=0.0, **job["params"])
     llm.generate(["warm-up"], params, use_tqdm=False)
-    prompts = [{"prompt_token_ids": token_ids} for token_ids in job["prompts"]]
-    watch = Stopwatch()
+    usage = Usage()
     core: Any = llm.llm_engine.engine_core
-    watch.watch(core.engine_core.scheduler)
-    with watch:
-        outputs: Any = llm.generate(prompts, params, use_tqdm=False)
+    with usage.of(core.engine_core.scheduler):
+        outputs: Any = llm.generate(job["prompts"], params, use_tqdm=False)
     wanted = job["params"].get("logprob_token_ids") or ()
     return {
-        **watch.result(),
+        **usage.to_json(),
         "logprobs": [
             [output.outputs[0].logprobs[0][token_id].logprob for token_id in wanted]
             for output in outputs
         ],
+        "texts": [output.outputs[0].text for output in outputs],
+        "num_prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
         "num_cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
     }
 
@@ -88,7 +78,7 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
     from batchllm_operator.run.run_shards import run_worker
     from batchllm_operator.spec import JobSpec
 
-    watch = Stopwatch()
+    usage = Usage()
 
     class TimedEngine(VLLMEngine):
         def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
@@ -97,15 +87,14 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
                 engine.add_request("warm-up", {"prompt_token_ids": [1, 2]}, self._answers.params)
                 while engine.has_unfinished_requests():
                     engine.step()
-            watch.watch(engine.engine_core.engine_core.scheduler)
-            with watch:
+            with usage.of(engine.engine_core.engine_core.scheduler):
                 yield from super().stream(requests)
 
     def start(spec: JobSpec, engine_job: EngineJob) -> TimedEngine:
         return TimedEngine(spec, engine_job)
 
     run_worker(job["plan"], 0, 1, start=start)
-    return watch.result()
+    return usage.to_json()
 
 
 def main(job_path: str, result_path: str) -> None:

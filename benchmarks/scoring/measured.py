@@ -109,7 +109,7 @@ def measured(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
         runs["batchllm"].append(_ours(shape, repetition))
         for policy, (order, params) in stock.items():
             engine = {**ENGINE, "model": str(shape.folder / "model")}
-            prompts = [shape.prompts[idx] for idx in order]
+            prompts = [{"prompt_token_ids": shape.prompts[idx]} for idx in order]
             job = {"engine": engine, "params": params, "prompts": prompts}
             runs[policy].append(run_child(shape.folder, job))
     probabilities = runs["batchllm"][-1]["probabilities"]
@@ -189,7 +189,7 @@ def _row(
         "computed_tokens": num_tokens - runs[0]["num_cached_tokens"],
         **{
             name: round(median(run[name] for run in runs), 3)
-            for name in ("wall_s", "cpu_s", "steps", "sched_ms_per_step")
+            for name in ("wall_s", "cpu_s", "steps")
         },
         "wall_of_ours": of_ours("wall_s"),
         "cpu_of_ours": of_ours("cpu_s"),
