@@ -26,7 +26,7 @@ from batchllm_operator import commit_run, plan_job, run_worker
 from batchllm_operator.demo.table import build_demo_table
 from batchllm_operator.engine.vllm.logs import without_llvmlite
 from batchllm_operator.spec import load_spec
-from benchmarks.provenance import provenance
+from benchmarks.provenance import print_last_line, provenance
 
 _DS: Final = "2026-01-31"
 _TEMPLATE: Final = "{document}\n\nQuery: {query}\n\nAnswer:"
@@ -133,7 +133,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="equal-texts-") as folder:
             results.append(compare(args, dtype, Path(folder)))
         print(json.dumps(results[-1]))
-    print(json.dumps({**provenance(), "model": args.model, "results": results}))
+    print_last_line({**provenance(), "model": args.model, "results": results})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,19 +42,12 @@ REPETITIONS = 3
 _LEFTOVER = 3.0  # in slots that weren't written
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """One contender on one setting."""
 
     contender: str
-    setting: str
     error: float
     """By `worst_error`; NaN where an output wasn't written."""
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.limit  # NaN never is
 
 
 def interpreter_settings() -> list[Setting]:
@@ -104,12 +98,15 @@ def run_gate(
     """Check everybody on every setting.
 
     Returns:
-        The checks, and by name what a contender raised. It isn't asked again after that.
+        The checks, and by name what is wrong with a contender: what it raised, after which it isn't
+        asked again, or its first wrong output.
     """
     rng = np.random.default_rng([seed, 1])
     torch.manual_seed(int(rng.integers(2**31)))
     checks: list[Check] = []
-    raised: dict[str, str] = {}
+    limit = MAX_ERROR[dtype]
+    raised: set[str] = set()
+    unfit: dict[str, str] = {}
     for setting in wanted:
         step = make_step(setting, shape, rng, device)
         poisoned = make_layer(step, dtype, layout, poisoned=True)
@@ -123,11 +120,15 @@ def run_gate(
                     out = _output(contender, step, poisoned)
                 # Its error is the finding; the others are still to be checked.
                 except Exception as error:  # noqa: BLE001
-                    raised[contender.name] = f"{setting.name}: {type(error).__name__}: {error}"
+                    raised.add(contender.name)
+                    unfit[contender.name] = f"{setting.name}: {type(error).__name__}: {error}"
                     break
-                error_norm = worst_error(out.float(), expected)
-                checks.append(Check(contender.name, setting.name, error_norm, MAX_ERROR[dtype]))
-    return checks, raised
+                found = worst_error(out.float(), expected)
+                checks.append(Check(contender.name, found))
+                if not found <= limit:  # NaN never is
+                    reason = f"{setting.name}: error {found:.2g}, at most {limit:.2g}"
+                    unfit.setdefault(contender.name, reason)
+    return checks, unfit
 
 
 def worst_error(out: Tensor, expected: Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -24,21 +24,19 @@ class Spread:
     median: float
     p20: float
     p80: float
-    repetitions: int
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
         low, middle, high = np.percentile(samples, [20, 50, 80])
-        return cls(float(middle), float(low), float(high), len(samples))
+        return cls(float(middle), float(low), float(high))
 
     def over(self, count: int) -> Spread:
         """Of one in `count` that were measured together."""
-        return Spread(self.median / count, self.p20 / count, self.p80 / count, self.repetitions)
+        return Spread(self.median / count, self.p20 / count, self.p80 / count)
 
     def row(self, unit: str) -> dict[str, float]:
         """For JSON."""
-        names = ("median", "p20", "p80")
-        return {f"{name}_{unit}": round(getattr(self, name), 6) for name in names}
+        return {f"{name}_{unit}": round(value, 6) for name, value in asdict(self).items()}
 
 
 def num_layers(layer_bytes: int, device: torch.device) -> int:

@@ -113,7 +113,6 @@ def groups(setting: Setting, rng: np.random.Generator) -> list[Group]:
 class Step:
     """One step's requests on a device, and what shares what."""
 
-    setting: Setting
     shape: AttentionShape
     groups: list[Group]
     poisoned: PagedBatch
@@ -137,16 +136,13 @@ def make_step(
     setting: Setting, shape: AttentionShape, rng: np.random.Generator, device: torch.device
 ) -> Step:
     """A step of this setting, its blocks scattered over the cache."""
-    all_groups, torch_rng = (
-        groups(setting, rng),
-        torch.Generator().manual_seed(int(rng.integers(2**31))),
-    )
+    all_groups = groups(setting, rng)
+    torch_rng = torch.Generator().manual_seed(int(rng.integers(2**31)))
     order = range(setting.family.num_requests) if setting.adjacent else None
     made = lay_out(all_groups, shape.block_size, torch_rng, order=order)
     tensors = (made.batch.query_start_loc, made.batch.seq_lens, made.batch.block_table)
     starts, lens, table = (tensor.to(device) for tensor in tensors)
     return Step(
-        setting,
         shape,
         all_groups,
         PagedBatch(starts, lens, table),

@@ -1,6 +1,6 @@
 """What the host spends on launching one layer of prefix attention; needs no GPU.
 
-    python -m benchmarks.launch_overhead [--launches N] [--json FILE]
+    python -m benchmarks.launch_overhead
 
 Compiles the shipped kernel for sm90 and launches it on a driver that does nothing: checked and
 bound by Triton each time, as in a first step, and as in those that follow. The real driver's
@@ -10,12 +10,9 @@ launch, some microseconds in C, isn't counted in either.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -33,9 +30,12 @@ from batchllm_kernels.prefix_attention import (
     load_config,
     prefix_attention,
 )
+from benchmarks.provenance import print_last_line
 
 SHAPE: Final = AttentionShape(num_q_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
 ROUNDS: Final = 5
+LAUNCHES: Final = 2000
+"""In a round."""
 
 
 class IdleDriver(DriverBase):  # type: ignore[misc]
@@ -60,19 +60,15 @@ class IdleDriver(DriverBase):  # type: ignore[misc]
         return 1, 1, 0, 0, 1024
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        """Of a chip with room for anything."""
-        return {"max_shared_mem": 1 << 20}
+        return {"max_shared_mem": 1 << 20}  # room for anything
 
     def get_current_target(self) -> GPUTarget:
-        """sm90."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
         return 0
 
     def get_current_stream(self, _: int) -> int:
-        """The default one."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
@@ -80,17 +76,14 @@ class IdleDriver(DriverBase):  # type: ignore[misc]
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Any:
-        """Unused: nothing here is tuned. Triton wants the method."""
-        raise NotImplementedError
+        raise NotImplementedError  # nothing here is tuned
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """Unused: launchers in C would ask. Triton wants the method."""
-        raise NotImplementedError
+        raise NotImplementedError  # launchers in C would ask
 
     @classmethod
     def is_active(cls) -> bool:
-        """Only by `triton.runtime.driver.set_active`."""
-        return False
+        return False  # only by `triton.runtime.driver.set_active`
 
 
 @dataclass(frozen=True)
@@ -127,35 +120,26 @@ class Layer:
         self.attend()
 
 
-def microseconds(call: Callable[[], object], count: int) -> float:
+def microseconds(call: Callable[[], object]) -> float:
     """CPU time of one call, the least of some rounds."""
     call()
     times = []
     for _ in range(ROUNDS):
         begun = time.process_time()
-        for _ in range(count):
+        for _ in range(LAUNCHES):
             call()
-        times.append((time.process_time() - begun) / count)
+        times.append((time.process_time() - begun) / LAUNCHES)
     return min(times) * 1e6
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print both times."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.launch_overhead")
-    parser.add_argument("--launches", type=int, default=2000, help="per round")
-    parser.add_argument("--json", type=Path, help="write the times there")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     triton.runtime.driver.set_active(IdleDriver())
     layer = Layer.make()
-    times = {
-        "first": microseconds(layer.attend_as_at_first, options.launches),
-        "then": microseconds(layer.attend, options.launches),
-    }
-    print(f"us a layer (CPU): {times['first']:.1f} at first, {times['then']:.1f} from then on")
-    if options.json:
-        options.json.write_text(json.dumps(times, indent=2) + "\n")
-    return 0
+    first, then = microseconds(layer.attend_as_at_first), microseconds(layer.attend)
+    print(f"us a layer (CPU): {first:.1f} at first, {then:.1f} from then on")
+    print_last_line({"benchmark": "launch_overhead", "first_us": first, "then_us": then})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -196,9 +196,9 @@ class KVCache:
         return num_found
 
 
-def compare(name: str, seed: int, num_prompts: int) -> Iterator[dict[str, Any]]:
+def compare(name: str, num_prompts: int) -> Iterator[dict[str, Any]]:
     """The rows of a shape."""
-    job = Job.of(SHAPES[name](Tokens(seed), num_prompts))
+    job = Job.of(SHAPES[name](Tokens(0), num_prompts))
     cache = KVCache(job.tokens)
     least = 0.0
     for num_shards in NUM_SHARDS:
@@ -210,13 +210,13 @@ def compare(name: str, seed: int, num_prompts: int) -> Iterator[dict[str, Any]]:
         yield {"shape": name, "num_shards": num_shards, "extra_prefill": extra_prefill, **rounded}
 
 
-def simulate_shards(name: str, seed: int, num_prompts: int, num_shards: int) -> dict[str, Any]:
+def simulate_shards(name: str, num_prompts: int = 4000, num_shards: int = 4) -> dict[str, Any]:
     """Simulated seconds of the slowest shard, and of all."""
     from batchllm_operator.simulate.vllm_scheduling import simulate
 
     shape = {**SHAPES, "two_kinds": two_kinds}[name]
-    prompts = shape(Tokens(seed), num_prompts)
-    job = Job.of(prompts, outputs_of(name, prompts, seed))
+    prompts = shape(Tokens(0), num_prompts)
+    job = Job.of(prompts, outputs_of(name, prompts, seed=0))
     seconds = [
         simulate(job.workload(name, shard), POLICIES["batchllm"], MACHINE).predicted_s
         for shard in cut(job, num_shards)
@@ -227,22 +227,19 @@ def simulate_shards(name: str, seed: int, num_prompts: int, num_shards: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--num-prompts", type=int, default=10_000, help="of a shape, about")
     parser.add_argument("--makespans", action="store_true", help="simulate 4 shards as well")
-    parser.add_argument("--makespan-prompts", type=int, default=4000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
     rows = []
-    for name in args.shapes:
-        for row in compare(name, args.seed, args.num_prompts):
+    for name in SHAPES:
+        for row in compare(name, args.num_prompts):
             rows.append(row)
             print(json.dumps(row), flush=True)
     makespans = []
     if args.makespans:
-        for name in (*args.shapes, "two_kinds"):
-            makespans.append(simulate_shards(name, args.seed, args.makespan_prompts, 4))
+        for name in (*SHAPES, "two_kinds"):
+            makespans.append(simulate_shards(name))
             print(json.dumps(makespans[-1]), flush=True)
     report = {
         "benchmark": "shards",
@@ -252,7 +249,6 @@ def main() -> None:
         "rows": rows,
         "makespans": makespans,
         "num_prompts": args.num_prompts,
-        "seed": args.seed,
         **provenance(),
     }
     print_last_line(report, args.json)

@@ -3,7 +3,7 @@
     python -m benchmarks.workers                 # a minute or two
     python -m benchmarks.workers --seeds 0 1
 
-A job of `--num-shards` shards of about two minutes each is run by eight workers (ADR 33) in
+A job of 200 shards of about two minutes each is run by eight workers (ADR 33) in
 simulated time. Claims, progress, parts and reports are real, on a local lake; engines are fake
 (`simulated_machines`). The cases:
 
@@ -63,6 +63,8 @@ from benchmarks.simulated_machines import Machine, Place, Simulation
 
 DS: Final = "2026-01-31"
 NUM_WORKERS: Final = 8
+NUM_SHARDS: Final = 200
+SHARD_REQUESTS: Final = 50
 SHARD_S: Final = 120.0
 NOISE: Final = 0.1
 START_S: Final = 60.0
@@ -201,12 +203,17 @@ def measure(job: Job, case: Case) -> dict[str, Any]:
     }
 
 
-def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def row_of(
+    case: Case,
+    seeds: Sequence[int],
+    num_shards: int = NUM_SHARDS,
+    shard_requests: int = SHARD_REQUESTS,
+) -> dict[str, Any]:
     """The worst of all seeds for workers, and each one's figures."""
     runs = []
-    for seed in args.seeds:
+    for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="batchllm-workers-") as root:
-            job = Job(Path(root), args.num_shards, args.shard_requests, seed)
+            job = Job(Path(root), num_shards, shard_requests, seed)
             runs.append({"seed": seed, **measure(job, case)})
     worst = max(runs, key=lambda run: run["makespan"])
     return {
@@ -214,7 +221,7 @@ def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "makespan": worst["makespan"],
         "target": case.target,
         "num_takeovers": worst["num_takeovers"],
-        "num_shards": args.num_shards,
+        "num_shards": num_shards,
         "runs": runs,
     }
 
@@ -223,8 +230,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", default=names, choices=names)
-    parser.add_argument("--num-shards", type=int, default=200)
-    parser.add_argument("--shard-requests", type=int, default=50)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
@@ -232,13 +237,13 @@ def main() -> None:
     for case in (case for case in CASES if case.name in args.cases):
         # Progress lines would be of real time, and the lake need not survive a crash.
         with redirect_stderr(io.StringIO()), patch("os.fsync", lambda descriptor: None):
-            rows.append(row_of(case, args))
+            rows.append(row_of(case, args.seeds))
         print(json.dumps(rows[-1]), flush=True)
     report = {
         "benchmark": "workers",
         "rows": rows,
         "num_workers": NUM_WORKERS,
-        "shard_requests": args.shard_requests,
+        "shard_requests": SHARD_REQUESTS,
         "seeds": args.seeds,
         **provenance(),
     }

@@ -203,9 +203,6 @@ def test_no_step_begins_without_time(machine: Machine) -> None:
     assert machine.results() == {"steps.jsonl": ""}
 
 
-"""What is left for the last step if all others take as long as they may."""
-
-
 def test_settings_of_the_kernel_are_code_and_results_are_not(tmp_path: Path) -> None:
     code_digest = load("provenance").code_digest
     folder = tmp_path / "kernels" / "batchllm_kernels"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,7 @@ def test_the_ideal_is_work_over_speed(name: str, expected_s: float) -> None:
 
 
 def test_the_shards_of_a_lost_worker_are_run_by_others() -> None:
-    args = Namespace(num_shards=24, shard_requests=4, seeds=[0])
-    row = benchmark.row_of(CASES["killed"], args)
+    row = benchmark.row_of(CASES["killed"], [0], num_shards=24, shard_requests=4)
     assert 1 <= row["makespan"] < 8 / 7 * 1.2
     assert row["num_takeovers"] >= 1
 
