@@ -16,21 +16,16 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow.parquet as pq
 
-from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.demo.table import build_demo_table
-from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.spec import parse_spec
 from benchmarks.provenance import print_last_line, provenance_of_another_process
-from benchmarks.scoring.measured import run_child
+from benchmarks.scoring.measured import DS, run_child, run_job
 
-DS: Final = "2026-01-31"
 SYSTEM: Final = "Write a short snippet of the document that answers the query.\n"
 TEMPLATE: Final = "Document: {document}\nQuery: {query}\nSnippet:"
 MAX_TOKENS: Final = 16
@@ -103,22 +98,12 @@ def run_batchllm(folder: Path) -> dict[str, Any]:
         "engine": ENGINE,
         "planner": {"part_rows": 100},
     }
-    started_at = time.perf_counter()
-    plan = plan_job(parse_spec(fields, source="benchmark"), DS)
-    plan_s = time.perf_counter() - started_at
-    figures = run_child(folder, {"plan": plan.folder.uri})
-    started_at = time.perf_counter()
-    report = commit_run(plan.folder.uri)
-    counts = plan.manifest.counts
+    plan, table, figures = run_job(folder, fields)
     return {
         **figures,
-        "plan_s": round(plan_s, 3),
-        "commit_s": round(time.perf_counter() - started_at, 3),
-        "texts": pq.read_table(folder / "out")["generated_text"].to_pylist(),
-        "num_prompt_tokens": counts.num_logical_tokens,
-        "num_cached_tokens": counts.num_logical_tokens - report.done.num_computed_tokens,
-        "planned_saving_ratio": round(counts.planned_saving_ratio, 4),
-        "optimal_saving_ratio": round(counts.optimal_saving_ratio, 4),
+        "texts": table["generated_text"].to_pylist(),
+        "planned_saving_ratio": round(plan.manifest.counts.planned_saving_ratio, 4),
+        "optimal_saving_ratio": round(plan.manifest.counts.optimal_saving_ratio, 4),
     }
 
 

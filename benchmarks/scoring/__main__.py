@@ -21,13 +21,12 @@ repetitions' ratios. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import print_last_line, provenance_of_another_process
-from benchmarks.scoring.measured import TEMPLATES, GateError, measured, prepare
+from benchmarks.scoring.measured import TEMPLATES, measured
 from benchmarks.scoring.simulated import GPU, MODEL, simulated, targets
 
 
@@ -46,11 +45,7 @@ def main() -> None:
         report["measured"] = []
         for name in TEMPLATES:
             with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-                shape = prepare(Path(folder), name)
-                try:
-                    rows = measured(shape, args.repetitions)
-                except GateError as error:
-                    sys.exit(f"gate: {error}; no figures")
+                rows = measured(Path(folder), name, args.repetitions)
             report["measured"] += rows
             for row in rows:
                 _print(row, "wall_s", "wall_of_ours", "cpu_s", "computed_tokens", "steps")

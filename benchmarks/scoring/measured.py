@@ -9,14 +9,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -24,6 +25,7 @@ from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.demo.table import build_demo_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import parse_spec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DS: Final = "2026-01-31"
 TEMPLATES: Final = {
@@ -42,40 +44,7 @@ ENGINE: Final = {
 _TOLERANCE: Final = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The rows of one template: in the table's order, as prompts."""
-
-    name: str
-    folder: Path
-    prompts: list[list[int]]
-    label_token_ids: tuple[int, ...]
-    plan_uri: str
-
-
-class GateError(Exception):
-    """Policies differ in what they answer: there are no figures."""
-
-
-def prepare(folder: Path, name: str) -> Shape:
-    """A table, a model and a plan in `folder`."""
-    build_demo_table(folder / "documents", ds=DS)
-    build_demo_model(folder / "model")
-    template = TEMPLATES[name]
-    plan = plan_job(parse_spec(_spec(folder, name), source="benchmark"), DS)
-    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
-    rows = pq.read_table(folder / "documents").to_pylist()
-    encodings = tokenizer.encode_batch([template.format(**row) for row in rows])
-    return Shape(
-        name,
-        folder,
-        [encoding.ids for encoding in encodings],
-        plan.manifest.answers.label_token_ids,
-        plan.folder.uri,
-    )
-
-
-def _spec(folder: Path, name: str) -> dict[str, Any]:
+def _spec(folder: Path, name: str, repetition: int) -> dict[str, Any]:
     return {
         "spec_version": 1,
         "name": name,
@@ -84,55 +53,67 @@ def _spec(folder: Path, name: str) -> dict[str, Any]:
         "model": {"path": str(folder / "model")},
         "task": "classify",
         "label_values": LABEL_VALUES,
-        "output": {"uri": str(folder / "out" / name)},
+        "output": {"uri": str(folder / "out" / f"{name}-{repetition}")},
         "engine": ENGINE,
     }
 
 
-def measured(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
-    """A row for each policy: medians of the repetitions.
+def measured(folder: Path, name: str, repetitions: int) -> list[dict[str, Any]]:
+    """A row for each policy: medians of the repetitions. Ends the process if probabilities differ.
 
-    Raises:
-        GateError: a row's probabilities differ.
+    Args:
+        folder: an empty one.
+        name: of a template.
+        repetitions: at least one.
     """
-    as_given = list(range(len(shape.prompts)))
-    in_order = sorted(as_given, key=shape.prompts.__getitem__)
-    label = {"max_tokens": 1, "logprob_token_ids": list(shape.label_token_ids)}
-    stock: dict[str, tuple[list[int], dict[str, Any]]] = {
-        "stock_sorted": (in_order, label),
-        "stock_given": (as_given, label),
-        "stock_sorted_text": (in_order, {"max_tokens": 4, "ignore_eos": True}),
-        "stock_sorted_json": (in_order, {"max_tokens": 24, "ignore_eos": True}),
-    }
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("batchllm", *stock)}
+    build_demo_table(folder / "documents", ds=DS)
+    build_demo_model(folder / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    documents = pq.read_table(folder / "documents").to_pylist()
+    encodings = tokenizer.encode_batch([TEMPLATES[name].format(**row) for row in documents])
+    prompts = [encoding.ids for encoding in encodings]
+    as_given = list(range(len(prompts)))
+    in_order = sorted(as_given, key=prompts.__getitem__)
+    runs: dict[str, list[dict[str, Any]]] = {}
     for repetition in range(repetitions):
-        runs["batchllm"].append(_ours(shape, repetition))
-        for policy, (order, params) in stock.items():
-            engine = {**ENGINE, "model": str(shape.folder / "model")}
-            prompts = [{"prompt_token_ids": shape.prompts[idx]} for idx in order]
-            job = {"engine": engine, "params": params, "prompts": prompts}
-            runs[policy].append(run_child(shape.folder, job))
-    probabilities = runs["batchllm"][-1]["probabilities"]
-    for policy in ("stock_sorted", "stock_given"):
-        for theirs in runs[policy]:
-            _compare(probabilities, stock[policy][0], theirs["logprobs"])
-    return [_row(shape, policy, runs[policy], runs["batchllm"]) for policy in runs]
+        plan, table, ours = run_job(folder, _spec(folder, name, repetition))
+        runs.setdefault("batchllm", []).append(ours)
+        rows = table["probabilities"].to_pylist()
+        probabilities = np.array([[row[label] for label in LABEL_VALUES] for row in rows])
+        label_token_ids = list(plan.manifest.answers.label_token_ids)
+        label = {"max_tokens": 1, "logprob_token_ids": label_token_ids}
+        for policy, order, params in (
+            ("stock_sorted", in_order, label),
+            ("stock_given", as_given, label),
+            ("stock_sorted_text", in_order, {"max_tokens": 4, "ignore_eos": True}),
+            ("stock_sorted_json", in_order, {"max_tokens": 24, "ignore_eos": True}),
+        ):
+            engine = {**ENGINE, "model": str(folder / "model")}
+            inputs = [{"prompt_token_ids": prompts[idx]} for idx in order]
+            theirs = run_child(folder, {"engine": engine, "params": params, "prompts": inputs})
+            if params is label:
+                compare(probabilities[order], theirs["logprobs"])
+            runs.setdefault(policy, []).append(theirs)
+    about = {"workload": name, "num_rows": len(prompts)}
+    return [about | _row(policy, runs[policy], runs["batchllm"]) for policy in runs]
 
 
-def _ours(shape: Shape, repetition: int) -> dict[str, Any]:
-    """One run of a plan of its own."""
-    spec = _spec(shape.folder, shape.name)
-    spec["output"] = {"uri": f"{spec['output']['uri']}-{repetition}"}
-    plan = plan_job(parse_spec(spec, source="benchmark"), DS)
-    result = run_child(shape.folder, {"plan": plan.folder.uri})
+def run_job(folder: Path, fields: dict[str, Any]) -> tuple[StoredPlan, pa.Table, dict[str, Any]]:
+    """Plan, run in a process of its own, and commit: the plan, its table, and figures."""
+    started_at = time.perf_counter()
+    plan = plan_job(parse_spec(fields, source="benchmark"), DS)
+    plan_s = time.perf_counter() - started_at
+    figures = run_child(folder, {"plan": plan.folder.uri})
+    started_at = time.perf_counter()
     report = commit_run(plan.folder.uri)
-    table = pq.read_table(spec["output"]["uri"])
-    probabilities = table["probabilities"].to_pylist()
-    return {
-        **result,
-        "probabilities": [[row[label] for label in LABEL_VALUES] for row in probabilities],
-        "num_cached_tokens": report.plan.num_logical_tokens - report.done.num_computed_tokens,
+    num_tokens = plan.manifest.counts.num_logical_tokens
+    figures |= {
+        "plan_s": round(plan_s, 3),
+        "commit_s": round(time.perf_counter() - started_at, 3),
+        "num_prompt_tokens": num_tokens,
+        "num_cached_tokens": num_tokens - report.done.num_computed_tokens,
     }
+    return plan, pq.read_table(fields["output"]["uri"]), figures
 
 
 def run_child(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
@@ -164,29 +145,23 @@ def run_child(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _compare(ours: list[list[float]], order: Sequence[int], theirs: list[list[float]]) -> None:
-    weights = np.exp(np.array(theirs))
+def compare(ours: NDArray[np.float64], logprobs: list[list[float]]) -> None:
+    """End the process if probabilities aren't those of the labels' log-probabilities."""
+    weights = np.exp(np.array(logprobs))
     expected = weights / weights.sum(axis=1, keepdims=True)
-    found = np.array(ours)[list(order)]
-    if (worst := float(np.abs(found - expected).max())) > _TOLERANCE:
-        raise GateError(f"probabilities differ by up to {worst:.2g}")
+    if (worst := float(np.abs(ours - expected).max())) > _TOLERANCE:
+        sys.exit(f"gate: probabilities differ by up to {worst:.2g}; no figures")
 
 
-def _row(
-    shape: Shape, policy: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]]
-) -> dict[str, Any]:
-    num_tokens = sum(map(len, shape.prompts))
-
+def _row(policy: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
     def of_ours(name: str) -> float:
         ratios = [run[name] / our[name] for run, our in zip(runs, ours, strict=True)]
         return float(round(median(ratios), 3))
 
     return {
-        "workload": shape.name,
         "policy": policy,
-        "num_rows": len(shape.prompts),
-        "num_prompt_tokens": num_tokens,
-        "computed_tokens": num_tokens - runs[0]["num_cached_tokens"],
+        "num_prompt_tokens": runs[0]["num_prompt_tokens"],
+        "computed_tokens": runs[0]["num_prompt_tokens"] - runs[0]["num_cached_tokens"],
         **{
             name: round(median(run[name] for run in runs), 3)
             for name in ("wall_s", "cpu_s", "steps")
