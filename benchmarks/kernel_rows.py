@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from batchllm_kernels.prefix_attention import AttentionShape, BatchLimits, find_shared_prefixes
+from batchllm_operator.cost import GPU, find_gpu
 from benchmarks import kernel_targets, kernel_timing
 from benchmarks.kernel_contenders import Contender, Ours
-from benchmarks.kernel_work import AttentionWork, Chip, count_work, kv_token_bytes, read_chips
+from benchmarks.kernel_work import AttentionWork, count_work, kv_token_bytes
 from benchmarks.kernel_workloads import (
     CacheLayout,
     Family,
@@ -37,22 +38,22 @@ class Bench:
 
     device: torch.device
     layout: CacheLayout
-    chip: Chip | None
+    chip: GPU | None
     """The device, if its rates are known."""
     seed: int
     repetitions: int
     warmup: int
 
     @property
-    def model_chip(self) -> Chip:
-        return self.chip or read_chips()[MODELLED_CHIP]
+    def model_chip(self) -> GPU:
+        return self.chip or find_gpu(MODELLED_CHIP)
 
     def rng(self, setting: Setting) -> np.random.Generator:
         """Fresh for each setting, and the same whatever else is measured."""
         return np.random.default_rng([self.seed, 2, *setting.name.encode()])
 
 
-def model_row(setting: Setting, work: AttentionWork, chip: Chip) -> dict[str, Any]:
+def model_row(setting: Setting, work: AttentionWork, chip: GPU) -> dict[str, Any]:
     """What a step has to do, and how long that takes at best."""
     return {
         "setting": setting.name,
@@ -137,7 +138,7 @@ def _call_all(calls: Sequence[Callable[[], object]]) -> list[object]:
 
 
 def compare(
-    times: Mapping[str, Mapping[str, Any]], work: AttentionWork, chip: Chip | None
+    times: Mapping[str, Mapping[str, Any]], work: AttentionWork, chip: GPU | None
 ) -> dict[str, Any]:
     """Ours against the others, as graphs; FlashAttention 3 with the splits that suit it best."""
     graph_ms = {name: each["graph"]["median_ms"] for name, each in times.items()}

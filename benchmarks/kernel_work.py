@@ -3,53 +3,41 @@
 Counted is what the algorithm needs, not what a kernel does: each key and value once, those of a
 shared prefix once for its group. (A kernel reads a prefix once for each tile that the group's
 queries fill; on time, the others find it in the L2 cache.) No block padding. Time on a chip is a
-roofline over the data sheet's rates (`chips.toml`): nothing runs much faster, most runs slower.
+roofline over the data sheet's rates (`gpus.toml`): nothing runs much faster, most runs slower.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Final
 
 from batchllm_kernels.prefix_attention import AttentionShape
 from batchllm_kernels.tuning.workloads import Group
+from batchllm_operator.cost import GPU, find_gpu
 
 _PARTIAL_BYTES = 4
 """Partial outputs and their LSEs are float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """One device's peak rates, by its data sheet."""
-
-    name: str
-    device_names: tuple[str, ...]
-    """How its driver's name for it begins."""
-    hbm_bytes_per_s: float
-    bf16_flop_per_s: float
-    """Dense."""
-    source: str
-
-    def roofline_s(self, num_bytes: float, flop: float) -> float:
-        """max(bytes / bandwidth, FLOP / peak), in seconds."""
-        return max(num_bytes / self.hbm_bytes_per_s, flop / self.bf16_flop_per_s)
+_GPU_OF_DEVICE: Final = {
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "AMD Instinct MI300X": "MI300X",
+}
+"""By how the driver's name for it begins."""
 
 
-def read_chips() -> dict[str, Chip]:
-    """The table beside this file, by name."""
-    tables = tomllib.loads(Path(__file__).with_name("chips.toml").read_text("utf-8"))
-    return {
-        name: Chip(name=name, device_names=tuple(table.pop("device_names")), **table)
-        for name, table in tables.items()
-    }
+def find_chip(device_name: str) -> GPU | None:
+    """The GPU that a driver calls `device_name`; None if its rates aren't known."""
+    names = [gpu for start, gpu in _GPU_OF_DEVICE.items() if device_name.startswith(start)]
+    return find_gpu(names[0]) if names else None
 
 
-def find_chip(device_name: str) -> Chip | None:
-    """The chip that a driver calls `device_name`; None if the table doesn't have it."""
-    chips = read_chips().values()
-    return next((chip for chip in chips if device_name.startswith(chip.device_names)), None)
+def roofline_s(chip: GPU, num_bytes: float, flop: float) -> float:
+    """max(bytes / bandwidth, FLOP / peak), in seconds, by the data sheet."""
+    return max(num_bytes / chip.hbm_bytes_per_s, flop / chip.bf16_flop_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +57,20 @@ class AttentionWork:
     """Two matrix products, Q K^T and P V, over the keys that each query sees; as many with
     sharing as without."""
 
-    def ideal_s(self, chip: Chip) -> float:
+    def ideal_s(self, chip: GPU) -> float:
         """Floor: max((unique KV + q + out) / bandwidth, FLOP / peak), in seconds."""
-        return chip.roofline_s(self.unique_kv_bytes + self.q_out_bytes, self.flop)
+        return roofline_s(chip, self.unique_kv_bytes + self.q_out_bytes, self.flop)
 
-    def shared_s(self, chip: Chip) -> float:
+    def shared_s(self, chip: GPU) -> float:
         """As `ideal_s`, with the partials going through memory."""
         num_bytes = self.unique_kv_bytes + self.q_out_bytes + self.partials_bytes
-        return chip.roofline_s(num_bytes, self.flop)
+        return roofline_s(chip, num_bytes, self.flop)
 
-    def plain_s(self, chip: Chip) -> float:
+    def plain_s(self, chip: GPU) -> float:
         """Floor of a kernel without sharing, in seconds."""
-        return chip.roofline_s(self.plain_kv_bytes + self.q_out_bytes, self.flop)
+        return roofline_s(chip, self.plain_kv_bytes + self.q_out_bytes, self.flop)
 
-    def predicted_speedup(self, chip: Chip) -> float:
+    def predicted_speedup(self, chip: GPU) -> float:
         """`plain_s` / `shared_s`: what sharing gains if both reach the same share of the peak.
 
         Less than 1 where the partials cost more than the prefixes save, 1 for a step without work.

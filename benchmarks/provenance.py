@@ -58,7 +58,7 @@ def git_sha() -> str | None:
 def code_digest(root: Path | None = None) -> str:
     """Tells versions of the measured code apart, committed or not: 16 hex digits.
 
-    Counts the kernel's settings and tables of chips as code, but no results.
+    Counts the kernel's settings and tables of GPUs as code, but no results.
 
     Args:
         root: of the repository; this one by default.

@@ -210,7 +210,7 @@ def test_settings_of_the_kernel_are_code_and_results_are_not(tmp_path: Path) -> 
     for path in (folder, results):
         path.mkdir(parents=True)
     digests = [code_digest(tmp_path)]
-    for path in (folder / "launch.py", folder / "sm90.json", tmp_path / "benchmarks/chips.toml"):
+    for path in (folder / "launch.py", folder / "sm90.json", tmp_path / "benchmarks/paper.toml"):
         for text in ("{}", "{1}"):
             path.write_text(text)
             digests.append(code_digest(tmp_path))
