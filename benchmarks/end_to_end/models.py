@@ -12,42 +12,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from batchllm_operator.cost import MODEL_SHAPES, ModelShape
 from benchmarks.workloads import WORKLOADS, longest_tokens, shrunk
 
+TINY: Final = "tiny"
+"""Mistral's architecture, small enough for a CPU."""
+_TINY: Final = ModelShape(TINY, 2, 128, 4, 2, 32, 256, 512, 426_624)
 _COMMON: Final = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
-    "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "Mistral-7B": {
-        **_COMMON,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 32000,
-        "max_position_embeddings": 32768,
-        "sliding_window": None,
-        "rope_theta": 10000.0,
-        "eos_token_id": 2,
-    },
+_MISTRAL: Final = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "Mistral-7B": _MISTRAL,
     "Qwen2-7B": {
-        **_COMMON,
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
         "max_position_embeddings": 131072,
         "use_sliding_window": False,
         "rope_theta": 1000000.0,
@@ -55,40 +45,32 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "eos_token_id": 151643,
     },
     "Llama-3-8B": {
-        **_COMMON,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
         "max_position_embeddings": 8192,
         "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
         "eos_token_id": 128001,
     },
+    TINY: {**_MISTRAL, "max_position_embeddings": 4096},
 }
-TINY: Final = "tiny"
-"""Mistral's architecture, small enough for a CPU."""
-_TINY_SIZES: Final = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-}
-MODELS: Final = (*CONFIGS, TINY)
+MODELS: Final = tuple(_CONFIGS)
 
 
 def model_config(name: str) -> dict[str, Any]:
     """The `config.json` of one of `MODELS`."""
-    if name == TINY:
-        return {**CONFIGS["Mistral-7B"], **_TINY_SIZES}
-    return dict(CONFIGS[name])
+    shape = _TINY if name == TINY else MODEL_SHAPES[name]
+    return {
+        **_COMMON,
+        **_CONFIGS[name],
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocab_size,
+    }
 
 
 def write_model(name: str) -> Path:
