@@ -20,9 +20,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +51,7 @@ _ENGINE_TIMEOUT_S: Final = 150.0
 _NUM_LOGPROBS: Final = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outputs:
+class Outputs(NamedTuple):
     """Greedy outputs of n prompts: arrays [n, output tokens], and [.., k] of the likeliest."""
 
     tokens: NDArray[np.int64]
@@ -61,16 +59,6 @@ class Outputs:
     """The k likeliest, the likeliest first."""
     logprobs: NDArray[np.float64]
     """Of those."""
-
-    def save(self, path: Path) -> None:
-        """As a NumPy archive."""
-        np.savez_compressed(path, **asdict(self))
-
-    @classmethod
-    def load(cls, path: Path) -> Outputs:
-        """What `save` wrote."""
-        with np.load(path) as arrays:
-            return cls(**arrays)
 
 
 def compare(reference: Outputs, other: Outputs) -> dict[str, Any]:
@@ -149,21 +137,18 @@ def generate(task: Task) -> Outputs:
             }
     finally:
         engine.close()
-    tokens, likely_tokens, logprobs = [], [], []
-    for idx in range(len(by_idx)):
-        tokens.append(list(by_idx[idx].token_ids))
-        # A sampled token that isn't among the likeliest comes on top of them.
-        ranked = [
+    outputs = [by_idx[idx] for idx in range(len(by_idx))]
+    # A sampled token that isn't among the likeliest comes on top of them.
+    likely = [
+        [
             sorted(((other.logprob, token) for token, other in place.items()), reverse=True)
-            for place in by_idx[idx].logprobs
+            for place in output.logprobs
         ]
-        likely_tokens.append([[token for _, token in place[:_NUM_LOGPROBS]] for place in ranked])
-        logprobs.append([[logprob for logprob, _ in place[:_NUM_LOGPROBS]] for place in ranked])
-    return Outputs(
-        np.array(tokens, dtype=np.int64),
-        np.array(likely_tokens, dtype=np.int64),
-        np.array(logprobs, dtype=np.float64),
-    )
+        for output in outputs
+    ]
+    ranked = np.array([[place[:_NUM_LOGPROBS] for place in places] for places in likely])
+    tokens = np.array([list(output.token_ids) for output in outputs], dtype=np.int64)
+    return Outputs(tokens, ranked[..., 1].astype(np.int64), ranked[..., 0])
 
 
 def _add(llm: Any, request: EngineRequest, output_tokens: int) -> None:
@@ -252,7 +237,8 @@ def main() -> int:
         policy, settings = args.one
         engine = {"extra_args": {"load_format": LOAD_FORMAT}}
         task = Task(policy, settings, model=args.model, share=_SHARE, engine=engine)
-        generate(task).save(outputs_file(args, policy, settings))
+        path = outputs_file(args, policy, settings)
+        np.savez_compressed(path, **generate(task)._asdict())
         return 0
     end_on_sigterm()
     here = provenance_of_another_process()
@@ -264,7 +250,7 @@ def main() -> int:
         if reason := run_engine(args, policy, settings):
             missing[name] = reason
         else:
-            found[name] = Outputs.load(outputs_file(args, policy, settings))
+            found[name] = Outputs(**np.load(outputs_file(args, policy, settings)))
         print(f"== {name}: {missing.get(name, 'done')}", flush=True)
         if " ".join(REFERENCE) not in found:
             sys.exit(f"stock vLLM failed: {missing}")

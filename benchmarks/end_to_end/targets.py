@@ -148,15 +148,14 @@ def targets(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     caller has to check that.
     """
     listed: list[dict[str, Any]] = []
+    ratios = speedups(summaries)
     for workload, least in _LEAST_SPEEDUPS.items():
         for baseline, reach in least.items():
             stock = best(summaries, workload, BASELINES[baseline])
             lacking = _lacking(summaries, workload, BASELINES[baseline])
             for policy in OURS:
                 ours = best(summaries, workload, (policy,))
-                ratio = None
-                if ours is not None and stock is not None:
-                    ratio = round(ours.requests_per_s / stock.requests_per_s, 3)
+                ratio = ratios.get(workload, {}).get(f"{policy}_vs_{baseline}")
                 listed.append(
                     {
                         "measure": f"{workload}: requests/s over stock {baseline}",
