@@ -23,12 +23,8 @@ def _shares_a_lot(setting: Setting) -> bool:
     )
 
 
-def _shares_among_four(setting: Setting) -> bool:
-    return setting == Setting(DECODE_256, 1024, 256, 4)
-
-
-def _adjacent(setting: Setting) -> bool:
-    return setting == Setting(DECODE_256, 1024, 256, 16, adjacent=True)
+_DEGREE_4 = Setting(DECODE_256, 1024, 256, 4)
+_ADJACENT = Setting(DECODE_256, 1024, 256, 16, adjacent=True)
 
 
 def _shares_nothing(setting: Setting, *, decodes: bool) -> bool:
@@ -42,15 +38,15 @@ ROW_TARGETS: Sequence[tuple[str, str, float, Callable[[Setting], bool]]] = (
         "of HBM bandwidth on unique bytes: decode, degree >= 16, prefix >= 1024, own 256",
         _BANDWIDTH,
         0.65,
-        lambda setting: _shares_a_lot(setting) or _adjacent(setting),
+        lambda setting: _shares_a_lot(setting) or setting == _ADJACENT,
     ),
     (
         "of FA3's speed: decode, degree 16, prefix 1024, own 256, members adjacent",
         _SPEEDUP,
         1.0,
-        _adjacent,
+        _ADJACENT.__eq__,
     ),
-    ("of FA3's speed: decode, degree 4, prefix 1024, own 256", _SPEEDUP, 1.3, _shares_among_four),
+    ("of FA3's speed: decode, degree 4, prefix 1024, own 256", _SPEEDUP, 1.3, _DEGREE_4.__eq__),
     ("of FA3's speed: decode, no sharing", _SPEEDUP, 0.95, partial(_shares_nothing, decodes=True)),
     (
         "of FA3's speed: prefill and decode, no sharing",
@@ -64,7 +60,7 @@ ROW_TARGETS: Sequence[tuple[str, str, float, Callable[[Setting], bool]]] = (
 
 def is_target(setting: Setting) -> bool:
     """Whether a target is about this setting in particular, not about many like it."""
-    return _shares_a_lot(setting) or _shares_among_four(setting) or _adjacent(setting)
+    return _shares_a_lot(setting) or setting in (_DEGREE_4, _ADJACENT)
 
 
 def judge(

@@ -1,10 +1,9 @@
 """The whole plan stage against tokenizing all prompts plainly: `python -m benchmarks.plan_stage`.
 
-The table is shaped like the paper's case 1: seven rows ask about the same document, each
-in its own words, in random order. Text comes from a chain of word pairs learnt from real
-documents, so it looks like text; documents and questions are passages of it from random places.
-The byte-level BPE tokenizer is trained here. For each number of cores, set by affinity, and one
-after the other, two processes of their own
+The table is shaped like the paper's case 1: seven rows ask about the same document, each in its own
+words, in random order. Words come from real documents, each as often as there; documents and
+questions are passages from random places. The byte-level BPE tokenizer is trained here. On one
+core and on all, set by affinity, and one after the other, two processes of their own
 
     tokenize    `encode_batch_fast` of `tokenizers` over the first `--plain-prompts` prompts
     plan        `plan_job`: Parquet table -> tokenizer loaded -> token ids -> plan on disk
@@ -30,11 +29,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,19 +86,10 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 
 def make_text(texts: Sequence[str], num_chars: int, generator: random.Random) -> str:
-    """Each word followed by one that followed it in `texts`."""
-    known = [word for text in texts for word in text.split(" ")]
-    following: defaultdict[str, list[str]] = defaultdict(list)
-    for word, after in pairwise(known):
-        following[word].append(after)
-    words: list[str] = []
-    length = 0
-    word = known[0]
-    while length < num_chars:
-        word = generator.choice(following.get(word) or known)
-        words.append(word)
-        length += len(word) + 1
-    return " ".join(words)
+    """Words of `texts`, each as often as there: the tokenizer sees no more than one at a time."""
+    words = [word for text in texts for word in text.split(" ")]
+    chars_per_word = sum(map(len, words)) / len(words) + 1
+    return " ".join(generator.choices(words, k=1 + int(num_chars / chars_per_word)))
 
 
 def make_table(num_prompts: int, texts: Sequence[str], tokenizer: Tokenizer, lake: Path) -> None:

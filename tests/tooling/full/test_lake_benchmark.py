@@ -8,7 +8,7 @@ from support.benchmark_modules import run
 
 
 def test_it_runs_and_its_last_line_is_json(tmp_path: Path) -> None:
-    args = ["--rows", "300,20", "--formats", "delta", "--repetitions", "2", "--characters", "50"]
+    args = ["--rows", "300,20", "--formats", "delta", "--repetitions", "2"]
     found = run(tmp_path, "lake", *args, "--root", str(tmp_path))
     assert [row["num_rows"] for row in found["rows"]] == [20, 300]
     for row in found["rows"]:
