@@ -73,10 +73,17 @@ def code_digest(root: Path | None = None) -> str:
     return digest.hexdigest()[:16]
 
 
+def child_environment() -> dict[str, str]:
+    """In which another interpreter finds the modules that this one finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def provenance_of_another_process() -> dict[str, Any]:
     """`provenance`, without starting CUDA in this process."""
     command = [sys.executable, "-P", "-m", "benchmarks.provenance"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

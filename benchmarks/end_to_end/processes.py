@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from benchmarks.provenance import child_environment
+
 
 def end_on_sigterm() -> None:
     """Make SIGTERM raise `SystemExit` in this process: what `run_logged` has started ends with it,
@@ -42,7 +44,7 @@ def run_logged(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
+            env=child_environment() | environment,
             start_new_session=True,
         )
         try:

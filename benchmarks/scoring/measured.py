@@ -6,7 +6,6 @@ The model is tiny: computed tokens carry over to other machines, seconds don't, 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from batchllm_operator.demo.table import build_demo_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from benchmarks.provenance import child_environment
 
 DS: Final = "2026-01-31"
 TEMPLATES: Final = {
@@ -124,7 +124,7 @@ def run_child(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     """
     (folder / "job.json").write_text(json.dumps(job))
     environment = {
-        **os.environ,
+        **child_environment(),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",

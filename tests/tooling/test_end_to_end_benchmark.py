@@ -400,6 +400,18 @@ def test_an_engine_ends_with_the_benchmark_that_started_it(tmp_path: Path) -> No
     wait_until(lambda: is_gone((tmp_path / "pid").read_text()), "it is gone", limit_s=30.0)
 
 
+def test_processes_of_a_benchmark_find_it_from_a_checkout(tmp_path: Path) -> None:
+    command = "import sys; from benchmarks.end_to_end.processes import *; sys.exit(run_logged("
+    command += "[sys.executable, '-P', '-c', 'import benchmarks'], Path(sys.argv[1]), {}, None))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        [sys.executable, "-c", command, str(tmp_path / "log")],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "doubt"),
     [
