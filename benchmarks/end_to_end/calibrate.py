@@ -52,12 +52,13 @@ class RunWork:
 
     def median(self, name: str) -> float:
         """Of the repetitions."""
-        return statistics.median(row[name] for row in self.rows)
+        return float(statistics.median(row[name] for row in self.rows))
 
     @property
     def measured_s(self) -> float:
         """Median, from the first step to the last output."""
-        return statistics.median(row["generate_s"] - row["admission_s"] for row in self.rows)
+        seconds = [row["generate_s"] - row["admission_s"] for row in self.rows]
+        return float(statistics.median(seconds))
 
     @property
     def prefill_tokens(self) -> int:
