@@ -94,19 +94,20 @@ def _attend_tile(
 
     A wide tile runs steps that all rows see entirely in a loop without masks.
     """
+    num_dims: tl.constexpr = CONST.dims  # Triton 3.6 takes no attribute in a shape
     block_m: tl.constexpr = CONST.wide_m if WIDE else CONST.narrow_m
     block_n: tl.constexpr = CONST.wide_n if WIDE else CONST.narrow_n
     stages: tl.constexpr = CONST.wide_stages if WIDE else CONST.narrow_stages
     start = tile.kv_start
     rows = _rows(tile, kv_head, members, block_m, CONST)
-    dims = tl.arange(0, CONST.dims)
+    dims = tl.arange(0, num_dims)
     q = _load_queries(queries, rows, dims, CONST)
     head_at = kv_head.to(tl.int64) * stride_kv_head
     block_row = cache.block_table + tile.block_row.to(tl.int64) * stride_table
     cache = Cache(
         cache.k + head_at, cache.v + head_at, block_row, cache.stride_block, cache.stride_token
     )
-    output = tl.zeros([block_m, CONST.dims], tl.float32)
+    output = tl.zeros([block_m, num_dims], tl.float32)
     row_max = tl.full([block_m], float("-inf"), tl.float32)
     row_sum = tl.zeros([block_m], tl.float32)
     if CONST.window > 0:

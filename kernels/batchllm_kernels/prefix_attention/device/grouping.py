@@ -59,7 +59,7 @@ def find_depths(
     if own_blocks == 0:
         tl.store(depths + request, 0)
     else:
-        low = tl.zeros([SIZES.requests], tl.int32)
+        low = tl.zeros_like(others)
         high = tl.minimum(num_blocks, own_blocks)
         high = tl.where(others == request, 0, high)  # not with itself
         own_row = block_table + request.to(tl.int64) * table_stride

@@ -37,10 +37,12 @@ def _merge_partial(
 @triton.jit
 def merge_unit(tile, kv_head, members, results, CONST: tl.constexpr):
     """Merge all partials of the tile's unit, for one KV head, and write the output."""
+    merge_m: tl.constexpr = CONST.merge_m  # Triton 3.6 takes no attribute in a shape
+    num_dims: tl.constexpr = CONST.dims
     num_stacked = tile.unit_members * tile.unit_len
-    dims = tl.arange(0, CONST.dims)
-    for first_row in range(0, num_stacked * CONST.heads_per_kv, CONST.merge_m):
-        rows = first_row + tl.arange(0, CONST.merge_m)
+    dims = tl.arange(0, num_dims)
+    for first_row in range(0, num_stacked * CONST.heads_per_kv, merge_m):
+        rows = first_row + tl.arange(0, merge_m)
         stacked = rows // CONST.heads_per_kv
         head = kv_head * CONST.heads_per_kv + rows % CONST.heads_per_kv
         token_in_member = tile.row_offset + stacked % tile.unit_len
@@ -50,9 +52,9 @@ def merge_unit(tile, kv_head, members, results, CONST: tl.constexpr):
         is_row = token_in_member < member.query_len
         own_slot = member.slot + token_in_member
 
-        output = tl.zeros([CONST.merge_m, CONST.dims], tl.float32)
-        row_max = tl.full([CONST.merge_m], float("-inf"), tl.float32)
-        row_sum = tl.zeros([CONST.merge_m], tl.float32)
+        output = tl.zeros([merge_m, num_dims], tl.float32)
+        row_max = tl.full([merge_m], float("-inf"), tl.float32)
+        row_sum = tl.zeros([merge_m], tl.float32)
         for piece in range(0, tile.prefix_pieces):
             slot = tile.prefix_slot + piece * num_stacked + stacked
             output, row_max, row_sum = _merge_partial(
