@@ -84,9 +84,9 @@ def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
     local = committed(plan.folder.uri, "--on", "local")
     if by_spark.num_rows != num_rows or not by_spark.equals(rows_of(job.tables)):
         sys.exit(f"{kind}: Spark's rows aren't those of the local commit; no figures")
-    found = {"table": kind, "rows": num_rows, "spark": on_spark, "local": local}
-    print(json.dumps(found), flush=True)
-    return found
+    figures = {"table": kind, "rows": num_rows, "spark": on_spark, "local": local}
+    print(json.dumps(figures), flush=True)
+    return figures
 
 
 def main() -> None:
@@ -94,19 +94,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
-    found = []
+    commits = []
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
         for kind in KINDS:
-            found.append(measure(Path(folder, kind), kind, args.rows))
+            commits.append(measure(Path(folder, kind), kind, args.rows))
     peaks = {
-        part: max(commit[part]["peak_bytes"] for commit in found) for part in ("spark", "local")
+        part: max(commit[part]["peak_bytes"] for commit in commits) for part in ("spark", "local")
     }
     report = {
         "benchmark": "commit_spark",
-        "commits": found,
+        "commits": commits,
         "driver_peak_bytes": peaks["spark"],
         "local_peak_bytes": peaks["local"],
-        "executor_us": max(each["spark"]["executor_us"] for each in found),
+        "executor_us": max(commit["spark"]["executor_us"] for commit in commits),
         "git_sha": git_sha(),
     }
     print_last_line(report, args.json)

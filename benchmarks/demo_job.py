@@ -78,11 +78,11 @@ def main() -> None:
 def run_stock(folder: Path, prompts: list[str]) -> dict[str, Any]:
     """`LLM.generate` in a process of its own."""
     engine = {**ENGINE, "model": str(folder / "model")}
-    found = run_child(
+    figures = run_child(
         folder, {"engine": engine, "params": {"max_tokens": MAX_TOKENS}, "prompts": prompts}
     )
-    del found["logprobs"]
-    return found
+    del figures["logprobs"]
+    return figures
 
 
 def run_batchllm(folder: Path) -> dict[str, Any]:

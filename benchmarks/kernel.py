@@ -108,7 +108,7 @@ def measure(
 ) -> None:
     """Add rows and targets to the report; with times where the gate passed on a GPU."""
     every = settings(quick=args.quick, adjacent=args.adjacent)
-    wanted = [each for each in every if fnmatch.fnmatch(each.name, args.only)]
+    wanted = [setting for setting in every if fnmatch.fnmatch(setting.name, args.only)]
     on_gpu = bench.device.type != "cpu" and report["gate"] == "pass"
     ours = Ours(SHAPE, LIMITS, bench.device) if on_gpu else None
     plan_host_us = None
@@ -149,10 +149,10 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     about = provenance()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found, missing = find_baselines(device)
+    contenders, missing = find_baselines(device)
     missing |= dict.fromkeys(args.without, "left out (--without)")
-    baselines = [each for each in found if each.name not in missing]
-    has_fa3 = any(each.name.startswith(FA3) for each in baselines)
+    baselines = [contender for contender in contenders if contender.name not in missing]
+    has_fa3 = any(contender.name.startswith(FA3) for contender in baselines)
     # Laid out as the installed vLLM's FlashAttention backend has it.
     layout = vllm_cache_layout(SHAPE) if has_fa3 else "interleaved"
     repetitions = 10 if args.quick else 30
@@ -175,7 +175,7 @@ def main() -> int:
         "rows": [],
         "left_out": [],
     }
-    fit = [each for each in baselines if each.name not in missing]
+    fit = [contender for contender in baselines if contender.name not in missing]
     measure(bench, args, fit, report, started_at)
     for target in report["targets"]:
         print(f"target {target}")

@@ -81,7 +81,10 @@ class Ours:
     def prepare_batch(self, batch: PagedBatch, layers: Sequence[Layer]) -> Prepared:
         plan = self.planner.plan(batch)
         attend = partial(prefix_attention, plan=plan, scale=self.planner.shape.head_dim**-0.5)
-        calls = [partial(attend, one.q, one.k_cache, one.v_cache, out=one.out) for one in layers]
+        calls = [
+            partial(attend, layer.q, layer.k_cache, layer.v_cache, out=layer.out)
+            for layer in layers
+        ]
         return Prepared(calls)
 
 
@@ -248,7 +251,9 @@ class FlashInferCascade:
         )
         order = torch.cat(tokens).to(device)
 
-        calls = [partial(wrapper.run, one.q[order], (one.k_cache, one.v_cache)) for one in layers]
+        calls = [
+            partial(wrapper.run, layer.q[order], (layer.k_cache, layer.v_cache)) for layer in layers
+        ]
         return Prepared(calls, order)
 
 
@@ -257,7 +262,7 @@ def find_baselines(device: torch.device) -> tuple[list[Contender], dict[str, str
     if device.type == "cpu":
         names = ("fa3", "triton_unified", "flashinfer_cascade")
         return [], dict.fromkeys(names, "there is no GPU")
-    found: list[Contender] = []
+    contenders: list[Contender] = []
     missing: dict[str, str] = {}
     makers: dict[str, Callable[[], Contender]] = {
         "fa3": lambda: FlashAttention3(0),
@@ -267,11 +272,11 @@ def find_baselines(device: torch.device) -> tuple[list[Contender], dict[str, str
     }
     for name, make in makers.items():
         try:
-            found.append(make())
+            contenders.append(make())
         # Any error while another library loads is the reported reason.
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}"
-    return found, missing
+    return contenders, missing
 
 
 def vllm_cache_layout(shape: AttentionShape) -> CacheLayout:
@@ -285,9 +290,9 @@ def vllm_cache_layout(shape: AttentionShape) -> CacheLayout:
     if not hasattr(FlashAttentionBackend, "get_kv_cache_shape"):
         return "packed"  # vLLM says it itself since 0.30
     num_blocks = 7  # unlike any other number in the shape
-    found = FlashAttentionBackend.get_kv_cache_shape(
+    sizes = FlashAttentionBackend.get_kv_cache_shape(
         num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
     )
-    if found[0] == 2:
+    if sizes[0] == 2:
         return "separate"
-    return "interleaved" if found[1] == 2 and len(found) == 5 else "packed"
+    return "interleaved" if sizes[1] == 2 and len(sizes) == 5 else "packed"

@@ -123,10 +123,10 @@ def run_gate(
                     raised.add(contender.name)
                     unfit[contender.name] = f"{setting.name}: {type(error).__name__}: {error}"
                     break
-                found = worst_error(out.float(), expected)
-                checks.append(Check(contender.name, found))
-                if not found <= limit:  # NaN never is
-                    reason = f"{setting.name}: error {found:.2g}, at most {limit:.2g}"
+                error_norm = worst_error(out.float(), expected)
+                checks.append(Check(contender.name, error_norm))
+                if not error_norm <= limit:  # NaN never is
+                    reason = f"{setting.name}: error {error_norm:.2g}, at most {limit:.2g}"
                     unfit.setdefault(contender.name, reason)
     return checks, unfit
 

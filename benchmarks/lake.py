@@ -213,13 +213,13 @@ def measure(root: Path, table_format: str, num_rows: int, repetitions: int) -> d
 
 def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """By format and stage: peak memory of the largest table over that of the smallest."""
-    found = {}
+    growths = {}
     for table_format in {row["format"]: None for row in rows}:
         chosen = [row for row in rows if row["format"] == table_format]
         chosen.sort(key=lambda row: row["num_rows"])
         least, most = chosen[0]["peak_bytes"], chosen[-1]["peak_bytes"]
-        found[table_format] = {name: round(most[name] / least[name], 2) for name in _STAGES}
-    return found
+        growths[table_format] = {name: round(most[name] / least[name], 2) for name in _STAGES}
+    return growths
 
 
 def main() -> None:

@@ -61,12 +61,12 @@ def with_cluster(spec: JobSpec, master: str, log: Path) -> JobSpec:
 
 
 def planned_once(plan: StoredPlan, num_rows: int) -> bool:
-    found: Counter[int] = Counter()
+    times_planned: Counter[int] = Counter()
     for shard_idx in range(len(plan.manifest.shards)):
         with plan.open_shard(shard_idx) as shard:
             for batch in shard.iter_batches(columns=["row_idxs"]):
-                found.update(batch.column(0).flatten().to_pylist())
-    return found == Counter(range(num_rows))
+                times_planned.update(batch.column(0).flatten().to_pylist())
+    return times_planned == Counter(range(num_rows))
 
 
 def saved_tokens(plan: StoredPlan) -> int:
@@ -107,11 +107,16 @@ def measure(
         session.stop()
     if not planned_once(plan, num_rows):
         sys.exit("a row isn't planned once; no figures")
-    found = {"rows": num_rows, "wall_s": wall_s, "driver_cpu_s": driver_s, **asdict(cluster.usage)}
-    found |= {name: round(seconds, 2) for name, seconds in found.items() if name.endswith("_s")}
-    found["shards"] = len(plan.manifest.shards)
-    found["key_bytes"] = plan.manifest.counts.num_logical_tokens * 4
-    return found | shuffled_bytes(log), plan
+    figures = {
+        "rows": num_rows,
+        "wall_s": wall_s,
+        "driver_cpu_s": driver_s,
+        **asdict(cluster.usage),
+    }
+    figures |= {name: round(seconds, 2) for name, seconds in figures.items() if name.endswith("_s")}
+    figures["shards"] = len(plan.manifest.shards)
+    figures["key_bytes"] = plan.manifest.counts.num_logical_tokens * 4
+    return figures | shuffled_bytes(log), plan
 
 
 def main() -> None:
@@ -125,30 +130,30 @@ def main() -> None:
     texts = [document.text for document in demo_documents(10**9)]
     tokenizer = train_tokenizer(texts)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for name, num_rows in (("third", args.rows // 3), ("whole", args.rows)):
             lake = Path(folder, name)
             make_model(lake / "model", tokenizer)
             make_table(num_rows, texts, tokenizer, lake)
-            if not found:
+            if not rows:
                 measure(lake, Path(folder, "warm-up"), "warm-up", min(num_rows, WARM_UP_ROWS))
             row, plan = measure(lake, Path(folder, f"spark-{name}"), "documents", num_rows)
             print(json.dumps(row), flush=True)
-            found.append(row)
+            rows.append(row)
         driver_peak_bytes = peak_rss_bytes()
         # With as many shards, so that cuts between shards cost both the same.
         local = plan_job(make_spec(lake, "local", len(plan.manifest.shards)), DS)
-    third, whole = found
+    third, whole = rows
 
     def marginal(*names: str) -> float:
-        both = [sum(row[name] for name in names) for row in found]
+        both = [sum(row[name] for name in names) for row in rows]
         return float((both[1] - both[0]) / (whole["rows"] - third["rows"]))
 
     report = {
         "benchmark": "plan_spark",
-        "plans": found,
+        "plans": rows,
         "saved_share": round(saved_tokens(plan) / max(1, saved_tokens(local)), 5),
-        "saving": [round(each.manifest.counts.planned_saving_ratio, 5) for each in (plan, local)],
+        "saving": [round(made.manifest.counts.planned_saving_ratio, 5) for made in (plan, local)],
         "marginal_us": round(marginal("jvm_s", "python_s") * 1e6, 1),
         "marginal_shuffled_bytes": round(marginal("shuffled_bytes")),
         "marginal_key_bytes": round(marginal("key_bytes")),

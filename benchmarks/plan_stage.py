@@ -234,7 +234,7 @@ def check(lake: Path, num_prompts: int) -> str:
 
 def measure_all(args: argparse.Namespace, lake: Path) -> list[dict[str, Any]]:
     """A row for each number of cores."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     digests: set[str] = set()
     for cores in sorted({1, len(os.sched_getaffinity(0))}):
         plain = measure("tokenize", cores, lake, args)
@@ -261,24 +261,24 @@ def measure_all(args: argparse.Namespace, lake: Path) -> list[dict[str, Any]]:
         if args.num_prompts <= args.plain_prompts:
             row["wall_ratio"] = round(wall_s / plain_s, 3)
             row["cpu_ratio"] = round(cpu_s / plain_cpu_s, 3)
-        found.append(row)
+        rows.append(row)
         print(json.dumps(row), flush=True)
     if len(digests) > 1:
         sys.exit("plans made with different numbers of cores differ; no figures")
-    return found
+    return rows
 
 
-def report(args: argparse.Namespace, found: list[dict[str, Any]], lake: Path) -> dict[str, Any]:
+def report(args: argparse.Namespace, rows: list[dict[str, Any]], lake: Path) -> dict[str, Any]:
     ends = np.load(lake / "plain.npz")["ends"]
     packages = ("fastokens", "tokenizers", "transformers", "pyarrow", "numba")
     return {
         "command": " ".join(["python -m benchmarks.plan_stage", *sys.argv[1:]]),
         "benchmark": "plan_stage",
         "tokens_per_prompt": round(float(ends[-1]) / len(ends), 1),
-        "rows": found,
+        "rows": rows,
         "ids_identical": True,  # it would have stopped
         "plans_identical": True,
-        "speedup": round(found[0]["wall_s"] / found[-1]["wall_s"], 2),
+        "speedup": round(rows[0]["wall_s"] / rows[-1]["wall_s"], 2),
         **{name: value for name, value in vars(args).items() if name != "json"},
         "planning_versions": {name: version(name) for name in packages},
         **provenance(),
@@ -306,8 +306,8 @@ def main() -> None:
         lake = Path(folder)
         make_model(lake / "model", tokenizer)
         make_table(args.num_prompts, texts, tokenizer, lake)
-        found = report(args, measure_all(args, lake), lake)
-    print_last_line(found, args.json)
+        result = report(args, measure_all(args, lake), lake)
+    print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def provenance() -> dict[str, Any]:
     """Code, commit, versions, device."""
     import torch
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "code": code_digest(),
         "git_sha": git_sha(),
         "python": platform.python_version(),
@@ -30,7 +30,7 @@ def provenance() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        facts |= {
             "device": properties.name,
             "device_memory_bytes": properties.total_memory,
             "processors": properties.multi_processor_count,
@@ -38,8 +38,8 @@ def provenance() -> dict[str, Any]:
             "runtime": torch.version.hip or torch.version.cuda,
         }
     else:
-        found["device"] = "cpu"
-    return found
+        facts["device"] = "cpu"
+    return facts
 
 
 def print_last_line(report: Mapping[str, Any], file: Path | None = None) -> None:

@@ -148,10 +148,10 @@ class Job:
     def commit(self, plan: StoredPlan) -> None:
         """Publish a finished run, and stop unless each row is there once, with its own text."""
         commit_run(plan.folder.uri)
-        found = pq.read_table(self._lake / plan.manifest.spec.name / f"ds={DS}")
-        texts = {row["row_key"]: row["generated_text"] for row in found.to_pylist()}
+        published = pq.read_table(self._lake / plan.manifest.spec.name / f"ds={DS}")
+        texts = {row["row_key"]: row["generated_text"] for row in published.to_pylist()}
         expected = {str(i): fake_text(list(p.encode())) for i, p in enumerate(self._prompts)}
-        if found.num_rows != len(expected) or texts != expected:
+        if published.num_rows != len(expected) or texts != expected:
             sys.exit(f"{plan.folder.uri}: the table isn't what was to be generated; no figures")
 
 

@@ -188,11 +188,11 @@ def run_engine(task: Task, folder: Path) -> str | None:
 def print_tables(summaries: Sequence[Summary]) -> None:
     """For a terminal."""
     lines = [("workload", "policy", "settings", "requests/s", "TECD, s", "steps", "saved")]
-    for each in summaries:
-        line = (each.workload, each.policy, each.settings, each.speed())
-        tecd_s = "" if each.tecd_s is None else f"{each.tecd_s:.2f}"
-        steps = "" if each.num_steps is None else f"{each.num_steps:.0f}"
-        lines.append((*line, tecd_s, steps, f"{each.saving_ratio:.1%}"))
+    for summary in summaries:
+        line = (summary.workload, summary.policy, summary.settings, summary.speed())
+        tecd_s = "" if summary.tecd_s is None else f"{summary.tecd_s:.2f}"
+        steps = "" if summary.num_steps is None else f"{summary.num_steps:.0f}"
+        lines.append((*line, tecd_s, steps, f"{summary.saving_ratio:.1%}"))
     print(*text_table(lines, left=(0, 1, 2)), sep="\n")
     for workload, ratios in speedups(summaries).items():
         print(workload, " ".join(f"{name}={ratio}" for name, ratio in ratios.items()))
@@ -216,7 +216,7 @@ def main() -> int:
         "speedups": speedups(summaries),
         "targets": targets(summaries) if args.model == "Mistral-7B" else None,
         "missing": missing,
-        "doubts": sorted({f"{row['policy']}: {each}" for row in rows for each in row["doubts"]}),
+        "doubts": sorted({f"{row['policy']}: {doubt}" for row in rows for doubt in row["doubts"]}),
         "workloads": args.workloads,
         "repetitions": args.repetitions,
         "engine": args.engine,

@@ -201,13 +201,13 @@ def run_engine(args: argparse.Namespace, policy: str, settings: str) -> str | No
 
 
 def report_of(
-    args: argparse.Namespace, found: Mapping[str, Outputs], missing: Mapping[str, str]
+    args: argparse.Namespace, outputs: Mapping[str, Outputs], missing: Mapping[str, str]
 ) -> dict[str, Any]:
     """All that is known so far."""
-    reference = found[" ".join(REFERENCE)]
+    reference = outputs[" ".join(REFERENCE)]
     compared = {
-        name: compare(reference, outputs)
-        for name, outputs in found.items()
+        name: compare(reference, other)
+        for name, other in outputs.items()
         if name != " ".join(REFERENCE)
     }
     typical, control = typical_margin(reference), compared.get(" ".join(CONTROL))
@@ -243,18 +243,18 @@ def main() -> int:
     end_on_sigterm()
     here = provenance_of_another_process()
     missing: dict[str, str] = {}
-    found: dict[str, Outputs] = {}
+    outputs: dict[str, Outputs] = {}
     report: dict[str, Any] = {}
     for policy, settings in (REFERENCE, *COMPARED):
         name = f"{policy} {settings}"
         if reason := run_engine(args, policy, settings):
             missing[name] = reason
         else:
-            found[name] = Outputs(**np.load(outputs_file(args, policy, settings)))
+            outputs[name] = Outputs(**np.load(outputs_file(args, policy, settings)))
         print(f"== {name}: {missing.get(name, 'done')}", flush=True)
-        if " ".join(REFERENCE) not in found:
+        if " ".join(REFERENCE) not in outputs:
             sys.exit(f"stock vLLM failed: {missing}")
-        report = report_of(args, found, missing) | here
+        report = report_of(args, outputs, missing) | here
         if figures := report["compared"].get(name):
             print(" ".join(f"{each}={value}" for each, value in figures.items()), flush=True)
         if args.json:

@@ -282,10 +282,10 @@ def _check(outputs: Sequence[EngineOutput], num_requests: int, output_tokens: in
 
 
 def _backends_of_worker(worker: Any) -> list[str]:
-    found = []
+    names = []
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         if hasattr(layer, "get_attn_backend"):
             version = getattr(layer.impl, "vllm_flash_attn_version", None)
             name = layer.get_attn_backend().__name__
-            found.append(f"{name} {version}" if version else name)
-    return found
+            names.append(f"{name} {version}" if version else name)
+    return names

@@ -101,10 +101,18 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> list[Summary]:
     return summaries
 
 
+def measured_of(
+    summaries: Iterable[Summary], workload: str, policies: Sequence[str]
+) -> list[Summary]:
+    """Those of some policies on a workload, with all their settings."""
+    on_workload = (summary for summary in summaries if summary.workload == workload)
+    return [summary for summary in on_workload if summary.policy in policies]
+
+
 def best(summaries: Iterable[Summary], workload: str, policies: Sequence[str]) -> Summary | None:
     """The fastest of some policies, over all their settings; None if none was measured."""
-    found = [each for each in summaries if each.workload == workload and each.policy in policies]
-    return max(found, key=lambda each: each.requests_per_s, default=None)
+    measured = measured_of(summaries, workload, policies)
+    return max(measured, key=lambda summary: summary.requests_per_s, default=None)
 
 
 def speedups(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
@@ -131,12 +139,8 @@ def least_tecd_s(
     summaries: Iterable[Summary], workload: str, policies: Sequence[str]
 ) -> float | None:
     """The shortest TECD of some policies, over all their settings; None if none is known."""
-    found = [
-        each.tecd_s
-        for each in summaries
-        if each.workload == workload and each.policy in policies and each.tecd_s is not None
-    ]
-    return min(found, default=None)
+    measured = measured_of(summaries, workload, policies)
+    return min((each.tecd_s for each in measured if each.tecd_s is not None), default=None)
 
 
 def targets(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
@@ -189,7 +193,8 @@ def targets(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 def _lacking(summaries: Sequence[Summary], workload: str, policies: Sequence[str]) -> list[str]:
     """Baselines, by policy and setting, that haven't been measured on a workload."""
-    there = {(each.policy, each.settings) for each in summaries if each.workload == workload}
+    measured = measured_of(summaries, workload, policies)
+    there = {(summary.policy, summary.settings) for summary in measured}
     return [
         f"{policy} {settings}"
         for policy in policies
