@@ -44,7 +44,7 @@ def run_logged(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=child_environment() | environment,
+            env={**child_environment(), **environment},
             start_new_session=True,
         )
         try:
