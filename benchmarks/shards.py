@@ -112,10 +112,7 @@ class Job:
         )
 
 
-Shards = list[PrefixGroups]
-
-
-def cut(job: Job, num_shards: int) -> Shards:
+def cut(job: Job, num_shards: int) -> list[PrefixGroups]:
     """As `plan` does it."""
     spec = job.spec(num_shards)
     return arrange(spec, job.requests, job.ranked, None, TARGET, MAX_MODEL_LEN).shards
@@ -135,7 +132,7 @@ def found_in_cache(job: Job, shard: PrefixGroups) -> tuple[NDArray[np.int64], ND
     return idxs, cached
 
 
-def measure(job: Job, shards: Shards, cache: KVCache) -> dict[str, float]:
+def measure(job: Job, shards: list[PrefixGroups], cache: KVCache) -> dict[str, float]:
     """The figures of some shards."""
     members = np.concatenate([shard.member_idxs for shard in shards])
     if not np.array_equal(np.sort(members), np.arange(len(job.tokens))):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,24 +24,16 @@ BYTES_PER_ROW: Final = 340
 US_PER_HOUR: Final = 3.6e9
 
 
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """Of a row."""
-
-    plan_us: float
-    commit_us: float
-    shuffled_bytes: float
-    key_bytes: float
-
-
-def row(known: Constants, num_rows: int, cores: int, usd_per_core_hour: float) -> list[str]:
-    """A line of the table."""
-    key_bytes = num_rows * known.key_bytes
+def row(
+    plan: Mapping[str, float], commit_us: float, num_rows: int, cores: int, usd_per_core_hour: float
+) -> list[str]:
+    """A line of the table, from what `plan_spark` reports and the CPU time of a row's commit."""
+    key_bytes = num_rows * plan["marginal_key_bytes"]
     ranges = max(1, min(round(key_bytes / RANGE_BYTES), MOST_RANGES))
-    plan_h, commit_h = (num_rows * us / US_PER_HOUR for us in (known.plan_us, known.commit_us))
+    plan_h, commit_h = (num_rows * us / US_PER_HOUR for us in (plan["marginal_us"], commit_us))
     return [
         f"10^{len(str(num_rows)) - 1}",
-        f"{num_rows * known.shuffled_bytes / 1e12:,.2f} TB",
+        f"{num_rows * plan['marginal_shuffled_bytes'] / 1e12:,.2f} TB",
         f"{ranges:,}",
         f"{key_bytes / ranges / 1e6:,.0f} MB",
         f"{num_rows / ranges * BYTES_PER_ROW / 1e6:,.0f} MB",
@@ -52,15 +44,6 @@ def row(known: Constants, num_rows: int, cores: int, usd_per_core_hour: float) -
     ]
 
 
-def table(known: Constants, cores: int, usd_per_core_hour: float) -> str:
-    heads = ["rows", "shuffled, compressed", "ranges", "prompts of a range"]
-    heads += ["memory for their numbers", "plan, core-hours", "commit, core-hours"]
-    heads += [f"both on {cores} cores", f"USD at {usd_per_core_hour:g} a core-hour"]
-    lines = [heads, ["---"] * len(heads)]
-    lines += [row(known, num_rows, cores, usd_per_core_hour) for num_rows in ROWS]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("plan", type=Path, help="JSON of benchmarks.plan_spark")
@@ -69,13 +52,14 @@ def main() -> None:
     parser.add_argument("--usd-per-core-hour", type=float, default=0.05)
     args = parser.parse_args()
     plan, commit = (json.loads(path.read_text()) for path in (args.plan, args.commit))
-    known = Constants(
-        plan["marginal_us"],
-        commit["executor_us"],
-        plan["marginal_shuffled_bytes"],
-        plan["marginal_key_bytes"],
-    )
-    print(table(known, args.cores, args.usd_per_core_hour))
+    cores, usd = args.cores, args.usd_per_core_hour
+    heads = ["rows", "shuffled, compressed", "ranges", "prompts of a range"]
+    heads += ["memory for their numbers", "plan, core-hours", "commit, core-hours"]
+    heads += [f"both on {cores} cores", f"USD at {usd:g} a core-hour"]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [row(plan, commit["executor_us"], num_rows, cores, usd) for num_rows in ROWS]
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def test_the_document_shows_what_the_command_prints(
 
 
 def test_ranges_grow_when_there_are_enough_of_them() -> None:
-    known = costs.Constants(plan_us=360.0, commit_us=36.0, shuffled_bytes=4e3, key_bytes=6e3)
-    small, large = (costs.row(known, num_rows, 100, 0.05) for num_rows in (10**8, 10**10))
+    plan = {"marginal_us": 360.0, "marginal_shuffled_bytes": 4e3, "marginal_key_bytes": 6e3}
+    small, large = (costs.row(plan, 36.0, num_rows, 100, 0.05) for num_rows in (10**8, 10**10))
     assert small[1:4] == ["0.40 TB", "4,470", "134 MB"]
     assert large[1:4] == ["40.00 TB", "10,000", "6,000 MB"]
     assert small[5:] == ["10.0", "1.0", "0.11 h", "0.55"]
