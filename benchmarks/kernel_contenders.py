@@ -49,11 +49,22 @@ class Prepared:
         return in_order
 
 
-def prepared(attend: Callable[..., object], layers: Sequence[Layer], **common: Any) -> Prepared:
-    """By one of vLLM's functions, which name a layer's tensors alike."""
+def prepared(
+    attend: Callable[..., object], step: Step, layers: Sequence[Layer], **more: Any
+) -> Prepared:
+    """By one of vLLM's functions, which name a layer's tensors and a step's lengths alike."""
+    common = {
+        "cu_seqlens_q": step.batch.query_start_loc,
+        "max_seqlen_q": max(step.query_lens),
+        "seqused_k": step.batch.seq_lens,
+        "max_seqlen_k": max(step.seq_lens),
+        "softmax_scale": step.shape.head_dim**-0.5,
+        "causal": True,
+        "block_table": step.batch.block_table,
+    }
 
     def call(layer: Layer) -> Tensor:
-        attend(q=layer.q, k=layer.k_cache, v=layer.v_cache, out=layer.out, **common)
+        attend(q=layer.q, k=layer.k_cache, v=layer.v_cache, out=layer.out, **common, **more)
         return layer.out
 
     return Prepared([partial(call, layer) for layer in layers])
@@ -112,11 +123,10 @@ class FlashAttention3:
 
     def prepare(self, step: Step, layers: Sequence[Layer]) -> Prepared:
         shape, batch = step.shape, step.batch
-        max_query_len, max_seq_len = max(step.query_lens), max(step.seq_lens)
         metadata = self._schedule(
             batch_size=batch.num_requests,
-            max_seqlen_q=max_query_len,
-            max_seqlen_k=max_seq_len,
+            max_seqlen_q=max(step.query_lens),
+            max_seqlen_k=max(step.seq_lens),
             num_heads_q=shape.num_q_heads,
             num_heads_kv=shape.num_kv_heads,
             headdim=shape.head_dim,
@@ -128,18 +138,11 @@ class FlashAttention3:
             window_size=(-1, -1),
             num_splits=self._max_num_splits,
         )
-
         return prepared(
             self._attend,
+            step,
             layers,
-            cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=max_query_len,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=max_seq_len,
-            softmax_scale=shape.head_dim**-0.5,
-            causal=True,
             window_size=[-1, -1],
-            block_table=batch.block_table,
             softcap=0.0,
             scheduler_metadata=metadata,
             fa_version=3,
@@ -159,35 +162,21 @@ class TritonUnified:
         self._known = set(inspect.signature(unified_attention).parameters)
 
     def prepare(self, step: Step, layers: Sequence[Layer]) -> Prepared:
-        shape, batch = step.shape, step.batch
+        shape = step.shape
         threshold = _MIN_LAUNCH_GRID // shape.num_kv_heads
         padded = 1 << (shape.head_dim - 1).bit_length()
         segments = (threshold, shape.num_q_heads, _NUM_SEGMENTS)
-        device = batch.seq_lens.device
-        common = {
-            "cu_seqlens_q": batch.query_start_loc,
-            "max_seqlen_q": max(step.query_lens),
-            "seqused_k": batch.seq_lens,
-            "max_seqlen_k": max(step.seq_lens),
-            "softmax_scale": shape.head_dim**-0.5,
-            "causal": True,
-            "window_size": (-1, -1),
-            "block_table": batch.block_table,
-            "softcap": 0,
-            "q_descale": None,
-            "k_descale": None,
-            "v_descale": None,
-        }
-        for_short_batches = {
+        device = step.batch.seq_lens.device
+        for_short_batches: dict[str, Any] = {
             "seq_threshold_3D": threshold,
             "num_par_softmax_segments": _NUM_SEGMENTS,
             "softmax_segm_output": torch.empty(*segments, padded, device=device),
             "softmax_segm_max": torch.empty(segments, device=device),
             "softmax_segm_expsum": torch.empty(segments, device=device),
         }
-        common |= {name: value for name, value in for_short_batches.items() if name in self._known}
-
-        return prepared(self._attend, layers, **common)
+        more = {name: value for name, value in for_short_batches.items() if name in self._known}
+        more |= dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+        return prepared(self._attend, step, layers, window_size=(-1, -1), softcap=0, **more)
 
 
 class FlashInferCascade:
