@@ -241,21 +241,18 @@ class BatchLLMJobRequest(BatchLLMJobOperator):
         for template in self._job_templates():
             spec = {n: v for n, v in (template.get("spec") or {}).items() if n != "template"}
             body = merged(body, {"metadata": template.get("metadata"), "spec": spec})
-        queued, annotations = {}, dict(self.annotations)
+        annotations = dict(self.annotations)
+        labels = pod["metadata"]["labels"] | attempt.try_label
+        labels |= {f"{LABEL}/num-pods": str(num_pods)}
         if self.queue_name is not None:
-            queued = {_QUEUE: self.queue_name}
+            labels[_QUEUE] = self.queue_name
         if self.min_workers is not None:
             annotations |= {_MIN_PODS: str(self.min_workers), _EQUAL_PODS: "true"}
         own = {
             "metadata": {
                 "name": self.name,
                 "namespace": namespace,
-                "labels": {
-                    **pod["metadata"]["labels"],
-                    **queued,
-                    **attempt.try_label,
-                    f"{LABEL}/num-pods": str(num_pods),
-                },
+                "labels": labels,
                 "annotations": annotations,
             },
             "spec": {
@@ -264,7 +261,7 @@ class BatchLLMJobRequest(BatchLLMJobOperator):
                 "activeDeadlineSeconds": self.active_deadline_seconds,
                 "ttlSecondsAfterFinished": self.ttl_seconds_after_finished,
                 "backoffLimit": self.backoff_limit,
-                "suspend": True if queued else self.suspend,
+                "suspend": self.suspend if self.queue_name is None else True,
                 "template": {"metadata": pod["metadata"], "spec": pod["spec"]},
             },
         }

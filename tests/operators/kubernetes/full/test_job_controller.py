@@ -20,8 +20,7 @@ IGNORE = {
 def create(cluster: Cluster, script: str, num_pods: int = 2, **spec: Any) -> None:
     """An Indexed Job `job` as the operators make it, whose pods run a script."""
     container = {"name": "base", "image": "job:1", "command": ["sh", "-c", script]}
-    template = {"spec": {"restartPolicy": "Never", "containers": [container]}}
-    template["spec"] |= {"terminationGracePeriodSeconds": 1}
+    pod = {"restartPolicy": "Never", "containers": [container], "terminationGracePeriodSeconds": 1}
     body = {
         "completionMode": "Indexed",
         "completions": num_pods,
@@ -29,7 +28,7 @@ def create(cluster: Cluster, script: str, num_pods: int = 2, **spec: Any) -> Non
         "backoffLimitPerIndex": 1,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": [FAIL_JOB, IGNORE]},
-        "template": template,
+        "template": {"spec": pod},
         **spec,
     }
     metadata = {"name": "job"}
