@@ -163,16 +163,16 @@ class _Attempt:
         self._may_be_referred_to = False
 
     def look(self) -> Publication | None:
-        self._version = self._table._latest()
+        # Another writer may create the table first: what it holds then is looked at below.
+        self._version = self._table._latest() or self._table._create(self._columns)
         if any(self._version and change.is_in(self._version) for change in self._tried):
             return self._publication
         return self._table._published_in(self._version, self._publication.partition)
 
     def commit(self) -> RefusedCommit | None:
-        version = self._version or self._table._create(self._columns)
         partition = self._publication.partition
         change = self._table._change(
-            version, partition, self._columns, add_columns=self._add_columns
+            self._version, partition, self._columns, add_columns=self._add_columns
         )
         if not isinstance(self._data, StagedRows):
             self._staging = change.staging()

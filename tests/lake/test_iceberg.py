@@ -42,8 +42,15 @@ from pyiceberg.utils.config import Config
 from support.lake_tables import DS, IcebergLake, failing, of_plan, open_lake, publish, wrapped
 
 import batchllm_operator.lake.iceberg.read as iceberg_read
-from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
+from batchllm_operator.errors import (
+    BatchLLMError,
+    ConflictError,
+    SpecError,
+    StorageError,
+    TableError,
+)
 from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.lake.iceberg.catalog import CatalogTable
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
 from batchllm_operator.spec import FilterTerm
 
@@ -381,6 +388,18 @@ def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
         publish(table, numbers(1))
     assert lost and values(table) == [2]
     assert table.published(DS) == of_plan("p2")
+
+
+def test_another_writer_creates_the_table_and_publishes_first(
+    lake: IcebergLake, table: LakeTable
+) -> None:
+    def win() -> None:
+        publish(open_lake(lake), numbers(1), of_plan("winner"))
+
+    creation = (CatalogTable, "create")
+    with wrapped(creation, first_call(win)), pytest.raises(ConflictError, match="winner"):
+        publish(table, numbers(2), of_plan("loser"), replaces=None)
+    assert (values(table), table.published(DS)) == ([1], of_plan("winner"))
 
 
 def test_a_column_that_is_added_meanwhile(lake: IcebergLake, table: LakeTable) -> None:
