@@ -488,15 +488,16 @@ def test_publishing_again_changes_nothing(lake: Lake, table: LakeTable) -> None:
     assert table.snapshot(DS).version == version
 
 
-def test_an_empty_partition(table: LakeTable) -> None:
-    for _ in range(2):
-        publish(table, numbers())
-        assert rows(table) == []
-    publish(table, numbers(1), of_plan("p2"))
-    assert values(table) == [1]
-    for _ in range(2):
-        publish(table, numbers(), of_plan("p3"))
-        assert rows(table) == []
+def test_an_empty_partition_is_published_once(table: LakeTable) -> None:
+    for plan_id in ("p1", "p3"):
+        versions = set()
+        for _ in range(2):
+            publish(table, numbers(), of_plan(plan_id))
+            assert rows(table) == []
+            versions.add(table.snapshot(DS).version)
+        assert len(versions) == 1
+        publish(table, numbers(1), of_plan("p2"))
+        assert values(table) == [1]
 
 
 @pytest.mark.parametrize("seen", [None, of_plan("p0")])
@@ -569,6 +570,22 @@ def test_another_partition_is_published_meanwhile(lake: Lake, table: LakeTable) 
     assert (values(table), values(table, "other")) == ([1], [9])
     if lake.has_versions:
         assert len(lake.data_files()) == 3  # put there once for both tries
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_another_partition_brings_the_same_new_columns_meanwhile(
+    lake: Lake, table: LakeTable, is_new: bool
+) -> None:
+    if not is_new:
+        publish(table, numbers(0), of_plan("p0"))
+    more = pa.table({"n": [1, 2], **{kind: KINDS[kind] for kind in ("list", "structs", "map")}})
+
+    def win() -> None:
+        publish(open_lake(lake), more, of_plan(partition="other"), add_columns=True)
+
+    with wrapped(lake.commit, first_call(win)):
+        publish(table, more, add_columns=True)
+    assert rows(table, more.column_names) == rows(table, more.column_names, partition="other")
 
 
 def test_a_lost_answer_of_a_commit_that_has_happened(lake: Lake, table: LakeTable) -> None:

@@ -31,6 +31,7 @@ from batchllm_operator.lake.schema import (
     check_own,
     check_takes,
     holds,
+    plain_type,
     stored_schema,
 )
 from batchllm_operator.lake.staging import StagedFile, Staging
@@ -92,7 +93,13 @@ class Replacement(Change[TableVersion]):
             )
         check_names(where, new, "\0")  # delta-rs writes all others
         known = {field.name: field for field in [*(table or ()), *new]}
-        stored = pa.schema([known[name] for name in columns.names])
+        # Plain types: the log has other names for the parts of lists than a new column.
+        stored = pa.schema(
+            [
+                pa.field(name, plain_type(known[name].type), known[name].nullable)
+                for name in columns.names
+            ]
+        )
         self.columns = StoredColumns(where, stored, has_calendar=False)
         self._log, self._seen, self._place, self._new = log, seen, place, new
         self._given, self._most_file_bytes = given, most_file_bytes
