@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
             {**run.row(), "relative_time": round(relative, 4)}
             for run, relative in zip(runs, relative_times(runs), strict=True)
         ],
-        "attention": [each.row() for each in attention],
+        "attention": [prediction.row() for prediction in attention],
     }
 
 

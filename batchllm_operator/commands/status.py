@@ -67,8 +67,14 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 def result_of(status: JobStatus) -> dict[str, Any]:
     fields = asdict(status)
     totals = (
-        *("num_rows", "num_finished", "is_finished", "computed_tokens_per_s"),
-        *("output_tokens_per_s", "eta_s", "gpu_s", "num_live_workers"),
+        "num_rows",
+        "num_finished",
+        "is_finished",
+        "computed_tokens_per_s",
+        "output_tokens_per_s",
+        "eta_s",
+        "gpu_s",
+        "num_live_workers",
     )
     return {
         **{name: value for name, value in fields.items() if name not in _NOT_IN_RESULT},

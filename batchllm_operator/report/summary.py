@@ -62,17 +62,17 @@ def _format_replicas(manifest: PlanManifest) -> str:
     """The prefixes that replicas compute together, and the predicted gain."""
     engine = manifest.spec.engine
     placed = [shard.replicas for shard in manifest.shards if shard.replicas is not None]
-    num_chained = sum(each.num_chained for each in placed)
+    num_chained = sum(placement.num_chained for placement in placed)
     line = f"{engine.replicas} replicas share a shard"
     if num_chained:
-        chained = [each for each in placed if each.num_chained]
-        without_s = max(each.without_chains_s for each in chained)
-        makespan_s = max(each.makespan_s for each in chained)
+        chained = [placement for placement in placed if placement.num_chained]
+        without_s = max(placement.without_chains_s for placement in chained)
+        makespan_s = max(placement.makespan_s for placement in chained)
         line += (
             f"; all compute {counted(num_chained, 'prefix', 'prefixes')} together: the longest such"
             f" shard takes {_duration(makespan_s)}, not {_duration(without_s)}"
         )
-    if any(each.measure for each in placed):
+    if any(placement.measure for placement in placed):
         if not num_chained:
             line += "; computing prefixes together may pay"
         line += "; the run will measure how fast replicas hand KV on, for later plans"

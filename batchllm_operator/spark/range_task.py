@@ -83,8 +83,16 @@ def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> Rang
             before = tokens.prompt(len(tokens) - 1)
         ranked = RankedPrompts(np.arange(len(store)), np.concatenate(shared))
         row_idxs, expected = task.numbers.of(np.concatenate(places)), np.concatenate(estimates)
-        given = store, ranked, row_idxs, expected if expected[0] >= 0 else None
-        planned = planner.plan(*given, tokenizer, adapters, scratch, number << _ID_BITS)
+        planned = planner.plan(
+            store,
+            ranked,
+            row_idxs,
+            expected if expected[0] >= 0 else None,
+            tokenizer,
+            adapters,
+            scratch,
+            number << _ID_BITS,
+        )
         files = tuple(
             task.staging.publish(scratch / shard.file, "shard", shard.num_requests)
             for shard in planned.shards

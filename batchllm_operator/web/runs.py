@@ -126,8 +126,15 @@ def job_runs(
     partition_key = getattr(DagRun, "partition_key", null())  # from Airflow 3.2 on
     rows = session.execute(
         select(
-            *(task.dag_id, task.run_id, task.task_id, task.map_index, task.state),
-            *(DagRun.state.label("run_state"), DagRun.run_after, DagRun.conf, DagRun.logical_date),
+            task.dag_id,
+            task.run_id,
+            task.task_id,
+            task.map_index,
+            task.state,
+            DagRun.state.label("run_state"),
+            DagRun.run_after,
+            DagRun.conf,
+            DagRun.logical_date,
             partition_key.label("partition_key"),
             uri.value.label("plan_uri"),
             summary.value.label("summary"),

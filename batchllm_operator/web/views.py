@@ -126,7 +126,7 @@ def trends(job: Job) -> list[Trend]:
         ("Rows/s", "Rows per second", "rows_per_s", mean),
         ("Cost", "Cost", "cost_usd", usd),
     )
-    found = []
+    listed = []
     for name, what, key, shown in measures:
         values = [run.number(key) for run in job.by_partition.values()]
         known = [value for value in values if value is not None]
@@ -141,5 +141,5 @@ def trends(job: Job) -> list[Trend]:
         if len(known) < len(values):
             text += f"; unknown for {len(values) - len(known)}"
         heights = (0.0 if value is None else 0.1 + 0.9 * (value - low) / spread for value in values)
-        found.append(Trend(name, tuple(heights), text))
-    return found
+        listed.append(Trend(name, tuple(heights), text))
+    return listed
