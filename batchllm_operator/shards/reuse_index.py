@@ -155,14 +155,10 @@ def index_fault(path: Path, identity: str, schema: pa.Schema = INDEX_SCHEMA) -> 
 def load_fingerprints(path: Path) -> Fingerprints:
     """The fingerprints of an index or of `FINGERPRINTS_FILE`, in file order."""
     with PlanFile(path, path.name, FINGERPRINTS_SCHEMA) as file:
-        return _read_into(np.empty(file.metadata.num_rows, dtype=FINGERPRINT_DTYPE), file)
-
-
-def _read_into(fingerprints: Fingerprints, file: PlanFile) -> Fingerprints:
-    start = 0
-    for batch in file.iter_batches(_BATCH_ROWS, columns=[FINGERPRINT_FIELD.name]):
-        fingerprints[start : start + batch.num_rows] = from_array(batch.column(0))
-        start += batch.num_rows
+        fingerprints, start = np.empty(file.metadata.num_rows, dtype=FINGERPRINT_DTYPE), 0
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[FINGERPRINT_FIELD.name]):
+            fingerprints[start : start + batch.num_rows] = from_array(batch.column(0))
+            start += batch.num_rows
     return fingerprints
 
 
@@ -208,11 +204,17 @@ def _entries(part: pa.Table, of_row: Fingerprints, schema: pa.Schema) -> pa.Tabl
 
 def _fingerprints_of_rows(plan: StoredPlan, folder: Path) -> Fingerprints:
     """The fingerprint of each row: [num_rows], memory-mapped."""
-    num_rows = plan.manifest.counts.num_rows
-    # An empty file can't be mapped.
-    of_row = np.memmap(folder / "fingerprints", FINGERPRINT_DTYPE, "w+", shape=max(num_rows, 1))
-    with plan.open_parquet(FINGERPRINTS_FILE, FINGERPRINTS_SCHEMA, num_rows) as file:
-        return _read_into(of_row, file)
+    num_rows, path = plan.manifest.counts.num_rows, folder / "fingerprints"
+    if not num_rows:  # an empty file can't be mapped
+        return np.zeros(0, dtype=FINGERPRINT_DTYPE)
+    # Written first: a full disk is an error here, but ends the process where a map is written.
+    with (
+        plan.open_parquet(FINGERPRINTS_FILE, FINGERPRINTS_SCHEMA, num_rows) as source,
+        path.open("wb") as target,
+    ):
+        for batch in source.iter_batches(_BATCH_ROWS):
+            target.write(from_array(batch.column(0)).data)
+    return np.memmap(path, FINGERPRINT_DTYPE, "r")
 
 
 @dataclass(frozen=True, slots=True)
