@@ -169,11 +169,12 @@ def too_many_failed(
 def _read_keys(rows: PlanRows, row_idxs: set[int]) -> dict[int, dict[str, str]]:
     """Keys of a few rows, as text."""
     keys: dict[int, dict[str, str]] = {}
-    start = 0
-    for batch in rows.row_batches(rows.key) if row_idxs else ():
-        for row_idx in (idx for idx in row_idxs if start <= idx < start + batch.num_rows):
+    left, start = sorted(row_idxs, reverse=True), 0
+    for batch in rows.row_batches(rows.key) if left else ():
+        while left and left[-1] < start + batch.num_rows:
+            row_idx = left.pop()
             keys[row_idx] = key_texts(batch, row_idx - start, rows.key)
         start += batch.num_rows
-        if len(keys) == len(row_idxs):
+        if not left:
             break
     return keys
