@@ -189,8 +189,9 @@ class LiveProgress:
                 _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
 
     def snapshot(self) -> ShardProgress:
-        clock, done, state = self._clock(), self.done, self._state
         running_at, held_at, ended_at = self._running_at, self._held_at, self._ended_at
+        # Read last: another thread may have set these times a moment ago.
+        clock, done, state = self._clock(), self.done, self._state
         elapsed_s = clock - self._began_at
         running_s = 0.0 if running_at is None else clock - running_at
         computed_per_s, output_per_s, rows_per_s = self._rates(clock, done, running_s)

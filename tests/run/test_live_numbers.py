@@ -42,9 +42,12 @@ class Ticking:
             Holder(**settings),
             Counts.total(map(Counts.of, parts)),
             len(parts),
-            clock=lambda: self.clock,
+            clock=lambda: self.time(),
             now=lambda: BEGAN_AT + timedelta(seconds=self.clock - 1000.0),
         )
+
+    def time(self) -> float:
+        return self.clock
 
     def after(self, seconds: float, act: Callable[[], object] = lambda: None) -> None:
         self.clock += seconds
@@ -117,6 +120,23 @@ def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
     run.after(5)  # until its last state is written
     ended = run.live.snapshot()
     assert (ended.elapsed_s, ended.gpu_held_s, ended.gpu_s) == (55, 20, 40)
+
+
+def test_gpus_that_are_held_while_somebody_looks_are_held_from_then_on(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Ticking(plan, num_gpus=2)
+
+    def interrupted() -> float:
+        """Another thread goes on in the middle of a snapshot."""
+        monkeypatch.undo()
+        run.after(1, run.live.hold_gpus)
+        return run.clock - 1
+
+    monkeypatch.setattr(run, "time", interrupted)
+    assert run.live.snapshot().gpu_s == 0
+    run.after(5)
+    assert run.live.snapshot().gpu_s == 10
 
 
 def test_an_attempt_may_end_before_the_gpus_are_its_own(plan: StoredPlan) -> None:
