@@ -171,6 +171,11 @@ def test_a_command_without_job_and_partition_names_both(batchllm: Any, command: 
     assert_refused(batchllm(command, "--ds", "2026-01-31"), 2, "--job FILE")
 
 
+def test_a_partition_without_a_name_is_refused(job: Job) -> None:
+    assert_refused(job.plan(ds=""), 2, "ds: is empty; name a partition")
+    assert not job.out.exists()
+
+
 def test_of_very_many_columns_some_are_named(job: Job) -> None:
     columns = {f"c{idx}": [1] for idx in range(5000)}
     job.write_table(pa.table({"id": ["a"], "doc": ["x"], "a\nb": ["x"], **columns}))

@@ -160,7 +160,7 @@ class PlanCounts(Frozen):
 
 
 class CostEstimate(Frozen):
-    """The job's predicted cost on the spec's `target_gpu`; formulas in `planner.cost.roofline`."""
+    """The job's predicted cost on the spec's `target_gpu`; formulas in `cost.roofline`."""
 
     gpu: GPU
     model: ModelShape
