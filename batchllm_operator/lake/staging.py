@@ -81,7 +81,8 @@ class Staging(ABC):
     def put(self, data: Path, number: int = 0) -> list[StagedFile]:
         """Put the rows of local files beside the table's; names sort by `number` first.
 
-        `data` is as for `LakeTable.publish`. What isn't published is left to the table's vacuum.
+        `data` is as for `LakeTable.publish`; files that need other columns are written beside it
+        first, one at a time. What isn't published is left to the table's vacuum.
 
         Raises:
             TableError: a value doesn't fit the table.
@@ -89,7 +90,7 @@ class Staging(ABC):
         """
         staged: list[StagedFile] = []
         name = None
-        with tempfile.TemporaryDirectory(prefix="batchllm-staged-") as spool:
+        with tempfile.TemporaryDirectory(prefix="batchllm-staged-", dir=data.parent) as spool:
             try:
                 for path in self._files(files_of(data), Path(spool, "data")):
                     footer = pq.read_metadata(path)

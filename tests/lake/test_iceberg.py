@@ -39,7 +39,16 @@ from pyiceberg.table.update.snapshot import _SnapshotProducer
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
 from pyiceberg.types import LongType
 from pyiceberg.utils.config import Config
-from support.lake_tables import DS, IcebergLake, failing, of_plan, open_lake, publish, wrapped
+from support.lake_tables import (
+    DS,
+    IcebergLake,
+    failing,
+    of_plan,
+    open_lake,
+    publish,
+    published_file,
+    wrapped,
+)
 
 import batchllm_operator.lake.iceberg.read as iceberg_read
 from batchllm_operator.errors import (
@@ -49,7 +58,7 @@ from batchllm_operator.errors import (
     StorageError,
     TableError,
 )
-from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.lake import LakeTable, VersionedTable, open_table
 from batchllm_operator.lake.iceberg.catalog import CatalogTable
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
 from batchllm_operator.spec import FilterTerm
@@ -313,6 +322,24 @@ def test_a_publish_is_one_snapshot_that_names_the_job(lake: IcebergLake) -> None
     found = lake.load().scan().to_arrow()  # by another reader
     assert found.num_rows == 5001
     assert {"n", "run_id", "ds"} == set(found.column_names)
+
+
+def test_files_are_made_on_the_disk_that_holds_the_rows(
+    table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark's tasks have a disk of their own, and TMPDIR may be small there."""
+    assert isinstance(table, VersionedTable)
+    data = published_file(tmp_path / "rows.parquet", numbers(1, 2), of_plan())
+    staging = table.staging(DS, pq.read_schema(data))
+    with monkeypatch.context() as without_disk:
+        without_disk.setattr("tempfile.tempdir", str(tmp_path / "no-such-disk"))
+        files = staging.put(data)
+    assert [file.footer.num_rows for file in files] == [2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "catalog.db",
+        "lake",
+        "rows.parquet",
+    ]
 
 
 def test_statistics_are_written_for_other_readers(lake: IcebergLake, table: LakeTable) -> None:
