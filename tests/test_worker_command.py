@@ -64,6 +64,19 @@ def test_workers_share_a_plan(
     check_published(tmp_path)
 
 
+def test_a_worker_that_came_later_helps_the_others(
+    make_plan: Callable[..., str], batchllm: Batchllm, tmp_path: Path
+) -> None:
+    """A Job that is scaled up has pods with indexes beyond the number in their arguments."""
+    uri, later = make_plan(), ["--worker", 3, "--num-workers", 2]
+    done = batchllm("run", "--plan", uri, *later)
+    assert done.code == 0 and f"worker 3: {NUM_SHARDS} shards" in done.out
+    assert batchllm("verify", "--plan", uri, *later).code == 0
+    assert batchllm("status", "--plan", uri).code == 0
+    assert batchllm("commit", "--plan", uri).code == 0
+    check_published(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

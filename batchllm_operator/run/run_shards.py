@@ -55,7 +55,8 @@ def run_worker(
 
     Args:
         plan: its address, or the plan that `plan_job` returned.
-        worker: its number, from 0. Of two with the same number, each takes other shards.
+        worker: its number, from 0. Of two with the same number, each takes other shards. One from
+            `num_workers` on came later, and only helps: it has no run of its own.
         num_workers: may differ from one call to the next.
         start: creates the engine.
         num_gpus: GPUs of this process, for all replicas together; None for the spec's number.
@@ -78,8 +79,8 @@ def run_worker(
             refuse the plan. Finished rows are kept.
         Interrupted: `drain` has begun, and parts are left.
     """
-    if not 0 <= worker < num_workers:
-        raise ValueError(f"worker {worker} isn't one of {num_workers}")
+    if worker < 0 or num_workers < 1:
+        raise ValueError(f"worker {worker} of {num_workers}: there is no such worker")
     plan = _with_gpus(StoredPlan.open(plan), num_gpus)
     num_shards = len(plan.manifest.shards)
     if find_committed(plan) is not None:

@@ -524,9 +524,9 @@ def test_all_workers_stopped_and_others_started_with_another_number(plan: Stored
     check_published(plan)
 
 
-@pytest.mark.parametrize(("worker", "num_workers"), [(-1, 2), (2, 2), (0, 0)])
+@pytest.mark.parametrize(("worker", "num_workers"), [(-1, 2), (0, 0)])
 def test_there_is_no_such_worker(plan: StoredPlan, worker: int, num_workers: int) -> None:
-    with pytest.raises(ValueError, match="isn't one of"):
+    with pytest.raises(ValueError, match="no such worker"):
         run_worker(plan.folder.uri, worker, num_workers)
 
 
