@@ -4,17 +4,29 @@ pauses that differ between those who wait; docs/faults.md lists them."""
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import certifi
 import pytest
+import yaml
 from airflow.providers.common.compat.sdk import AirflowException
 from kubernetes_asyncio.client.exceptions import ApiException
+from kubernetes_asyncio.config import incluster_config
 from support.pauses import MANY, Clock, check_pauses
 
 from batchllm_operator.operators import stage_operator
 from batchllm_operator.operators.jobs import calls
 from batchllm_operator.operators.jobs.calls import Cluster, ClusterCalls
+
+KUBECONFIG: dict[str, Any] = {
+    "current-context": "c",
+    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    "clusters": [{"name": "c", "cluster": {"server": "https://elsewhere:6443"}}],
+    "users": [{"name": "u", "user": {"token": "t"}}],
+}
 
 
 class Away:
@@ -81,6 +93,32 @@ def test_what_would_be_refused_again_is_asked_once(
     with pytest.raises(ApiException):
         asyncio.run(job(monkeypatch).call(lambda _: Away(refuse), "ask"))
     assert asked == [status]
+
+
+def test_an_airflow_inside_the_cluster_needs_no_connection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with the provider's synchronous hook; its asynchronous one wants a kubeconfig then."""
+    token = tmp_path / "token"
+    token.write_text("a-token")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", certifi.where())
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+
+    async def address(conn_id: str | None) -> str:
+        where = Cluster(conn_id, None, None, None)
+        async with ClusterCalls(where, log=SimpleNamespace(), patience_s=1.0) as made:
+            return str((await made._connect()).configuration.host)
+
+    for conn_id in ("kubernetes_default", None):
+        assert asyncio.run(address(conn_id)) == "https://10.0.0.1:443"
+    elsewhere = tmp_path / "kubeconfig"
+    elsewhere.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
+    extra = {"kube_config_path": str(elsewhere)}
+    connection = {"conn_type": "kubernetes", "extra": extra}
+    monkeypatch.setenv("AIRFLOW_CONN_KUBERNETES_DEFAULT", json.dumps(connection))
+    assert asyncio.run(address("kubernetes_default")) == "https://elsewhere:6443"
 
 
 def test_looking_for_results_again() -> None:

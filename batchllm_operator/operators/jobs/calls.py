@@ -13,7 +13,9 @@ from typing import Any, Final, Self
 
 import yaml
 from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
-from kubernetes_asyncio.client import ApiClient
+from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes_asyncio.client.exceptions import ApiException
+from kubernetes_asyncio.config import ConfigException, load_incluster_config
 
 from batchllm_operator.operators.jobs.api_errors import (
     ANSWERLESS,
@@ -26,6 +28,8 @@ _REQUEST_S: Final = 30.0
 _SHORTEST_REQUEST_S: Final = 0.5
 """A request is sent even if there is no time to wait for its answer."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+_PREFIX: Final = "extra__kubernetes__"
+"""Of the names of a connection's fields, in its older form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class ClusterCalls:
         if self._client is None:
             try:
                 hook = await asyncio.to_thread(self._cluster.hook)  # it may read a file
+                await _default_to_own_cluster(hook)
                 connection = hook.get_conn()
                 self._client = await connection.__aenter__()
             except ANSWERLESS:
@@ -99,6 +104,8 @@ class ClusterCalls:
     ) -> Any:
         """Call a method of a client's API.
 
+        With `_preload_content=False` the answer isn't read, and so not logged.
+
         Raises:
             ApiException: the cluster refuses, or its error has lasted too long.
             ClientError, OSError, NoConnectionError: it hasn't answered in time.
@@ -110,6 +117,8 @@ class ClusterCalls:
             try:
                 async with asyncio.timeout(limit_s):
                     answer = await getattr(api(await self._connect()), method)(*args, **options)
+                    if options.get("_preload_content") is False:
+                        await _check_unread(answer)
             except ANSWERLESS as error:
                 left_s = give_up_at - time.monotonic()
                 if not is_passing(error) or left_s <= 0:
@@ -123,3 +132,30 @@ class ClusterCalls:
             else:
                 self._trouble = ""
                 return answer
+
+
+async def _default_to_own_cluster(hook: AsyncKubernetesHook) -> None:
+    """Use the cluster of this process's pod if nothing else is configured.
+
+    The provider's synchronous hook does so; its asynchronous one would look for a kubeconfig.
+    """
+    if hook.in_cluster is not None or hook.config_dict is not None:
+        return
+    extras = {name.removeprefix(_PREFIX): v for name, v in (await hook.get_conn_extras()).items()}
+    if any(extras.get(name) for name in ("in_cluster", "kube_config", "kube_config_path")):
+        return
+    try:
+        load_incluster_config(client_configuration=Configuration())  # type: ignore[no-untyped-call]
+    except ConfigException:
+        return
+    hook.in_cluster = True
+
+
+async def _check_unread(answer: Any) -> None:
+    """Release an answer; raises `ApiException` for an error, as the client does if it reads it."""
+    if answer.status < 300:
+        answer.release()
+        return
+    error = ApiException(status=answer.status, reason=answer.reason)
+    error.body = await answer.text()
+    raise error

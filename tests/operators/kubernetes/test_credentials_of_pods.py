@@ -15,6 +15,7 @@ from helm_chart.rendering import render
 from kubernetes.client import ApiClient
 from operators.kubernetes.test_cluster_job import LATER, body
 from support.kubernetes.cluster import Cluster, python_image
+from support.kubernetes.status import ApiError
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance
 
@@ -126,24 +127,41 @@ def test_a_secret_is_renewed_and_no_value_of_it_is_logged(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client logs the body of every answer that it reads, and base64 isn't masked."""
+    with caplog.at_level(logging.DEBUG):
+        put_secrets(cluster, "first", "second", "third")
+    assert held_secret(cluster) == "third"
+    assert base64.b64encode(b"third").decode() not in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 429, 503])
+def test_a_secret_is_put_again_after_a_passing_error(cluster: Cluster, status: int) -> None:
+    """Its answer isn't read, but errors are."""
+    cluster.double.fail_next("POST", "secrets", ApiError(status, "Passing", "try again"))
+    put_secrets(cluster, "first")
+    assert held_secret(cluster) == "first"
+
+
+def put_secrets(cluster: Cluster, *values: str) -> None:
+    """Put a Job's Secret with each of these values in turn."""
     cluster.agent.hold_scheduling()
     where = Where(None, False, None, str(cluster.kubeconfig))
 
-    async def renew() -> None:
+    async def put() -> None:
         log = logging.getLogger("jobs")
         name = {"name": "job", "namespace": cluster.namespace}
         async with ClusterJob(where, **name, attempt=LATER, log=log, patience_s=5.0) as job:
             made, _ = await job.take(body(LATER))
-            for key in ("first", "second", "third"):
-                await job.put_secret(made, {"KEY": key})
+            for value in values:
+                await job.put_secret(made, {"KEY": value})
 
-    with caplog.at_level(logging.DEBUG):
-        asyncio.run(renew())
+    asyncio.run(put())
+
+
+def held_secret(cluster: Cluster) -> str:
     (secret,) = cluster.api.list_namespaced_secret(
         cluster.namespace, label_selector="batchllm.io/attempt=owner"
     ).items
-    assert base64.b64decode(secret.data["KEY"]) == b"third"
-    assert base64.b64encode(b"third").decode() not in caplog.text
+    return base64.b64decode(secret.data["KEY"]).decode()
 
 
 @in_triggerer
