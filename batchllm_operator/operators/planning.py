@@ -73,9 +73,14 @@ class Planning(BaseOperator):
         )
 
     def check(self) -> None:
-        """Refuse a run without a partition."""
+        """Refuse a run without a partition, and a number of workers that renders to none."""
         if self.ds.strip() in ("", "None"):
             raise AirflowFailException(self._no_partition(f"ds is {self.ds!r}"))
+        try:
+            int(self.num_workers or 1)
+        except ValueError:
+            message = f"num_workers is {self.num_workers!r}; it must be an integer from 1"
+            raise AirflowFailException(message) from None
 
     def work(self) -> str:
         return " ".join(self.job_arguments)

@@ -74,10 +74,18 @@ def test_a_number_of_workers_that_is_none_is_refused_when_the_dag_is_parsed(
         batchllm_task_group("job.yaml", num_workers=num_workers)
 
 
-def test_a_template_that_renders_to_no_number_fails_the_task() -> None:
-    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", num_workers="many")
+@pytest.mark.parametrize("stage", ["plan", "generate"])
+def test_a_template_that_renders_to_no_number_fails_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    ran = record_runs(monkeypatch, {"plan_uri": "s3://b/plan-1", "num_shards": 2})
+    task: Any = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan", num_workers="many")
+    if stage == "plan":
+        spec = write_spec(tmp_path, num_shards=2)
+        task = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="d", num_workers="many")
     with pytest.raises(AirflowFailException, match="num_workers is 'many'"):
         execute(task, {"ti": TaskInstance()})
+    assert ran == []
 
 
 def test_generate_runs_one_worker_here(monkeypatch: pytest.MonkeyPatch) -> None:

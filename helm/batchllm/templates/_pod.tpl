@@ -1,6 +1,6 @@
 {{/* The pod of a stage as the operators know it: `pod` and `kinds` of files/pod.yaml, a file of the package. */}}
 {{- define "batchllm.said" -}}
-{{- .Files.Get "files/pod.yaml" -}}
+{{- required "files/pod.yaml is missing: it is a symbolic link in the repository, which your copy of the chart lacks" (.Files.Get "files/pod.yaml") -}}
 {{- end -}}
 
 {{/*
