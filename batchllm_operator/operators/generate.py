@@ -30,11 +30,12 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        num_workers: pods of the Job (templated). It may change while the Job runs: when the task
-            looks at the lake, or is tried again, it scales the Job. 0 for a plan without shards. In
-            the Airflow worker there is one worker, whatever the number.
-        look_interval: how often the task looks whether the plan is whole, and otherwise removes
-            waiting pods for which nothing is left.
+        num_workers: pods of the Job (templated). It may change while the Job runs: when a deferred
+            task looks at the lake, or a task is tried again, it scales the Job, unless that has a
+            `queue_name`. 0 for a plan without shards. In the Airflow worker there is one worker,
+            whatever the number.
+        look_interval: how often the task looks whether the plan is whole, and otherwise, without a
+            queue, removes waiting pods for which nothing is left.
         kwargs: see `BatchLLMJobOperator`.
 
     Raises:
@@ -95,7 +96,8 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
     def look(self, context: Context, end: JobEnd) -> bool:
         """Whether the plan is whole; scales the Job if `num_workers` or what is left has changed.
 
-        This task's live workers count as others', and most shards are judged by their reports: the
+        A Job in a queue isn't scaled: Kueue would stop all of its pods, and queue it again. This
+        task's live workers count as others', and most shards are judged by their reports: the
         parts are checked once, at the end.
         """
         num_pods = self.num_pods()
@@ -103,12 +105,13 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         result = self._commands().verify("--plan", str(self.plan_uri), *share)
         if not isinstance(result, str) and _is_whole(result):
             return True
-        if num_pods != end.num_pods > 0:
+        is_elastic = self.queue_name is None
+        if is_elastic and num_pods != end.num_pods > 0:
             self.log.info("Scaling the Job from %d to %d workers", end.num_pods, num_pods)
             self.scale(num_pods, num_pods)
         elif isinstance(result, str):
             self.log.info("In the lake: %s", result)
-        elif 0 < end.num_running < end.num_running + end.num_waiting:
+        elif is_elastic and 0 < end.num_running < end.num_running + end.num_waiting:
             self.log.info(
                 "Nothing is left for %s: %s",
                 counted(end.num_waiting, "waiting pod"),

@@ -49,9 +49,10 @@ def batchllm_task_group(
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
         num_workers: pods that share the plan's shards, at most as many as there are shards. A
-            template is rendered again while the Job runs, which is scaled then. Another run of
-            the same plan, or one that is cleared, may have another number. None: a worker for each
-            shard if the spec says how many (`planner.num_shards`), else one worker.
+            template has no such limit, and is rendered again while the triggerer watches the Job,
+            which is scaled then. Another run of the same plan, or one that is cleared, may have
+            another number. None: a worker for each shard if the spec says how many
+            (`planner.num_shards`), else one worker.
         gpu: `nvidia` or `amd`: generate runs in pods with such GPUs. None: in a child process of
             the Airflow worker, on its hardware.
         gpu_count: GPUs of a pod.

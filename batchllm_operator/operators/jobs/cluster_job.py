@@ -21,7 +21,7 @@ from batchllm_operator.operators.jobs.api_errors import (
     reason_of,
 )
 from batchllm_operator.operators.jobs.calls import FIRST_PAUSE_S, Cluster, ClusterCalls
-from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+from batchllm_operator.operators.jobs.owner import LABEL, QUEUE, Attempt
 
 ENDING_MARGIN_S: Final = 60.0
 """Time after the grace period that a kubelet may take to report a pod's end."""
@@ -103,12 +103,16 @@ class ClusterJob(ClusterCalls):
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
     async def _adopt(self, job: V1Job, body: Mapping[str, Any]) -> Any:
-        """Write this try's id on the Job, and the number of pods; None if it has changed."""
+        """Write this try's id on the Job, and the number of pods; None if it has changed.
+
+        A Job in a queue keeps its number: Kueue refuses another, or stops all pods and queues the
+        Job again.
+        """
         wanted, found = body["metadata"]["labels"], job.metadata.labels
         changes: dict[str, Any] = {"resourceVersion": job.metadata.resource_version}
         patch: dict[str, Any] = {"metadata": {**changes, "labels": self.attempt.try_label}}
         num_pods = f"{LABEL}/num-pods"
-        if wanted[num_pods] != found.get(num_pods):
+        if wanted[num_pods] != found.get(num_pods) and QUEUE not in found:
             patch["spec"] = scale = {"completions": int(wanted[num_pods])}
             scale["parallelism"] = scale["completions"]
             patch["metadata"]["labels"] = {**self.attempt.try_label, num_pods: wanted[num_pods]}
@@ -183,20 +187,13 @@ class ClusterJob(ClusterCalls):
         metadata = {"name": self.name, "labels": self.attempt.labels, "ownerReferences": [owner]}
         secret = {"metadata": metadata, "stringData": dict(values), "type": "Opaque"}
         while True:
-            answer = await self.call(
-                CoreV1Api,
-                "create_namespaced_secret",
-                self.namespace,
-                secret,
-                _preload_content=False,
-            )
-            if answer.status < 300:
-                answer.release()
+            create = "create_namespaced_secret"
+            try:
+                await self.call(CoreV1Api, create, self.namespace, secret, _preload_content=False)
                 return
-            error = ApiException(status=answer.status, reason=answer.reason)
-            error.body = await answer.text()
-            if reason_of(error) != "AlreadyExists":
-                raise error
+            except ApiException as error:
+                if reason_of(error) != "AlreadyExists":
+                    raise
             await self.delete_secret()
 
     async def delete_secret(self) -> None:

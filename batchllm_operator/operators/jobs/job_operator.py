@@ -76,7 +76,8 @@ class BatchLLMJobOperator(KubernetesJobOperator):
             worker always gets one, which each try reads again.
         secret_names: Secrets of the namespace whose keys become variables in the pods.
         queue_name: Kueue's LocalQueue: the Job is suspended until it is admitted.
-        min_workers: pods with which Kueue may admit the Job if it can't have all.
+        min_workers: pods with which Kueue may admit the Job if it can't have all. It has no effect
+            on a Job that has no more than these.
         max_restarts: pods that each worker may lose by a failure of its own. Those that the cluster
             ends (eviction, preemption, a lost node) don't count: the Job controller replaces them.
         queue_timeout: how long no pod of the Job may find a node, or room in a quota or queue.
@@ -87,8 +88,9 @@ class BatchLLMJobOperator(KubernetesJobOperator):
         poll_interval: seconds between two reads of the Job.
         deferrable: whether the triggerer watches the Job, and the worker's slot is free meanwhile;
             by default as Airflow's `[operators] default_deferrable` says.
-        active_deadline_seconds: how long the Job may take, with its waiting, before the cluster
-            ends it; by default as in the template, or a day.
+        active_deadline_seconds: how long the Job may take, with its waiting for nodes and quotas
+            but not for a queue, before the cluster ends it; by default as in the template, or a
+            day.
         ttl_seconds_after_finished: how long a Job that has ended stays if nothing removes it; by
             default a day.
         termination_grace_period: seconds that a pod gets to finish its open parts when it is

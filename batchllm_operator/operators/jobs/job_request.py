@@ -22,7 +22,7 @@ from kubernetes.client import models as k8s
 from batchllm_operator.errors import FINAL_EXIT_CODES
 from batchllm_operator.operators.jobs.calls import Cluster
 from batchllm_operator.operators.jobs.job_operator import BatchLLMJobOperator
-from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+from batchllm_operator.operators.jobs.owner import LABEL, QUEUE, Attempt
 from batchllm_operator.operators.jobs.pod import (
     arguments_pod,
     check_grace,
@@ -39,7 +39,6 @@ from batchllm_operator.operators.jobs.trigger import WatchedJob
 from batchllm_operator.operators.jobs.watch import WatchLimits
 
 _DAY_S: Final = 24 * 3600
-_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 _MIN_PODS: Final = "kueue.x-k8s.io/job-min-parallelism"
 _EQUAL_PODS: Final = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
@@ -245,8 +244,8 @@ class BatchLLMJobRequest(BatchLLMJobOperator):
         labels = pod["metadata"]["labels"] | attempt.try_label
         labels |= {f"{LABEL}/num-pods": str(num_pods)}
         if self.queue_name is not None:
-            labels[_QUEUE] = self.queue_name
-        if self.min_workers is not None:
+            labels[QUEUE] = self.queue_name
+        if self.min_workers is not None and self.min_workers < num_pods:  # Kueue refuses others
             annotations |= {_MIN_PODS: str(self.min_workers), _EQUAL_PODS: "true"}
         own = {
             "metadata": {

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 LABEL: Final = "batchllm.io"
+QUEUE: Final = "kueue.x-k8s.io/queue-name"
+"""Kueue's label of a Job that it admits."""
 _MAX_NAME: Final = 56
 """A pod's host name is the Job's name, a dash and its index, of 63 characters at most."""
 

@@ -561,6 +561,8 @@ def test_a_job_for_a_queue_is_suspended_until_it_is_admitted() -> None:
     assert job["spec"]["suspend"] is True
     assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert metadata["annotations"]["kueue.x-k8s.io/job-min-parallelism"] == "2"
+    few = job_of(operator(queue_name="gpus", min_workers=2, num_workers=2))
+    assert few["metadata"]["annotations"] == {}  # Kueue refuses as many as there are
     assert "suspend" not in job_of(operator())["spec"]
     with pytest.raises(ValueError, match="min_workers needs queue_name"):
         operator(min_workers=2)

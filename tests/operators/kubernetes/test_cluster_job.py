@@ -12,7 +12,7 @@ from support.kubernetes.cluster import Cluster
 
 from batchllm_operator.operators.jobs.calls import Cluster as Where
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob, SupersededError
-from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+from batchllm_operator.operators.jobs.owner import LABEL, QUEUE, Attempt
 
 EARLIER, LATER = (Attempt("owner", "work", try_id) for try_id in ("1", "2"))
 
@@ -85,6 +85,17 @@ def test_a_try_that_wakes_up_deletes_no_job_that_a_later_one_has_adopted(
         run(job_of(EARLIER), lambda job: job.take(body(EARLIER)))
     run(job_of(LATER), lambda job: job.delete(made.metadata.uid))
     cluster.wait_for(lambda: not there(cluster) and not cluster.pods(), "the Job to go")
+
+
+def test_a_job_in_a_queue_is_adopted_with_the_number_of_pods_that_it_has(
+    cluster: Cluster, job_of: Callable[[Attempt], ClusterJob]
+) -> None:
+    queued = body(EARLIER, num_pods=2)
+    queued["metadata"]["labels"][QUEUE] = "gpus"
+    run(job_of(EARLIER), lambda job: job.take(queued))
+    adopted, _ = run(job_of(LATER), lambda job: job.take(body(LATER, num_pods=3)))
+    assert adopted.metadata.labels[f"{LABEL}/try-id"] == LATER.try_id
+    assert (adopted.spec.completions, adopted.spec.parallelism) == (2, 2)
 
 
 def test_another_job_of_the_name_is_not_deleted(

@@ -141,6 +141,32 @@ def test_waiting_pods_are_removed_when_the_running_ones_have_all_that_is_left(
 
 
 @in_triggerer
+def test_a_job_in_a_queue_is_not_scaled(shards: Shards, lake: Lake) -> None:
+    """Kueue would stop all of its pods, and queue it again."""
+    node = {"node_selector": {"kubernetes.io/os": "linux"}}
+    shards.cluster.agent.set_capacity({"nvidia.com/gpu": "2"})
+    wanted = [3]
+
+    def make() -> BatchLLMGenerateOperator:
+        return shards.task(
+            gpu="nvidia", queue_name="gpus", **SOON | {"num_workers": wanted[0]}, **node
+        )
+
+    run = shards.start_task(make)
+    job = shards.job()
+    admitted = {"spec": {"suspend": False}}
+    shards.cluster.batch.patch_namespaced_job(job.metadata.name, job.metadata.namespace, admitted)
+    shards.wait(lambda: len(running(shards)) == 2, "two pods")
+    lake.says = lambda: OTHERS_DO
+    wanted[0] = 2
+    check_looks(shards, lake)
+    assert (shards.job().spec.parallelism, shards.job().spec.completions) == (3, 3)
+    lake.says = lambda: DONE
+    assert run.wait() == DONE
+    shards.check_nothing_left()
+
+
+@in_triggerer
 def test_a_job_is_scaled_when_the_number_of_workers_changes(shards: Shards, lake: Lake) -> None:
     wanted = [2]
 
