@@ -19,6 +19,8 @@ from torch import Tensor
 from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
 from benchmarks.launch_overhead import IdleDriver, Layer
 
+compiled = []  # with a hook, as vLLM sets one, Triton writes a kernel's constants as JSON
+triton.knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
 driver = IdleDriver()
 triton.runtime.driver.set_active(driver)
 layer, bound = Layer.make(), []
@@ -48,6 +50,7 @@ print(json.dumps({
     "unaligned": launches(replace(layer, q=odd), {}, {}),
     "short": launches(replace(layer, q=layer.q[:8], out=layer.out[:8]), {}),
 }))
+assert any("prefix_attention_kernel" in name for name in compiled), compiled
 for wrong in (replace(layer, k_cache=layer.k_cache.float()), replace(layer, out=layer.out[:9])):
     try:
         wrong.attend()

@@ -43,15 +43,18 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return _TRITON_DTYPES[dtype]
 
 
-def dot_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype, *, interpreted: bool) -> tl.dtype:
-    """The dtype of the operands of matrix products.
+def dot_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype, *, interpreted: bool) -> str:
+    """Triton's name for the dtype of the operands of matrix products.
 
     FP8 becomes float16, of which one instruction makes two; bfloat16 would take two more. Triton's
     interpreter multiplies bfloat16 as integers.
     """
-    if kv_dtype in _FP8_BITS and q_dtype == torch.bfloat16:
-        return tl.float16
-    return tl.float32 if interpreted and q_dtype == torch.bfloat16 else triton_dtype(q_dtype)
+    dtype = triton_dtype(q_dtype)
+    if q_dtype == torch.bfloat16 and kv_dtype in _FP8_BITS:
+        dtype = tl.float16
+    elif q_dtype == torch.bfloat16 and interpreted:
+        dtype = tl.float32
+    return str(dtype.name)
 
 
 def kv_format(dtype: torch.dtype, arch: str) -> tuple[int, float]:
@@ -65,7 +68,7 @@ def kernel_constants(
     launch: LaunchConfig,
     shape: AttentionShape,
     *,
-    dot_dtype: tl.dtype,
+    dot_dtype: str,
     kv_format: int,
     window: int | None,
     has_soft_cap: bool,

@@ -15,8 +15,9 @@ class Constants(NamedTuple):
     """0: every query sees all keys before it."""
     has_soft_cap: bool
     kv_format: int
-    dot_dtype: tl.dtype
-    """Of the operands of matrix products."""
+    dot_dtype: str
+    """Triton's name for the dtype of the operands of matrix products. Triton's hooks write the
+    constants as JSON, which has no dtypes."""
     block_size: int
     heads_per_kv: int
     kv_heads: int

@@ -62,9 +62,9 @@ def _load_queries(queries, rows, dims, CONST: tl.constexpr):
     token_at = rows.token.to(tl.int64) * queries.stride_token
     q_rows = queries.q + token_at + rows.head * queries.stride_head
     q = tl.load(q_rows[:, None] + dims[None, :], mask=element, other=0.0)
-    if tl.float16 == CONST.dot_dtype and queries.q.dtype.element_ty != tl.float16:
+    if CONST.dot_dtype == "fp16" and queries.q.dtype.element_ty != tl.float16:
         q = tl.clamp(q.to(tl.float32), -_FLOAT16_MAX, _FLOAT16_MAX)
-    return q.to(CONST.dot_dtype)
+    return q.to(tl.dtype(CONST.dot_dtype))
 
 
 @triton.jit

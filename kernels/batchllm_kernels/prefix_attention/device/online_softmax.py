@@ -32,11 +32,11 @@ def _decode(raw, CONST: tl.constexpr):
     if CONST.kv_format == _E4M3FN_BITS or CONST.kv_format == _E4M3FNUZ_BITS:
         bits = raw.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(CONST.dot_dtype)
+        return bits.to(tl.float16, bitcast=True).to(tl.dtype(CONST.dot_dtype))
     elif CONST.kv_format == _E5M2_BITS:
-        return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(CONST.dot_dtype)
+        return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.dtype(CONST.dot_dtype))
     else:
-        return raw.to(CONST.dot_dtype)
+        return raw.to(tl.dtype(CONST.dot_dtype))
 
 
 @triton.jit
