@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import tarfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ done
 [[ ${module:-} != "$(cat "$FAKE/hangs")" ]] || { echo $$ >"$FAKE/pid" && exec sleep 60; }
 [[ ${module:-} != "$(cat "$FAKE/fails")" ]] || exit 5
 """
-KERNEL, TUNE = "benchmarks.kernel", "batchllm_kernels.tune"
+KERNEL = "benchmarks.kernel"
 END_TO_END, AGREEMENT = "benchmarks.end_to_end", "benchmarks.end_to_end.agreement"
 
 
@@ -122,6 +123,39 @@ def test_a_call_ends_with_one_archive_of_results_without_caches(machine: Machine
     environment = (machine.folder / "env").read_text().splitlines()
     assert "VLLM_HOST_IP=127.0.0.1" in environment
     assert not any(line.startswith("PYTHONDONTWRITEBYTECODE") for line in environment)
+
+
+@pytest.mark.parametrize(
+    ("number", "steps"),
+    [
+        ("1", ["imports", "quick", "tune", "case_1"]),
+        ("2", ["case_1_variants", "agreement", "degree_16"]),
+        ("", ["imports", "quick", "agreement", "end_to_end", "kernel", "tune"]),
+        ("3", None),
+    ],
+)
+def test_a_call_has_its_steps(machine: Machine, number: str, steps: list[str] | None) -> None:
+    code, printed = machine.call(CALL=number)
+    assert code == (0 if steps else 2), printed
+    if steps:
+        assert list(machine.steps()) == steps
+
+
+def test_modules_have_the_options_that_steps_give_them(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = "quick kernel tune case_1 case_1_variants degree_16 end_to_end agreement"
+    code, printed = machine.call(STEPS=f"{steps} profile_stock profile_ours")
+    assert code == 0, printed
+    calls = [call.split()[2:] for call in machine.calls()]  # without -P -m
+    assert len(calls) == 10
+    load("provenance")  # finds the package
+    for module, *options in calls:
+        monkeypatch.setattr("sys.argv", [module, *options, "--unknown"])
+        name = module if module != END_TO_END else f"{module}.__main__"
+        with pytest.raises(SystemExit):
+            import_module(name).main()
+        assert capsys.readouterr().err.endswith("error: unrecognized arguments: --unknown\n")
 
 
 def test_a_cache_among_the_results_is_refused(machine: Machine) -> None:
