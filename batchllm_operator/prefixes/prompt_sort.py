@@ -9,7 +9,8 @@ Strings*, 1997) that keeps the LCPs and reads a prompt only as far as others sha
     next        prompts that part at the same place with the same token are a family, one deeper
 
 A round treats many families at once. Memory holds some numbers per prompt and a few chunks of
-tokens. The result doesn't depend on the pivots, nor on how many tokens are read at a time.
+tokens. Pivots are drawn at random, so that no usual order of rows takes many rounds. The result
+doesn't depend on them, nor on how many tokens are read at a time.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def sort_prompts(prompts: Prompts, advance: Advance = ignore) -> RankedPrompts:
         OSError: the prompts can't be read.
     """
     order, shared = np.arange(len(prompts)), np.zeros(len(prompts), dtype=np.int64)
+    generator = np.random.default_rng(0)
     rounds = list(_Families(order.copy(), shared.copy(), shared.copy()).split())
     while rounds:
         families = rounds.pop()
-        rest = families.sort(prompts, order, shared)
+        rest = families.sort(prompts, order, shared, generator)
         advance(len(families.ranks) - len(rest.ranks))
         rounds.extend(rest.split())
     return RankedPrompts(order, shared)
@@ -91,11 +93,15 @@ class _Families:
             start = stop
 
     def sort(
-        self, prompts: Prompts, order: NDArray[np.int64], shared: NDArray[np.int64]
+        self,
+        prompts: Prompts,
+        order: NDArray[np.int64],
+        shared: NDArray[np.int64],
+        generator: np.random.Generator,
     ) -> _Families:
         """Sort each family by its pivot, in `order` and `shared`; returns the deeper families."""
         idxs = order[self.ranks]
-        keys, common = self._compare(prompts, idxs)
+        keys, common = self._compare(prompts, idxs, generator)
         sorting = np.lexsort((keys, self.numbers))
         keys, common = keys[sorting], common[sorting]
         order[self.ranks] = idxs[sorting]
@@ -107,16 +113,18 @@ class _Families:
         return _Families(self.ranks[rest], np.cumsum(~goes_on[rest]), common[rest] + 1)
 
     def _compare(
-        self, prompts: Prompts, idxs: NDArray[np.int64]
+        self, prompts: Prompts, idxs: NDArray[np.int64], generator: np.random.Generator
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The key of each prompt in its family, and its LCP with the pivot.
 
         Args:
             idxs: [n] int64, prompts.
+            generator: draws the pivots.
         """
         firsts = np.flatnonzero(np.diff(self.numbers, prepend=-1))
-        pivots = (firsts + np.append(firsts[1:], len(idxs))) // 2
-        pivot_of = np.repeat(pivots, np.diff(np.append(firsts, len(idxs))))
+        sizes = np.diff(np.append(firsts, len(idxs)))
+        pivots = firsts + generator.integers(0, sizes)
+        pivot_of = np.repeat(pivots, sizes)
         keys = np.full(len(idxs), _PIVOT << _TOKEN_BITS, dtype=np.int64)
         common = self.depths.copy()
         common[pivots] = prompts.lengths[idxs[pivots]]

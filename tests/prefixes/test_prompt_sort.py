@@ -67,3 +67,11 @@ def test_wide_and_deep_trees_with_the_usual_windows(tmp_path: Path) -> None:
             prompts.append(document + generator.integers(0, 3, generator.integers(0, 90)).tolist())
     prompts += [prompts[5], prompts[5], instruction, instruction[:64], instruction[:10]]
     check_sort(prompts, tmp_path, batch=50)
+
+
+def test_no_row_in_the_middle_costs_a_round_for_each_prompt() -> None:
+    """Each prompt shares more with all the others than the one in the middle of them does."""
+    prompts = [[1] * abs(2 * place - 2000) + [2 + place % 2] for place in range(2000)]
+    rounds: list[int] = []
+    sort_prompts(TokenTable.from_lists(prompts), rounds.append)
+    assert len(rounds) < 100
