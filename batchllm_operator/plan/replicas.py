@@ -115,7 +115,7 @@ class ReplicaPlanner:
                 most,
             )
         placement = choose_placement(loads, self.chain, max_num_seqs=self.max_num_seqs)
-        if not placement.splits or not (self.is_measured or self.wants_profile):
+        if not placement.splits:
             return None
         splits = placement.splits if self.is_measured else {}
         return ReplicaPlacement(
