@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
 
+from batchllm_operator.commands import replicas
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import load_spec
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py
@@ -110,6 +114,19 @@ def test_replicas_are_workers_in_one_pod(
     assert len({claim["owner"].rpartition("/")[0] for claim in claims}) == 1
     assert batchllm("commit", "--plan", uri).code == 0
     check_published(tmp_path)
+
+
+def test_replicas_that_all_fail_cost_nothing_once_others_have_run_all(
+    make_plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = make_plan()
+    run_worker(uri)
+    monkeypatch.setattr(replicas, "start_command", lambda *_: subprocess.Popen(["false"]))
+    args = argparse.Namespace(
+        worker=0, num_workers=1, owner=None, drain_s=0.0, num_gpus=None, metrics=None
+    )
+    result = replicas.run_replicas(args, uri, [{}, {}])
+    assert (result["num_finished"], result["shard_idxs"]) == (NUM_SHARDS, [])
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

@@ -11,10 +11,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchllm_operator.child_processes import exit_code, start_command
 from batchllm_operator.errors import ExitCode, IncompleteRunError, Interrupted
+
+if TYPE_CHECKING:
+    from batchllm_operator.shards.reports import WorkerReport
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +48,9 @@ def run_replicas(
             codes = [exit_code(process.wait()) for process in processes]
         results = [json.loads(path.read_bytes()) for path in paths if path.exists()]
     if any(codes):
-        _check_whole(args, uri, owner, codes)
+        report = _check_whole(args, uri, owner, codes)
+        if not results:  # no replica was left to write one
+            return {"plan_uri": uri, **report.to_result()}
     return _total(args, uri, results)
 
 
@@ -92,7 +97,9 @@ def _running(
         raise
 
 
-def _check_whole(args: argparse.Namespace, uri: str, owner: str, codes: Sequence[int]) -> None:
+def _check_whole(
+    args: argparse.Namespace, uri: str, owner: str, codes: Sequence[int]
+) -> WorkerReport:
     """Raise `SystemExit` unless nothing is left, whatever has become of some replicas."""
     from batchllm_operator.inspect.verify import verify_worker
 
@@ -101,10 +108,11 @@ def _check_whole(args: argparse.Namespace, uri: str, owner: str, codes: Sequence
     if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         raise SystemExit(code)
     try:
-        verify_worker(uri, args.worker, args.num_workers, owner)
+        report = verify_worker(uri, args.worker, args.num_workers, owner)
     except IncompleteRunError:
         raise SystemExit(code) from None
     _log.warning("replicas %s have failed; others have done their work", failed)
+    return report
 
 
 def _total(
