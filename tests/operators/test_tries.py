@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from airflow.providers.common.compat.sdk import AirflowException, AirflowTaskTimeout
 from airflow.utils.state import TaskInstanceState
+from operators.test_retries import KUBECONFIG
 from support.task_runs import TaskInstance
 
 from batchllm_operator.operators import BatchLLMGenerateOperator
@@ -17,8 +21,18 @@ from batchllm_operator.operators.jobs import job_task
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 from batchllm_operator.operators.jobs.trigger import LIVE_STATES, JobTrigger
 
+KNOWN = {
+    *("awaiting_input", "deferred", "failed", "queued", "removed", "restarting", "running"),
+    *("scheduled", "skipped", "success", "up_for_reschedule", "up_for_retry", "upstream_failed"),
+}
+"""Of Airflow 3.1 to 3.3."""
 STATES: list[str | None] = [*(str(each) for each in TaskInstanceState), None]
 RESULT = {"plan_uri": "p", "num_rows": 1}
+
+
+def test_every_state_that_airflow_has_is_known() -> None:
+    """A new one may be that of a task whose try lives: see `LIVE_STATES`."""
+    assert {str(each) for each in TaskInstanceState} <= KNOWN
 
 
 class ReleasedError(Exception):
@@ -101,6 +115,26 @@ def test_a_killed_try_waits_a_second_for_airflows_answer(
     task.on_kill()
     with pytest.raises(ReleasedError):
         ends_with(task, of, AirflowException("killed"))
+
+
+def test_a_killed_task_does_not_ask_airflow_for_the_connection_again(
+    task: BatchLLMGenerateOperator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not answer, and there are only four seconds."""
+    name, path = "AIRFLOW_CONN_KUBERNETES_DEFAULT", tmp_path / "kubeconfig"
+    path.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
+    extra = {"kube_config_path": str(path)}
+    monkeypatch.setenv(name, json.dumps({"conn_type": "kubernetes", "extra": extra}))
+    watched = task._watched_job(context(), "j", "n", "u", task._attempt(context()))
+
+    async def address() -> str:
+        async with task._job(watched) as job:
+            return str((await job._connect()).configuration.host)
+
+    assert asyncio.run(address()) == "https://elsewhere:6443"
+    monkeypatch.delenv(name)
+    task.on_kill()
+    assert asyncio.run(address()) == "https://elsewhere:6443"
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -31,7 +31,14 @@ def is_passing(error: BaseException) -> bool:
         return True
     if error.status == CONFLICT:  # concurrent changes of a quota
         return reason_of(error) == "Conflict"
+    if is_over_quota(error):
+        return True
     return error.status in _PASSING or (error.status or 0) >= 500
+
+
+def is_over_quota(error: ApiException) -> bool:
+    """Whether a ResourceQuota is exhausted; a refusal by policy differs in its text only."""
+    return error.status == FORBIDDEN and "exceeded quota" in str(status_of(error).get("message"))
 
 
 def status_of(error: ApiException) -> Mapping[str, Any]:

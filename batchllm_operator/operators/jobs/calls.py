@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -43,7 +44,8 @@ class Cluster:
     config_file: str | None
     """Path of the kubeconfig, which the triggerer must be able to read, too."""
 
-    def hook(self) -> AsyncKubernetesHook:
+    def hook(self, extras: dict[str, Any] | None = None) -> AsyncKubernetesHook:
+        """The provider's hook; it reads the connection's fields unless `extras` has them."""
         config_dict = None
         if self.config_file is not None:
             config_dict = yaml.safe_load(Path(self.config_file).read_text(encoding="utf-8"))
@@ -52,6 +54,7 @@ class Cluster:
             in_cluster=self.in_cluster,
             cluster_context=self.cluster_context,
             config_dict=config_dict,
+            connection_extras=extras,
         )
 
 
@@ -61,10 +64,15 @@ class ClusterCalls:
     Passing reasons are no connection, 429, 5xx and an expired token: a restart of the API server
     goes unnoticed. After a failure the configuration is read again. An asynchronous context
     manager.
+
+    Attributes:
+        extras: fields of the Airflow connection. None until they are read; if they are given,
+            Airflow is asked for them only after a failure.
     """
 
     def __init__(self, cluster: Cluster, *, log: logging.Logger | Any, patience_s: float) -> None:
         self._cluster, self._log, self._patience_s = cluster, log, patience_s
+        self.extras: dict[str, Any] | None = None
         self._connection: Any = None
         self._client: ApiClient | None = None
         self._trouble = ""
@@ -78,8 +86,10 @@ class ClusterCalls:
     async def _connect(self) -> ApiClient:
         if self._client is None:
             try:
-                hook = await asyncio.to_thread(self._cluster.hook)  # it may read a file
-                await _default_to_own_cluster(hook)
+                extras = None if self._trouble else self.extras
+                hook = await asyncio.to_thread(self._cluster.hook, extras)  # it may read a file
+                self.extras = await hook.get_conn_extras()
+                _default_to_own_cluster(hook, self.extras)
                 connection = hook.get_conn()
                 self._client = await connection.__aenter__()
             except ANSWERLESS:
@@ -134,15 +144,15 @@ class ClusterCalls:
                 return answer
 
 
-async def _default_to_own_cluster(hook: AsyncKubernetesHook) -> None:
+def _default_to_own_cluster(hook: AsyncKubernetesHook, extras: Mapping[str, Any]) -> None:
     """Use the cluster of this process's pod if nothing else is configured.
 
     The provider's synchronous hook does so; its asynchronous one would look for a kubeconfig.
     """
     if hook.in_cluster is not None or hook.config_dict is not None:
         return
-    extras = {name.removeprefix(_PREFIX): v for name, v in (await hook.get_conn_extras()).items()}
-    if any(extras.get(name) for name in ("in_cluster", "kube_config", "kube_config_path")):
+    given = {name.removeprefix(_PREFIX) for name, value in extras.items() if value}
+    if given & {"in_cluster", "kube_config", "kube_config_path"}:
         return
     try:
         load_incluster_config(client_configuration=Configuration())  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.credentials import Credentials
-from batchllm_operator.operators.jobs.api_errors import REFUSED, message_of
+from batchllm_operator.operators.jobs.api_errors import REFUSED, is_over_quota, message_of
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob, SupersededError
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 from batchllm_operator.operators.jobs.job_request import BatchLLMJobRequest
@@ -52,6 +52,7 @@ class BatchLLMJobTask(BatchLLMJobRequest):
         self._command_runner: CommandRunner | None = None
         self._call: asyncio.Task[Any] | None = None
         self._watched: WatchedJob | None = None
+        self._last_job: ClusterJob | None = None
         self._killed_at: float | None = None
         self._supervisor_pid: int | None = None
 
@@ -96,7 +97,7 @@ class BatchLLMJobTask(BatchLLMJobRequest):
             uid, is_new = self._run(take())
         except ApiException as error:
             message = f"the cluster refuses the Job or its Secret: {message_of(error)}"
-            is_final = error.status in REFUSED
+            is_final = error.status in REFUSED and not is_over_quota(error)
             raise (AirflowFailException if is_final else AirflowException)(message) from error
         except SupersededError:
             self._watched = None
@@ -117,7 +118,10 @@ class BatchLLMJobTask(BatchLLMJobRequest):
     def _job(self, watched: WatchedJob, patience_s: float | None = None) -> ClusterJob:
         if patience_s is None:
             patience_s = self.api_timeout.total_seconds()
-        return watched.job(self.log, patience_s)
+        before, self._last_job = self._last_job, watched.job(self.log, patience_s)
+        if self._is_over and before is not None:  # Airflow may not answer in time
+            self._last_job.extras = before.extras
+        return self._last_job
 
     def _watch(self, context: Context, before: JobEnd | None) -> JobEnd:
         """Watch the Job from this process."""

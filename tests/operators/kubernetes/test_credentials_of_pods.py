@@ -141,6 +141,13 @@ def test_a_secret_is_put_again_after_a_passing_error(cluster: Cluster, status: i
     assert held_secret(cluster) == "first"
 
 
+def test_room_for_a_secret_in_a_quota_is_waited_for(cluster: Cluster) -> None:
+    message = 'secrets "s" is forbidden: exceeded quota: q, requested: secrets=1, used: secrets=9'
+    cluster.double.fail_next("POST", "secrets", ApiError(403, "Forbidden", message))
+    put_secrets(cluster, "first")
+    assert held_secret(cluster) == "first"
+
+
 def put_secrets(cluster: Cluster, *values: str) -> None:
     """Put a Job's Secret with each of these values in turn."""
     cluster.agent.hold_scheduling()

@@ -87,7 +87,7 @@ def test_results_count_whatever_the_cluster_is_asked_with(
     shards.plan()
     shards.start().wait()
 
-    def broken(self: object) -> None:
+    def broken(*_: object) -> None:
         raise yaml.parser.ParserError("a kubeconfig that is being written")
 
     monkeypatch.setattr(Cluster, "hook", broken)
