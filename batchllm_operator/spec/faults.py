@@ -23,7 +23,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "missing": "is missing, and required",
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), _WHOLE),
     "float_type": "must be a number",
-    "float_parsing": "must be a number, such as 0.05",
+    "float_parsing": "must be a number without a unit, such as 0.05 or 1e9",
     "finite_number": "must be a finite number",
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     "string_type": "must be text",
