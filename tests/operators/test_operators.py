@@ -12,6 +12,8 @@ import yaml
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft7Validator
 from support.fake_job import job_fields
 from support.task_runs import TaskInstance
@@ -26,6 +28,7 @@ from batchllm_operator.operators import (
     one_run_per_partition,
 )
 from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.jobs.owner import Attempt
 from batchllm_operator.operators.jobs.pod import KINDS
 from batchllm_operator.provider import get_provider_info
 
@@ -91,6 +94,13 @@ def test_all_tries_of_a_task_are_one_owner_and_another_run_is_another(
     first, again, *others = [call[call.index("--owner") + 1] for call in ran]
     assert first == again
     assert len({first, *others}) == 3
+
+
+@given(stem=st.text(max_size=80))
+def test_a_jobs_name_is_one_of_a_host_with_the_index_of_its_pods(stem: str) -> None:
+    name = Attempt("0123456789abcdef", "b", "12").job_name(stem)
+    assert len(f"{name}-99999") <= 63 and name.endswith("-0123456789abcdef")
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and name[0] != "-"
 
 
 def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +246,11 @@ def test_task_group_lets_arguments_of_a_task_override_its_own() -> None:
         "report": {"aws_conn_id": None, "retries": 5},
     }
     with DAG("job", schedule=None) as dag:
-        arguments: Any = {f"{name}_args": given for name, given in own.items()}
+        arguments: Any = {f"{name}_args": fields for name, fields in own.items()}
         batchllm_task_group("job.yaml", pool="gpus", aws_conn_id="lake", **arguments)
-    for name, given in own.items():
+    for name, fields in own.items():
         task = dag.get_task(f"batchllm.{name}")
-        assert {field: getattr(task, field) for field in given} == given
+        assert {field: getattr(task, field) for field in fields} == fields
 
 
 def test_a_template_of_workers_is_rendered_by_generate_too() -> None:

@@ -19,6 +19,7 @@ from support.pauses import MANY, Clock, check_pauses
 
 from batchllm_operator.operators import stage_operator
 from batchllm_operator.operators.jobs import calls
+from batchllm_operator.operators.jobs.api_errors import NoConnectionError
 from batchllm_operator.operators.jobs.calls import Cluster, ClusterCalls
 
 KUBECONFIG: dict[str, Any] = {
@@ -93,6 +94,41 @@ def test_what_would_be_refused_again_is_asked_once(
     with pytest.raises(ApiException):
         asyncio.run(job(monkeypatch).call(lambda _: Away(refuse), "ask"))
     assert asked == [status]
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (401, ""),
+        (409, '{"kind": "Status", "reason": "Conflict"}'),  # two change one quota
+        (429, ""),
+        (500, ""),
+        (403, '{"kind": "Status", "message": "pods \\"p\\" is forbidden: exceeded quota: q"}'),
+    ],
+)
+def test_what_may_be_answered_later_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, status: int, body: str
+) -> None:
+    asked: list[int] = []
+
+    async def refuse_once() -> str:
+        asked.append(status)
+        if len(asked) > 1:
+            return "done"
+        error: Any = ApiException(status=status, reason="not now")
+        error.body = body
+        raise error
+
+    assert asyncio.run(job(monkeypatch).call(lambda _: Away(refuse_once), "ask")) == "done"
+
+
+def test_a_kubeconfig_that_is_being_rewritten_is_no_answer(tmp_path: Path) -> None:
+    """In the triggerer, any other error would end the deferral."""
+    path = tmp_path / "config"
+    path.write_text("users: [{name: x")  # half of it
+    log, where = SimpleNamespace(warning=lambda *_: None), Cluster(None, False, None, str(path))
+    with pytest.raises(NoConnectionError):
+        asyncio.run(ClusterCalls(where, log=log, patience_s=0.0).call(Away, "ask"))
 
 
 def test_an_airflow_inside_the_cluster_needs_no_connection(

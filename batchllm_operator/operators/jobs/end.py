@@ -11,6 +11,8 @@ from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES
 from batchllm_operator.operators.jobs.state import EVICTED, HOPELESS
 
 _SIGKILL_CODE: Final = 137
+POLICY: Final = "PodFailurePolicy"
+"""Reason of a Job that one exit code has ended: in ours, one that no retry mends."""
 
 
 class EndKind(StrEnum):
@@ -73,7 +75,8 @@ class JobEnd:
         """Whether a retry can't help."""
         if self.kind is EndKind.STUCK:
             return self.reason in HOPELESS
-        return self.kind is EndKind.FAILED and self.exit_code in FINAL_EXIT_CODES
+        is_final = self.exit_code in FINAL_EXIT_CODES or self.reason == POLICY
+        return self.kind is EndKind.FAILED and is_final
 
     def as_event(self) -> dict[str, Any]:
         """For `from_event`, through JSON."""

@@ -20,7 +20,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.errors import FINAL_EXIT_CODES
 from batchllm_operator.operators.jobs.api_errors import ANSWERLESS, FORBIDDEN, message_of
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob, ended_condition
-from batchllm_operator.operators.jobs.end import EndKind, JobEnd
+from batchllm_operator.operators.jobs.end import POLICY, EndKind, JobEnd
 from batchllm_operator.operators.jobs.owner import LABEL
 from batchllm_operator.operators.jobs.state import HOPELESS, PodState, Stage
 
@@ -221,7 +221,10 @@ class JobWatch:
             failed = []
         own = [(name, state) for name, state in failed if not state.is_disrupted]
         own.sort(key=lambda item: item[1].exit_code in FINAL_EXIT_CODES)
-        if condition.reason == "DeadlineExceeded" or not own:
+        is_final = bool(own) and own[-1][1].exit_code in FINAL_EXIT_CODES
+        # A pod that the policy names may be gone, or beyond those that were read.
+        is_unnamed = condition.reason == POLICY and not is_final
+        if condition.reason == "DeadlineExceeded" or not own or is_unnamed:
             reason, message = condition.reason or "", condition.message or ""
             return self._end(EndKind.FAILED, reason=reason, message=message)
         name, state = own[-1]

@@ -174,6 +174,7 @@ def ended(kind: str, reason: str) -> dict[str, str]:
             [failed("final", 2), failed("stopped", 143)],
             "pod final failed with exit code 2; it said: said final",
         ),
+        (ended("Failed", "PodFailurePolicy"), [failed("p", 1)], "PodFailurePolicy: so it ended"),
         (ended("Failed", "DeadlineExceeded"), [failed("p", 143)], "active_deadline_seconds"),
         (ended("Failed", "FailedIndexes"), [], "FailedIndexes: so it ended"),
         (ended("Complete", "CompletionsReached"), [], "ended well, but its results aren't"),
@@ -184,7 +185,7 @@ def test_how_a_job_ended(clock: Time, condition: Any, pods: list[Any], said: str
     job.in_phase = {"Failed": pods}
     end, _ = watched(job)
     assert said in end.explanation()
-    assert end.is_final == ("final" in said)
+    assert end.is_final == (condition["reason"] == "PodFailurePolicy")
     assert JobEnd.from_event(end.as_event()) == end
 
 
