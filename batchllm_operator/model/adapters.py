@@ -180,11 +180,12 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _check_tokenizer(own: ModelFiles, model: ModelFiles, *, chat: bool) -> None:
-    tokenizers = [_tokenizer(files) for files in (own, model)]
+    tokens = _tokens(own)  # of most adapters none: then the model's needn't be read
+    tokenizers = [_tokenizer(files) if tokens else None for files in (own, model)]
     if tokenizers[1] is not None:
         pad = _mapping(own, _TOKENIZER_CONFIG).get("pad_token")
         padding = {str(pad.get("content") if isinstance(pad, dict) else pad)}
-        if new := sorted(_tokens(own) - _tokens(model) - padding):
+        if new := sorted(tokens - _tokens(model) - padding):
             raise ModelError(
                 f"{own.where}: its tokenizer has tokens that the model lacks:"
                 f" {first_of([*map(repr, new)], _MOST_NAMED)}; merge it into a model that has"
