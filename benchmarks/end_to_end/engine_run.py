@@ -133,8 +133,6 @@ class _EngineSession(_Session):
     """Through the engine that jobs use."""
 
     def __init__(self, task: Task) -> None:
-        from vllm.platforms import current_platform
-
         from batchllm_operator.engine.vllm.engine import VLLMEngine  # says how vLLM is imported
 
         super().__init__(task)
@@ -151,6 +149,8 @@ class _EngineSession(_Session):
             "attention": sorted(set(engine.collective_rpc(_backends_of_worker)[0])),
             **_config_facts(engine.vllm_config),
         }
+        from vllm.platforms import current_platform  # not before the engine
+
         self._facts["doubts"] = baseline_doubts(self._facts, current_platform.is_cuda())
 
     def close(self) -> None:
