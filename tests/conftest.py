@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,6 +23,10 @@ from hypothesis import settings
 
 if "support" not in sys.modules:  # tests import this module, too
     pytest.register_assert_rewrite("support")  # before the first import from there
+    # Read once, when Airflow is imported. Each process of the tests has a home of its own.
+    os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="batchllm-airflow-")
+    os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
+    atexit.register(shutil.rmtree, os.environ["AIRFLOW_HOME"], ignore_errors=True)
 
 from support.fork_server import ForkServer
 

@@ -244,7 +244,7 @@ def test_a_report_for_a_folder_that_is_not_there_is_an_error(job: Path, batchllm
         ["report", "--compare", "a"],
         ["schema", "nonsense"],
         ["plan"],
-        ["run", "--plan", "x", "--worker", "1"],
+        ["run", "--plan", "x", "--worker", "-1"],
         ["report"],
         ["report", "--job", "x.yaml"],
     ],

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
 from helm_chart.rendering import NAMESPACE
 from support.pages import AIRFLOW, PAGE, REGISTRY, blocks, image_of, pods_of, shown_values
 
 from batchllm_operator import __version__
-
-
-@pytest.fixture(autouse=True)
-def airflow_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty one, if no other tests have given Airflow one: it's imported by the first test."""
-    if "AIRFLOW_HOME" not in os.environ:
-        monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path / "airflow"))
 
 
 def test_the_shown_tasks_have_pods(tmp_path: Path) -> None:

@@ -1,21 +1,12 @@
 """An Airflow database of the tests' own, and the pages mounted as Airflow's API server does it."""
 
-import atexit
 import os
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-if "airflow" not in sys.modules:  # else another test's home is as good
-    _airflow_home = tempfile.mkdtemp(prefix="batchllm-airflow-")
-    atexit.register(shutil.rmtree, _airflow_home, ignore_errors=True)
-    os.environ["AIRFLOW_HOME"] = _airflow_home
-    os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
 os.environ["AIRFLOW__API_AUTH__JWT_SECRET"] = (
     "a secret of the tests" * 4
 )  # a short one is warned of
