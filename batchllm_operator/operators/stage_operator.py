@@ -72,7 +72,13 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             command, *arguments = self.command(context)
             return self.finish(context, self._commands().run(command, *arguments))
         with self._released_when_killed(context):
-            results = self._verify(context, None)
+            try:
+                results = self._verify(context, None)
+            except AirflowException as error:
+                is_last = isinstance(error, AirflowFailException) or not will_be_retried(context)
+                if is_last and not self._is_over:
+                    self._release(context)  # nobody else will adopt what an earlier try left
+                raise
             if not isinstance(results, str):
                 self.log.info("The results are in the lake already: no Job is needed")
                 self._release(context)  # one that an earlier try left behind

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from airflow.providers.common.compat.sdk import AirflowException, AirflowTaskTimeout
+from airflow.providers.common.compat.sdk import (
+    AirflowException,
+    AirflowFailException,
+    AirflowTaskTimeout,
+)
 from airflow.utils.state import TaskInstanceState
+from operators.test_operators import execute
 from operators.test_retries import KUBECONFIG
 from support.task_runs import TaskInstance
 
-from batchllm_operator.operators import BatchLLMGenerateOperator
+from batchllm_operator.operators import BatchLLMGenerateOperator, stage_operator
 from batchllm_operator.operators.jobs import job_task
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 from batchllm_operator.operators.jobs.trigger import LIVE_STATES, JobTrigger
@@ -182,6 +187,24 @@ def test_results_that_are_whole_are_a_success_for_every_try(
     task.on_kill()
     assert task._conclude(context(), JobEnd(kind, "j")) == RESULT
     assert released
+
+
+@pytest.mark.parametrize("error", [AirflowException, AirflowFailException])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_try_that_cannot_read_the_lake_leaves_an_earlier_job_only_to_a_next_try(
+    task: BatchLLMGenerateOperator,
+    monkeypatch: pytest.MonkeyPatch,
+    is_last: bool,
+    error: type[Exception],
+) -> None:
+    def verified(*_: object) -> str:
+        raise error("the lake is away")
+
+    monkeypatch.setattr(stage_operator, "_VERIFY_PAUSES_S", ())
+    monkeypatch.setattr(task, "verified", verified)
+    is_released = is_last or error is AirflowFailException  # then Airflow tries no more
+    with pytest.raises(ReleasedError if is_released else error):
+        execute(task, context(is_last=is_last))
 
 
 @pytest.mark.parametrize("is_last", [False, True])

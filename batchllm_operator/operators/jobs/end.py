@@ -115,7 +115,7 @@ class JobEnd:
                 " deferrable=False, the worker's) service account the chart's Role; the Job was"
                 " left alone, the next try looks for it"
             ),
-            EndKind.PAUSED: f"{job} is to be watched again",
+            EndKind.PAUSED: f"{job} was ended because every shard seemed to be finished",
         }[self.kind]
 
     def _failure(self, said: str) -> str:
