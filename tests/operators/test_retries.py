@@ -142,19 +142,20 @@ def test_an_airflow_inside_the_cluster_needs_no_connection(
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
 
-    async def address(conn_id: str | None) -> str:
+    async def reached(conn_id: str | None) -> tuple[str, bool]:
         where = Cluster(conn_id, None, None, None)
         async with ClusterCalls(where, log=SimpleNamespace(), patience_s=1.0) as made:
-            return str((await made._connect()).configuration.host)
+            configuration = (await made._connect()).configuration
+            return configuration.host, configuration.verify_ssl
 
     for conn_id in ("kubernetes_default", None):
-        assert asyncio.run(address(conn_id)) == "https://10.0.0.1:443"
+        assert asyncio.run(reached(conn_id)) == ("https://10.0.0.1:443", True)
     elsewhere = tmp_path / "kubeconfig"
     elsewhere.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
-    extra = {"kube_config_path": str(elsewhere)}
+    extra = {"kube_config_path": str(elsewhere), "disable_verify_ssl": True}
     connection = {"conn_type": "kubernetes", "extra": extra}
     monkeypatch.setenv("AIRFLOW_CONN_KUBERNETES_DEFAULT", json.dumps(connection))
-    assert asyncio.run(address("kubernetes_default")) == "https://elsewhere:6443"
+    assert asyncio.run(reached("kubernetes_default")) == ("https://elsewhere:6443", False)
 
 
 def test_looking_for_results_again() -> None:

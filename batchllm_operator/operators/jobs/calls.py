@@ -89,7 +89,7 @@ class ClusterCalls:
                 extras = None if self._trouble else self.extras
                 hook = await asyncio.to_thread(self._cluster.hook, extras)  # it may read a file
                 self.extras = await hook.get_conn_extras()
-                _default_to_own_cluster(hook, self.extras)
+                _complete(hook, self.extras)
                 connection = hook.get_conn()
                 self._client = await connection.__aenter__()
             except ANSWERLESS:
@@ -144,14 +144,18 @@ class ClusterCalls:
                 return answer
 
 
-def _default_to_own_cluster(hook: AsyncKubernetesHook, extras: Mapping[str, Any]) -> None:
-    """Use the cluster of this process's pod if nothing else is configured.
+def _complete(hook: AsyncKubernetesHook, extras: Mapping[str, Any]) -> None:
+    """Do what the provider's synchronous hook does, and its asynchronous one doesn't.
 
-    The provider's synchronous hook does so; its asynchronous one would look for a kubeconfig.
+    Certificates aren't verified if the connection says so; and this process's own cluster is used
+    if nothing else is configured, in place of a kubeconfig.
     """
+    given = {name.removeprefix(_PREFIX) for name, value in extras.items() if value}
+    if "disable_verify_ssl" in given:
+        hook.client_configuration = Configuration()
+        hook.client_configuration.verify_ssl = False
     if hook.in_cluster is not None or hook.config_dict is not None:
         return
-    given = {name.removeprefix(_PREFIX) for name, value in extras.items() if value}
     if given & {"in_cluster", "kube_config", "kube_config_path"}:
         return
     try:
