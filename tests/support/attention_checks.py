@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from support.attention_cases import NAN, AttentionCase, Group, make_case
@@ -27,8 +27,10 @@ from batchllm_kernels.prefix_attention import (
     prefix_shared_attention,
 )
 from batchllm_kernels.prefix_attention.api import Impl
-from batchllm_kernels.prefix_attention.device.tiles import Header
 from batchllm_kernels.prefix_attention.schedule import Schedule
+
+if TYPE_CHECKING:
+    from batchllm_kernels.prefix_attention.device.tiles import Header
 
 CPU = torch.device("cpu")
 Row = Mapping[str, Any]
@@ -93,6 +95,8 @@ def schedule_of(plan: StepPlan) -> Schedule:
 
 
 def header_of(schedule: Schedule) -> Header:
+    from batchllm_kernels.prefix_attention.device.tiles import Header  # imports Triton
+
     return Header(*schedule.header.tolist()[: len(Header._fields)])
 
 
