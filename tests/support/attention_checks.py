@@ -27,10 +27,10 @@ from batchllm_kernels.prefix_attention import (
     prefix_shared_attention,
 )
 from batchllm_kernels.prefix_attention.api import Impl
-from batchllm_kernels.prefix_attention.schedule import Schedule
 
 if TYPE_CHECKING:
     from batchllm_kernels.prefix_attention.device.tiles import Header
+    from batchllm_kernels.prefix_attention.schedule import Schedule
 
 CPU = torch.device("cpu")
 Row = Mapping[str, Any]
