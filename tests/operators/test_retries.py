@@ -142,7 +142,7 @@ def test_an_airflow_inside_the_cluster_needs_no_connection(
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
 
-    async def reached(conn_id: str | None) -> tuple[str, bool]:
+    async def reached(conn_id: str | None) -> tuple[str | None, bool]:
         where = Cluster(conn_id, None, None, None)
         async with ClusterCalls(where, log=SimpleNamespace(), patience_s=1.0) as made:
             configuration = (await made._connect()).configuration
