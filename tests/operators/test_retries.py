@@ -34,7 +34,7 @@ class Away:
     """An API whose every request fails, or hangs."""
 
     def __init__(self, fail: Any) -> None:
-        self.ask = fail
+        self.ask = self.create = fail
 
 
 def job(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> ClusterCalls:
@@ -119,7 +119,17 @@ def test_what_may_be_answered_later_is_asked_again(
         error.body = body
         raise error
 
-    assert asyncio.run(job(monkeypatch).call(lambda _: Away(refuse_once), "ask")) == "done"
+    assert asyncio.run(job(monkeypatch).call(lambda _: Away(refuse_once), "create")) == "done"
+
+
+def test_a_change_of_an_outdated_version_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse() -> None:
+        raise ApiException(status=409, reason="Conflict")
+
+    with pytest.raises(ApiException):
+        asyncio.run(job(monkeypatch).call(lambda _: Away(refuse), "ask"))
 
 
 def test_a_kubeconfig_that_is_being_rewritten_is_no_answer(tmp_path: Path) -> None:

@@ -29,11 +29,15 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same call may succeed later."""
     if not isinstance(error, ApiException):
         return True
-    if error.status == CONFLICT:  # concurrent changes of a quota
+    if is_conflict(error):  # concurrent changes of a quota
         return reason_of(error) == "Conflict"
     if is_over_quota(error):
         return True
     return error.status in _PASSING or (error.status or 0) >= 500
+
+
+def is_conflict(error: BaseException) -> bool:
+    return isinstance(error, ApiException) and error.status == CONFLICT
 
 
 def is_over_quota(error: ApiException) -> bool:

@@ -21,6 +21,7 @@ from kubernetes_asyncio.config import ConfigException, load_incluster_config
 from batchllm_operator.operators.jobs.api_errors import (
     ANSWERLESS,
     NoConnectionError,
+    is_conflict,
     is_passing,
     message_of,
 )
@@ -117,7 +118,8 @@ class ClusterCalls:
         With `_preload_content=False` the answer isn't read, and so not logged.
 
         Raises:
-            ApiException: the cluster refuses, or its error has lasted too long.
+            ApiException: the cluster refuses, its error has lasted too long, or a change is based
+                on an outdated version.
             ClientError, OSError, NoConnectionError: it hasn't answered in time.
         """
         give_up_at = time.monotonic() + min(patience_s, self._patience_s)
@@ -131,7 +133,8 @@ class ClusterCalls:
                         await _check_unread(answer)
             except ANSWERLESS as error:
                 left_s = give_up_at - time.monotonic()
-                if not is_passing(error) or left_s <= 0:
+                is_stale = is_conflict(error) and not method.startswith("create")
+                if is_stale or not is_passing(error) or left_s <= 0:
                     raise
                 await self._disconnect()
                 if self._trouble != (text := message_of(error)):

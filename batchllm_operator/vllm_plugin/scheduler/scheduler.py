@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,7 +35,10 @@ from batchllm_operator.vllm_plugin.scheduler.step import (
     choose_victims,
     put_decodes_first,
 )
-from batchllm_operator.vllm_plugin.scheduler.trace import StepRow, StepTrace
+from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+
+if TYPE_CHECKING:
+    from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
 
 _RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step longer than planned
@@ -101,6 +104,8 @@ class BatchLLMScheduler(AsyncScheduler):
         self._started_at: float | None = None
         self._trace = None
         if settings.trace_path is not None:
+            from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+
             self._trace = StepTrace(Path(settings.trace_path), self.chunk_size)
 
     # What vLLM calls.
