@@ -77,7 +77,7 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             except AirflowException as error:
                 is_last = isinstance(error, AirflowFailException) or not will_be_retried(context)
                 if is_last and not self._is_over:
-                    self._release(context)  # nobody else will adopt what an earlier try left
+                    self._release(context)  # no later try will adopt an earlier try's Job
                 raise
             if not isinstance(results, str):
                 self.log.info("The results are in the lake already: no Job is needed")

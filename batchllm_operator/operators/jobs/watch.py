@@ -107,7 +107,7 @@ class JobWatch:
             await asyncio.sleep(self._limits.poll_s)
 
     def _is_pause_due(self) -> bool:
-        """Not while a time is taken that another watch would begin anew."""
+        """Whether to pause now; not while pods end: the next watch would restart their clock."""
         pause_s = self._limits.pause_s
         if pause_s is None or self._job.has_ending_pods:
             return False

@@ -314,13 +314,12 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _follow_prefill(self, request: Request) -> None:
         self._prefilling.pop(request.request_id, None)
+        num_steps = 1  # this step gives it a token
         if request.is_prefill_chunk:
             self._prefilling[request.request_id] = request
             self._now.num_prefill_ahead += request.num_tokens - request.num_computed_tokens
             num_steps = self._num_steps(self._now.num_prefill_ahead)
-            self._reservations.reschedule(request, self._step + num_steps)
-        else:
-            self._reservations.reschedule(request, self._step + 1)  # this step gives it a token
+        self._reservations.reschedule(request, self._step + num_steps)
 
     def _num_steps(self, num_tokens: int) -> int:
         """Steps after this one that so many tokens of prefill take."""

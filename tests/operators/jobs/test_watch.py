@@ -279,7 +279,7 @@ def test_the_tasks_deadline_ends_the_watch(clock: Time) -> None:
 def test_a_watch_does_not_pause_while_a_pod_is_ending(
     clock: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another watch would begin its grace period anew; past it, the pod is removed by force."""
+    """A new watch would restart the grace period, after which the pod is removed by force."""
     monkeypatch.setattr(cluster_job.time, "monotonic", lambda: 1e6 + clock.passed_s)
     ending = pod("p", "Running")
     ending["metadata"] |= {"deletionTimestamp": "2026-01-31T00:00:00Z"}

@@ -175,7 +175,7 @@ def prefix_attention_kernel(
                 results, False, CONST,
             )  # fmt: skip
         if CONST.merge_here:
-            # Read anew: no register holds it during the loop over keys.
+            # Read again, so that no register holds it during the loop over keys.
             tile = read_tile(tiles, item // CONST.kv_heads)
             if tile.slot >= 0:
                 _merge_after_last(tile, kv_head, counters, members, results, CONST)
