@@ -62,9 +62,9 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
         ModelError: `documents` holds no text to train the tokenizer on.
     """
     if documents is None:
-        from batchllm_operator.demo.documents import demo_documents
+        from batchllm_operator.demo.table import demo_documents
 
-        documents = [document.text for document in demo_documents()]
+        documents = list(demo_documents().values())
     if not any(documents):
         raise ModelError(f"demo model {folder}: there is no text to train the tokenizer on")
     from transformers.utils import logging
