@@ -39,6 +39,7 @@ class Backend:
 
     admin_kubeconfig: Path
     double: ApiServer | None = None
+    has_controllers: bool = False
     has_nodes: bool = False
 
 
@@ -78,9 +79,10 @@ class Cluster:
             token = backend.double.access.user_token if backend.double else ""
             self.kubeconfig = self.proxy.write_kubeconfig(folder / "kubeconfig", token)
             self._agent: NodeAgent | None = None
-            if not backend.has_nodes:
+            if not backend.has_controllers:
                 controllers = Controllers(backend.admin_kubeconfig, self.namespace)
                 stack.callback(controllers.close)
+            if not backend.has_nodes:
                 node = NodeSettings(f"node-{self.namespace}")
                 self._agent = NodeAgent(backend.admin_kubeconfig, self.namespace, node)
                 stack.callback(self._agent.close)
@@ -168,7 +170,7 @@ class Cluster:
                     pod.metadata.name, self.namespace, grace_period_seconds=0
                 )
         self.api.delete_namespace(self.namespace)
-        if self.backend.double or self.backend.has_nodes:
+        if self.backend.double or self.backend.has_controllers:
             return
         with contextlib.suppress(kube.ApiException):  # it is gone already
             left = self.api.read_namespace(self.namespace)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from kubernetes import client as kube
+from kubernetes import config as kube_config
 from support.fork_server import ForkServer
 from support.kubernetes.api_server import ApiServer
 from support.kubernetes.cluster import Backend, Cluster, python_image
@@ -18,7 +20,13 @@ def kubernetes_backend(
 ) -> Iterator[Backend]:
     """The API server that all tests share: the double, or a real one named by `--kubeconfig`."""
     if given := request.config.getoption("--kubeconfig"):
-        yield Backend(Path(given), has_nodes=request.config.getoption("--kube-nodes"))
+        with kube_config.new_client_from_config(given) as client:
+            leases = kube.CoordinationV1Api(client).list_namespaced_lease("kube-system").items
+        yield Backend(
+            Path(given),
+            has_controllers="kube-controller-manager" in {it.metadata.name for it in leases},
+            has_nodes=request.config.getoption("--kube-nodes"),
+        )
         return
     folder = tmp_path_factory.mktemp("api-server")
     server = ApiServer(folder)
