@@ -1,11 +1,10 @@
-"""Prefix search, Algorithm 1 and ordering, against a plain Python radix tree.
+"""Prefix search, choice of prefixes and order of groups: time, memory, and what they save.
 
-The prompts are synthetic and shaped like the paper's case 1 (`synthetic_prompts`): an instruction
-that all share, a document that `--share-degree` prompts share, and a distinct part each, in
-random order. Groups and savings are checked against the Python tree before anything is timed.
-What is timed is what a plan does: the better of Algorithm 1 and the exact choice, ordered by
-subtree, for prompts that lie on disk, within `--memory-budget-bytes` (`planner_on_disk`, in a
-process of its own).
+Prompts have the shape of the paper's case 1: an instruction that all share, a document that seven
+of them share, and a part of their own, in random order. A plan of prompts on disk is timed in a
+process of its own, within `--memory-budget-bytes`. Making and writing prompts isn't timed: in a
+job, that is part of tokenizing. There are no figures unless the plan has every prompt once, and the
+members of a sample of its groups share their prefixes.
 
 `choices` compares both ways of choosing prefixes on prompts of other shapes, and `orders` what
 Eq. 4 and the order by subtree leave to find in a block cache.
@@ -17,66 +16,73 @@ Eq. 4 and the order by subtree leave to find in a block cache.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
+import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.prefixes import (
     BY_RATIO,
+    PrefixGroups,
+    PromptStore,
     TokenTable,
     build_prefix_tree,
     choose_prefixes,
     group_prefill_tokens,
-    maximize_reuse,
     order_groups_by_subtree,
     saving_ratio,
+    sort_prompts,
 )
 from benchmarks.block_cache import cached_tokens
-from benchmarks.planner_on_disk import measure
-from benchmarks.provenance import provenance
-from benchmarks.python_tree import OUTPUT_TOKENS, Result, plan_in_python
-from benchmarks.synthetic_prompts import VOCABULARY, Shape, add_flags
+from benchmarks.memory import peak_rss_bytes
+from benchmarks.provenance import print_last_line, provenance
 
-BLOCK_SIZE = 16  # tokens
-CACHE_BLOCKS = (1_000, 8_000)  # of the caches that orders are compared by
+VOCABULARY: Final = 50_000
+SHARE_DEGREE: Final = 7
+INSTRUCTION_TOKENS, DOCUMENT_TOKENS, OWN_TOKENS = 32, 1100, 400
+OUTPUT_TOKENS: Final = 64
+BLOCK_SIZE: Final = 16
+CACHE_BLOCKS: Final = (1_000, 8_000)
+"""Of the caches that orders are compared by."""
+_BATCH: Final = 4096
+_SETTLED_BATCHES: Final = 16  # some 200 MB
+_CHECKED_GROUPS: Final = 2000
+_SAMPLE: Final = 1400
+"""Prompts of case 1 that choices and orders are compared on."""
 
-
-def plan_in_arrays(tokens: TokenTable, by_paper: bool = False) -> Callable[[], Result]:
-    """The planner; the returned function puts its arrays into the baseline's shape.
-
-    By the paper means Algorithm 1 and Eq. 4, as the baseline does it.
-    """
-    tree = build_prefix_tree(tokens)
-    lengths = tokens.lengths
-    outputs = np.full(len(tokens), OUTPUT_TOKENS)
-    if by_paper:
-        groups = maximize_reuse(tree)
-        order = order_groups_by_subtree(groups, tree, outputs, BY_RATIO)
-    else:
-        groups = choose_prefixes(tree).groups
-        order = order_groups_by_subtree(groups, tree, outputs)
-
-    def result() -> Result:
-        listed = [(int(groups.num_prefix_tokens[g]), groups.members(g).tolist()) for g in order]
-        num_processed = int(group_prefill_tokens(groups, lengths).sum())
-        return Result(listed, num_processed, tree.num_distinct_prefix_tokens)
-
-    return result
+Tokens = NDArray[np.int32]
 
 
-def some_tokens(generator: np.random.Generator, low: int, high: int) -> NDArray[np.int32]:
+@cache
+def _instruction() -> Tokens:
+    return _tokens_of(0, INSTRUCTION_TOKENS)
+
+
+def _tokens_of(owner: int, count: int) -> Tokens:
+    return np.random.default_rng(owner).integers(0, VOCABULARY, count, dtype=np.int32)
+
+
+def case_1(number: int) -> Tokens:
+    """A prompt by its number: millions of them need no memory."""
+    document = _tokens_of(1 + 2 * (number // SHARE_DEGREE), DOCUMENT_TOKENS)
+    return np.concatenate([_instruction(), document, _tokens_of(2 + 2 * number, OWN_TOKENS)])
+
+
+def some_tokens(generator: np.random.Generator, low: int, high: int) -> Tokens:
     """Between `low` and `high` random tokens."""
     return generator.integers(0, VOCABULARY, generator.integers(low, high + 1), dtype=np.int32)
 
 
-def sites(generator: np.random.Generator) -> list[NDArray[np.int32]]:
+def sites(generator: np.random.Generator) -> list[Tokens]:
     """Instruction, site, document and question; few documents for most sites, as by Zipf."""
     instruction = some_tokens(generator, 64, 64)
     prompts = []
@@ -89,7 +95,7 @@ def sites(generator: np.random.Generator) -> list[NDArray[np.int32]]:
     return prompts
 
 
-def conversations(generator: np.random.Generator) -> list[NDArray[np.int32]]:
+def conversations(generator: np.random.Generator) -> list[Tokens]:
     """Each of the 40 turns of a conversation with all turns before it, then a question."""
     prompts = []
     for _ in range(40):
@@ -100,7 +106,7 @@ def conversations(generator: np.random.Generator) -> list[NDArray[np.int32]]:
     return prompts
 
 
-def revisions(generator: np.random.Generator) -> list[NDArray[np.int32]]:
+def revisions(generator: np.random.Generator) -> list[Tokens]:
     """Each prompt goes on from somewhere in an earlier one."""
     prompts = [some_tokens(generator, 500, 500)]
     for _ in range(2_000):
@@ -141,86 +147,101 @@ def compare_orders(tokens: TokenTable) -> dict[str, float]:
     }
 
 
-def check_sample(sample: TokenTable) -> None:
-    """Exits with a message if the planner and the Python tree disagree on the sample."""
-    prompts = [sample.prompt(idx).tolist() for idx in range(len(sample))]
-    ours, theirs = plan_in_arrays(sample, by_paper=True)(), plan_in_python(prompts)
-    expected = [(cut, sorted(members)) for cut, members in theirs.groups]
-    if [(cut, sorted(members)) for cut, members in ours.groups] != expected:
-        sys.exit("the planner's groups differ from the Python tree's")
-    if (ours.num_processed, ours.num_distinct) != (theirs.num_processed, theirs.num_distinct):
-        sys.exit("the planner's token counts differ from the Python tree's")
-    default = plan_in_arrays(sample)()
-    if sorted(i for _, members in default.groups for i in members) != list(range(len(sample))):
-        sys.exit("the default plan doesn't hold every prompt exactly once")
-    if default.num_processed > ours.num_processed:
-        sys.exit("the default plan saves less than Algorithm 1")
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-prompts", type=int, default=20_000)
-    add_flags(parser)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--gate-prompts", type=int, default=1400, help="checked before timing")
-    parser.add_argument(
-        "--python-prompts", type=int, default=4200, help="subset on which the Python tree is timed"
-    )
-    parser.add_argument("--memory-budget-bytes", type=int, default=2 << 30)
-    args = parser.parse_args()
-    if min(args.num_prompts, args.share_degree, args.repetitions, args.python_prompts) < 1:
-        parser.error("prompts, share degree and repetitions must be at least 1")
-    return args
-
-
-def time_python_tree(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """The baseline on whole documents of the same prompts."""
-    subset = shape.prompts(np.arange(min(args.python_prompts, shape.num_prompts)))
-    prompts = [subset.prompt(idx).tolist() for idx in range(len(subset))]
-    times = []
-    for _ in range(min(args.repetitions, 3)):
-        start = time.perf_counter()
-        plan_in_python(prompts)
-        times.append(time.perf_counter() - start)
+def plan(num_prompts: int) -> dict[str, Any]:
+    """One plan: its seconds by step, and what it saves."""
+    numbers = np.random.default_rng(0).permutation(num_prompts).tolist()
+    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
+        path = Path(folder) / "prompts.bin"
+        with PromptStore(path) as prompts:
+            for begin in range(0, num_prompts, _BATCH):
+                batch = map(case_1, numbers[begin : begin + _BATCH])
+                prompts.append(TokenTable.from_lists(list(batch)))
+                if begin // _BATCH % _SETTLED_BATCHES == 0:
+                    _settle(path)
+            _settle(path)
+            laps = [time.perf_counter()]
+            ranked = sort_prompts(prompts)
+            laps.append(time.perf_counter())
+            tree = ranked.tree(prompts.lengths)
+            groups = choose_prefixes(tree).groups
+            laps.append(time.perf_counter())
+            outputs = np.full(num_prompts, OUTPUT_TOKENS)
+            groups = groups.take(order_groups_by_subtree(groups, tree, outputs))
+            laps.append(time.perf_counter())
+            _check(prompts, groups)
+            num_processed = int(group_prefill_tokens(groups, prompts.lengths).sum())
+            num_tokens = int(prompts.lengths.sum())
     return {
-        "python_tree_num_prompts": len(prompts),
-        "python_tree_prompts_per_s": round(len(prompts) / statistics.median(times)),
-        "python_tree_median_s": statistics.median(times),
-        "python_tree_spread_s": max(times) - min(times),
-        "python_tree_repetitions": len(times),
+        "total_s": laps[-1] - laps[0],
+        **dict(zip(("sort_s", "choose_s", "order_s"), np.diff(laps).tolist(), strict=True)),
+        "num_tokens": num_tokens,
+        "saving_ratio": saving_ratio(num_processed, num_tokens),
+        "optimal_saving_ratio": saving_ratio(tree.num_distinct_prefix_tokens, num_tokens),
+        "num_groups": len(groups),
+    }
+
+
+def _settle(path: Path) -> None:
+    """Waits until the file is on disk: writing goes on by itself and would slow down the rest."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _check(prompts: PromptStore, groups: PrefixGroups) -> None:
+    if not np.array_equal(np.sort(groups.member_idxs), np.arange(len(prompts))):
+        sys.exit("the plan doesn't hold every prompt exactly once; no figures")
+    for group_idx in range(0, len(groups), max(1, len(groups) // _CHECKED_GROUPS)):
+        members = groups.members(group_idx)[:16]
+        cut = np.full(len(members), groups.num_prefix_tokens[group_idx])
+        prefixes = prompts.slices(members, 0, cut)
+        is_whole = np.array_equal(prefixes.lengths, cut)
+        if not is_whole or np.diff(prefixes.token_ids.reshape(len(members), -1), axis=0).any():
+            sys.exit(f"group {group_idx} doesn't share its prefix; no figures")
+
+
+def measure(num_prompts: int, budget_bytes: int, repetitions: int) -> dict[str, Any]:
+    """Median figures of some plans, and the peak of this process."""
+    plan(200)  # compiles
+    base_peak = peak_rss_bytes()
+    MemoryBudget.from_now(budget_bytes).check(num_prompts)
+    plans = sorted((plan(num_prompts) for _ in range(repetitions)), key=lambda row: row["total_s"])
+    peak = peak_rss_bytes()
+    total_s = [row["total_s"] for row in plans]
+    return {
+        "prompts_per_s": round(num_prompts / statistics.median(total_s)),
+        **plans[len(plans) // 2],
+        "spread_s": total_s[-1] - total_s[0],
+        "peak_rss_bytes": peak,
+        "bytes_per_prompt": round((peak - base_peak) / num_prompts, 1),
+        "within_budget": peak <= budget_bytes,
     }
 
 
 def main() -> None:
-    args = parse_args()
-    shape = Shape.from_args(args, args.num_prompts)
-    check_sample(shape.prompts(np.arange(min(100, shape.num_prompts))))  # compiles everything
-    sample = shape.prompts(np.arange(min(args.gate_prompts, shape.num_prompts)))
-    check_sample(sample)
-    print(f"gate passed on {len(sample)} prompts", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-prompts", type=int, default=20_000)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--memory-budget-bytes", type=int, default=2 << 30)
+    args = parser.parse_args()
+    if min(args.num_prompts, args.repetitions) < 1:
+        parser.error("prompts and repetitions must be at least 1")
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # its peak is its own
-        on_disk = pool.apply(measure, (shape, args.memory_budget_bytes, args.repetitions))
-    python_tree = time_python_tree(args, shape)
-    speedup = on_disk["prompts_per_s"] / python_tree["python_tree_prompts_per_s"]
+        wanted = (args.num_prompts, args.memory_budget_bytes, args.repetitions)
+        on_disk = pool.apply(measure, wanted)
     shapes = {
-        make.__name__: TokenTable.from_lists(make(np.random.default_rng(args.seed)))
+        make.__name__: TokenTable.from_lists(make(np.random.default_rng(0)))
         for make in (sites, conversations, revisions)
     }
-    shapes["documents"] = sample
+    shapes["documents"] = TokenTable.from_lists(list(map(case_1, range(_SAMPLE))))
     report = {
         "benchmark": "planner",
-        "num_prompts": shape.num_prompts,
-        "num_tokens": shape.num_tokens,
-        "speedup_vs_python_tree": round(speedup, 2),
         **on_disk,
-        **python_tree,
-        "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
-        "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
+        "choices": {name: compare_choices(tokens) for name, tokens in shapes.items()},
+        "orders": {name: compare_orders(tokens) for name, tokens in shapes.items()},
         **vars(args),
-        "warm_up": "planned 100 prompts",
         **provenance(),
     }
-    print(json.dumps(report))
+    print_last_line(report)
 
 
 if __name__ == "__main__":

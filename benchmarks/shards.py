@@ -1,10 +1,17 @@
 """What the shards of a plan keep of its sharing: computed, balanced, and found by vLLM's cache.
 
     python -m benchmarks.shards                  # a minute
-    python -m benchmarks.shards --makespans      # and simulates shards: a quarter of an hour
 
-About 10,000 prompts of each shape of `shard_shapes` are cut as `plan` does it for Mistral-7B on an
-H100, with outputs of 64 tokens. A row has
+About 10,000 prompts of each shape are cut as `plan` does it for Mistral-7B on an H100, with outputs
+of 64 tokens. Prompts are random tokens that share prefixes on several levels, and all begin with
+the same 60 tokens. Lengths vary around those given:
+
+    sites           200 sites (220 tokens) x 10 documents (380) x 5 questions (40)
+    few_shot        8 tasks with examples (800), 1,250 inputs (200) each
+    conversations   the turns (115) of conversations of 1 to 11, each with those before
+    documents       1,000 documents (1,500) with 2 to 18 questions (40)
+
+A row has
 
     extra_prefill   prompt tokens to compute in all shards over those in one, - 1
     imbalance       predicted time of the costliest shard / mean
@@ -14,10 +21,6 @@ H100, with outputs of 64 tokens. A row has
                     order of each shard
 
 There are no figures if a prompt is missing or twice, or if more is found than planned.
-`--makespans` gives each site or document a mean output length of its own, from 8 to 512 tokens, and
-simulates our scheduler on each of 4 shards (`batchllm_operator.simulate`): `makespan_s` is the time
-of the slowest, and `total_s` that of all. `two_kinds` is the worst case for ranges: one half of the
-prompts is long and has outputs of 8 tokens, the other is short and has 512.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -57,13 +60,67 @@ from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.spec import JobSpec, parse_spec
 from benchmarks.provenance import print_last_line, provenance
-from benchmarks.shard_shapes import SHAPES, Prompts, Tokens, outputs_of, two_kinds
 
 NUM_SHARDS: Final = (1, 4, 16, 64)
 OUTPUT_TOKENS: Final = 64
 MAX_MODEL_LEN: Final = 32_768
 TARGET: Final = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
 MACHINE: Final = Machine.of(TARGET.model, TARGET.gpu)
+
+Prompts = list[NDArray[np.int32]]
+
+
+class Tokens:
+    """Random tokens."""
+
+    def __init__(self, seed: int) -> None:
+        self.numbers = np.random.default_rng(seed)
+        self.instruction = self(60, 60)
+
+    def __call__(self, low: int, high: int) -> NDArray[np.int32]:
+        size = self.numbers.integers(low, high + 1)
+        return self.numbers.integers(0, 32_000, size, dtype=np.int32)
+
+    def behind(self, prefix: NDArray[np.int32], low: int, high: int) -> NDArray[np.int32]:
+        return np.concatenate([prefix, self(low, high)])
+
+
+def sites(tokens: Tokens, num_prompts: int) -> Prompts:
+    prompts = []
+    for _ in range(num_prompts // 50):
+        site = tokens.behind(tokens.instruction, 180, 260)
+        for _ in range(10):
+            document = tokens.behind(site, 320, 440)
+            prompts += [tokens.behind(document, 20, 60) for _ in range(5)]
+    return prompts
+
+
+def few_shot(tokens: Tokens, num_prompts: int) -> Prompts:
+    examples = [tokens.behind(tokens.instruction, 700, 900) for _ in range(8)]
+    return [tokens.behind(each, 100, 300) for each in examples for _ in range(num_prompts // 8)]
+
+
+def conversations(tokens: Tokens, num_prompts: int) -> Prompts:
+    prompts: Prompts = []
+    while len(prompts) < num_prompts:
+        turns = tokens.instruction
+        for _ in range(tokens.numbers.integers(1, 12)):
+            turns = tokens.behind(turns, 30, 200)
+            prompts.append(turns)
+    return prompts
+
+
+def documents(tokens: Tokens, num_prompts: int) -> Prompts:
+    prompts = []
+    for _ in range(num_prompts // 10):
+        document = tokens.behind(tokens.instruction, 500, 2500)
+        prompts += [tokens.behind(document, 20, 60) for _ in range(tokens.numbers.integers(2, 19))]
+    return prompts
+
+
+SHAPES: Final[Mapping[str, Callable[[Tokens, int], Prompts]]] = {
+    shape.__name__: shape for shape in (sites, few_shot, conversations, documents)
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,12 +133,10 @@ class Job:
     output_tokens: NDArray[np.int64]
 
     @classmethod
-    def of(cls, prompts: Prompts, output_tokens: NDArray[np.int64] | None = None) -> Job:
+    def of(cls, prompts: Prompts, output_tokens: int = OUTPUT_TOKENS) -> Job:
         order = np.random.default_rng(0).permutation(len(prompts))
         tokens = TokenTable.from_lists([prompts[idx] for idx in order])
-        outputs = np.full(len(tokens), OUTPUT_TOKENS) if output_tokens is None else output_tokens
-        rows = np.arange(len(tokens))
-        outputs = outputs[order]
+        rows, outputs = np.arange(len(tokens)), np.full(len(tokens), output_tokens)
         requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, outputs, merge=False)
         return cls(tokens, requests, ranked, outputs)
 
@@ -207,25 +262,9 @@ def compare(name: str, num_prompts: int) -> Iterator[dict[str, Any]]:
         yield {"shape": name, "num_shards": num_shards, "extra_prefill": extra_prefill, **rounded}
 
 
-def simulate_shards(name: str, num_prompts: int = 4000, num_shards: int = 4) -> dict[str, Any]:
-    """Simulated seconds of the slowest shard, and of all."""
-    from batchllm_operator.simulate.vllm_scheduling import simulate
-
-    shape = {**SHAPES, "two_kinds": two_kinds}[name]
-    prompts = shape(Tokens(0), num_prompts)
-    job = Job.of(prompts, outputs_of(name, prompts, seed=0))
-    seconds = [
-        simulate(job.workload(name, shard), POLICIES["batchllm"], MACHINE).predicted_s
-        for shard in cut(job, num_shards)
-    ]
-    times = {"makespan_s": round(max(seconds), 2), "total_s": round(sum(seconds), 2)}
-    return {"shape": name, "num_shards": num_shards, **times}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-prompts", type=int, default=10_000, help="of a shape, about")
-    parser.add_argument("--makespans", action="store_true", help="simulate 4 shards as well")
     parser.add_argument("--json", type=Path, help="a file for the last line, too")
     args = parser.parse_args()
     rows = []
@@ -233,18 +272,12 @@ def main() -> None:
         for row in compare(name, args.num_prompts):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    makespans = []
-    if args.makespans:
-        for name in (*SHAPES, "two_kinds"):
-            makespans.append(simulate_shards(name))
-            print(json.dumps(makespans[-1]), flush=True)
     report = {
         "benchmark": "shards",
         "model": TARGET.model.name,
         "gpu": TARGET.gpu.name,
         "num_blocks": MACHINE.num_blocks,
         "rows": rows,
-        "makespans": makespans,
         "num_prompts": args.num_prompts,
         **provenance(),
     }

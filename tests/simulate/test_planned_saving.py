@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from support.benchmark_modules import load
 
@@ -10,15 +9,15 @@ from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.vllm_scheduling import simulate
 
-benchmark, shapes = load("shards"), load("shard_shapes")
+benchmark = load("shards")
 MACHINE = Machine(MODEL_SHAPES["Mistral-7B"], find_gpu("H100"), num_blocks=3000)
 
 
-@pytest.mark.parametrize("name", shapes.SHAPES)
+@pytest.mark.parametrize("name", benchmark.SHAPES)
 @pytest.mark.parametrize("policy", ["stock_sorted", "batchllm"])
 def test_what_is_planned_is_achieved(name: str, policy: str) -> None:
-    prompts = shapes.SHAPES[name](shapes.Tokens(0), 400)
-    job = benchmark.Job.of(prompts, np.full(len(prompts), 8))
+    prompts = benchmark.SHAPES[name](benchmark.Tokens(0), 400)
+    job = benchmark.Job.of(prompts, output_tokens=8)
     for shard in benchmark.cut(job, 3):
         _, cached = benchmark.found_in_cache(job, shard)
         run = simulate(job.workload(name, shard), POLICIES[policy], MACHINE)
