@@ -112,8 +112,6 @@ bench: setup ## Run the main benchmarks that need no GPU; each ends with one JSO
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.faults
 	$(BIN)/python -m benchmarks.lake
-	$(BIN)/python -m benchmarks.demo_job
-	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.kernel
 
 lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what must change)

@@ -32,7 +32,7 @@ from batchllm_operator.amounts import text_table
 from benchmarks.end_to_end.models import MODELS
 from benchmarks.end_to_end.policies import POLICIES
 from benchmarks.end_to_end.processes import end_on_sigterm, run_logged
-from benchmarks.end_to_end.targets import Summary, speedups, summarize, targets
+from benchmarks.end_to_end.targets import TARGET_DEVICES, Summary, speedups, summarize, targets
 from benchmarks.end_to_end.task import Task, read_rows
 from benchmarks.provenance import provenance_of_another_process
 from benchmarks.workloads import WORKLOADS
@@ -103,8 +103,7 @@ def wanted_runs(args: argparse.Namespace) -> list[Run]:
         for position, settings in enumerate(POLICIES[policy].settings)
         if not args.settings or settings in args.settings
     ]
-
-    chosen.sort(key=lambda each: (each[1] not in _TOLD_BY_TARGETS, each[0]))
+    chosen.sort(key=lambda run: (run[1] not in _TOLD_BY_TARGETS, run[0]))
     return [
         (policy, settings, workload, repetition)
         for _, policy, settings in chosen
@@ -209,12 +208,13 @@ def main() -> int:
     missing = missing_runs(wanted_runs(args), rows, failed)
     summaries = summarize(rows)
     print_tables(summaries)
+    is_judged = args.model == "Mistral-7B" and any(gpu in here["device"] for gpu in TARGET_DEVICES)
     report = {
         "benchmark": "end_to_end",
         "model": args.model,
         "rows": [asdict(summary) for summary in summaries],
         "speedups": speedups(summaries),
-        "targets": targets(summaries) if args.model == "Mistral-7B" else None,
+        "targets": targets(summaries) if is_judged else None,
         "missing": missing,
         "doubts": sorted({f"{row['policy']}: {doubt}" for row in rows for doubt in row["doubts"]}),
         "workloads": args.workloads,

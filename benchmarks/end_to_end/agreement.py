@@ -118,7 +118,6 @@ def is_plausible(compared: Mapping[str, Any], control: Mapping[str, Any], typica
 
 def generate(task: Task) -> Outputs:
     """Greedy outputs with log-probabilities, by the place of a prompt in the table."""
-
     from batchllm_operator.engine.vllm.engine import VLLMEngine  # says how vLLM is imported
 
     register_loader()

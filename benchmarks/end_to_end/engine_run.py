@@ -168,7 +168,6 @@ class _EngineSession(_Session):
         outputs = list(self._engine.stream(iter(planned.requests)))
         steps = self._log.stop()
         _check(outputs, len(planned.requests), planned.output_tokens)
-        profile = self._profiles.profile
         chunk_size = getattr(self._scheduler, "chunk_size", self._facts["max_num_batched_tokens"])
         num_prefill = steps.num_prefill_tokens(len(planned.requests), planned.num_output_tokens)
         return {
@@ -180,7 +179,6 @@ class _EngineSession(_Session):
             "valley_steps": steps.valley_steps(chunk_size),
             "preemptions": int(steps.num_preempted.sum()),
             "chunk_size": chunk_size,
-            "profile": None if profile is None else profile.model_dump(mode="json"),
             "steps": steps.to_json(),
         }
 
@@ -227,7 +225,7 @@ class _LLMSession(_Session):
             "num_prefill_tokens": planned.num_prompt_tokens - num_cached,
             "chunk_size": self._facts["max_num_batched_tokens"],
             **dict.fromkeys(("admission_s", "tecd_s", "num_steps", "valley_steps")),
-            **dict.fromkeys(("preemptions", "profile", "steps")),
+            **dict.fromkeys(("preemptions", "steps")),
         }
 
 

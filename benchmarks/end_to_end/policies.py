@@ -24,8 +24,6 @@ class Policy:
     """Of `SETTINGS`; the better one counts, workload by workload."""
     front_end: Literal["ours", "llm"] = "ours"
     """Who feeds vLLM: the engine that jobs use, or vLLM's class `LLM`."""
-    simulated_as: str | None = None
-    """The simulator's policy of the same behaviour, if it has one."""
 
 
 SETTINGS: Final[Mapping[str, Mapping[str, int]]] = {
@@ -45,16 +43,16 @@ _OURS: Final[dict[str, Any]] = {"order": "plan", "scheduler": "batchllm"}
 POLICIES: Final[Mapping[str, Policy]] = {
     policy.name: policy
     for policy in (
-        Policy("stock_as_given", "as_given", settings=_BOTH, simulated_as="stock_shuffled"),
-        Policy("stock_sorted", "sorted", settings=_BOTH, simulated_as="stock_sorted"),
+        Policy("stock_as_given", "as_given", settings=_BOTH),
+        Policy("stock_sorted", "sorted", settings=_BOTH),
         Policy(  # through vLLM's own class LLM, with its engine in a process of its own
             "stock_llm",
             "sorted",
             front_end="llm",
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         ),
-        Policy("batchllm_stock_attention", **_OURS, simulated_as="batchllm_stock_attention"),
-        Policy("batchllm", **_OURS, attention="batchllm", simulated_as="batchllm"),
+        Policy("batchllm_stock_attention", **_OURS),
+        Policy("batchllm", **_OURS, attention="batchllm"),
         Policy(  # full CUDA graphs of decode steps include our attention
             "batchllm_graphs",
             **_OURS,

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,30 +19,21 @@ from hypothesis import strategies as st
 from support.benchmark_modules import ROOT, load
 from support.demo_job import wait_until
 
-from batchllm_operator.cost import MODEL_SHAPES, StepWork, find_gpu, step_seconds
 from batchllm_operator.prefixes import TokenTable
 
 agreement = load("end_to_end.agreement")
-calibrate = load("end_to_end.calibrate")
 engine_run = load("end_to_end.engine_run")
 main = load("end_to_end.__main__")
 requests = load("end_to_end.requests")
 step_log = load("end_to_end.step_log")
-tables = load("end_to_end.tables")
 targets = load("end_to_end.targets")
 
 
 def steps(tokens: list[int], running: list[int], waiting: list[int]) -> Any:
-    return step_log.Steps(
-        begin_s=np.arange(len(tokens), dtype=np.float64),
-        done_s=np.arange(len(tokens), dtype=np.float64) + 1.5,  # as the next one already runs
-        num_tokens=np.array(tokens, dtype=np.int64),
-        num_requests=np.array(running, dtype=np.int64),
-        num_waiting=np.array(waiting, dtype=np.int64),
-        num_preempted=np.zeros(len(tokens), dtype=np.int64),
-        kv_usage=np.zeros(len(tokens)),
-        end_s=float(len(tokens)),
-    )
+    """A second between steps, each of which ends while the next one already runs."""
+    begin_s, nothing = np.arange(len(tokens)), np.zeros(len(tokens))
+    counts = map(np.array, (tokens, running, waiting))
+    return step_log.Steps(begin_s, begin_s + 1.5, *counts, nothing, nothing, end_s=len(tokens))
 
 
 def test_the_cool_down_begins_when_only_decodes_are_left() -> None:
@@ -109,8 +101,8 @@ def test_a_step_is_done_when_its_tokens_are_back(monkeypatch: pytest.MonkeyPatch
 
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=20).map(
-    lambda each: TokenTable.from_lists(
-        [[document + 1] * 40 + [10 + idx] * own for idx, (document, own) in enumerate(each)]
+    lambda pairs: TokenTable.from_lists(
+        [[document + 1] * 40 + [10 + idx] * own for idx, (document, own) in enumerate(pairs)]
     )
 )
 
@@ -118,55 +110,60 @@ PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1,
 @given(PROMPTS, st.sampled_from(["as_given", "sorted", "plan"]))
 def test_each_order_has_every_prompt_once(prompts: TokenTable, order: str) -> None:
     planned = requests.make_requests(prompts, order, 7, 16)
-    idxs = [each.request_idx for each in planned.requests]
+    idxs = [request.request_idx for request in planned.requests]
     assert sorted(idxs) == list(range(len(prompts)))
-    for each in planned.requests:
-        assert each.prompt_token_ids == prompts.prompt(each.request_idx).tolist()
-        assert each.num_output_tokens == 7
+    for request in planned.requests:
+        assert request.prompt_token_ids == prompts.prompt(request.request_idx).tolist()
+        assert request.num_output_tokens == 7
     if order == "as_given":
         assert idxs == list(range(len(prompts)))
     if order == "sorted":
-        given_tokens = [each.prompt_token_ids for each in planned.requests]
+        given_tokens = [request.prompt_token_ids for request in planned.requests]
         assert given_tokens == sorted(given_tokens)
     if order == "plan":
-        for each in planned.requests:
-            group = [one for one in planned.requests if one.group_id == each.group_id]
-            assert len(group) == each.group_size
-            prefixes = {tuple(one.prompt_token_ids[: each.num_prefix_tokens]) for one in group}
-            assert len(prefixes) == 1
+        for _, members in groupby(planned.requests, key=attrgetter("group_id")):
+            group = list(members)
+            assert {request.group_size for request in group} == {len(group)}
+            shared = group[0].num_prefix_tokens
+            assert len({tuple(request.prompt_token_ids[:shared]) for request in group}) == 1
     assert planned.num_prompt_tokens == prompts.num_tokens
     assert planned.num_output_tokens == 7 * len(prompts)
 
 
 def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, Any]:
     """A measured run of 1,000 requests."""
-    found = {
-        "model": "Mistral-7B",
+    return {
+        **dict.fromkeys((*targets._SAME, *targets._MEDIANS), 1),
         "workload": workload,
         "policy": policy,
         "settings": "default",
         "num_requests": 1000,
-        "num_prompt_tokens": 100_000,
-        "num_output_tokens": 10_000,
         "requests_per_s": speed,
         "total_s": 1000 / speed,
         "tecd_s": 900 / speed,
         "plan_s": 0.05 if policy.startswith("batchllm") else 0.0,
-        "saving_ratio": 0.5,
-        "num_steps": 100,
-        "valley_steps": 3,
-        "preemptions": 0,
-        "max_model_len": 2630,
-        "max_num_seqs": 1024,
-        "max_num_batched_tokens": 16384,
         "attention": ["FlashAttentionBackend 3"],
         "cuda_graphs": "FULL_AND_PIECEWISE",
-        "async_scheduling": True,
+        **changes,
     }
-    return found | changes
 
 
 OTHER = "chunk_4096_seqs_512"
+
+
+def test_the_most_telling_engines_run_first_and_what_is_missing_is_named() -> None:
+    options = "--policies batchllm_graphs stock_sorted --workloads case_1 case_2 --repetitions 2"
+    wanted = main.wanted_runs(main.parse_args(["--out", "x", *options.split()]))
+    engines = [("stock_sorted", "default"), ("stock_sorted", OTHER), ("batchllm_graphs", "default")]
+    runs = [("case_1", 0), ("case_2", 0), ("case_1", 1), ("case_2", 1)]
+    assert wanted == [(*engine, *run) for engine in engines for run in runs]
+    names = ("policy", "settings", "workload", "repetition")
+    measured = [dict(zip(names, run, strict=True)) for run in wanted[:5]]
+    failed = {"batchllm_graphs default": "exit code 1"}
+    assert main.missing_runs(wanted, measured, failed) == {
+        f"stock_sorted {OTHER}": {"reason": "no time was left", "workloads": ["case_2", "case_1"]},
+        "batchllm_graphs default": {"reason": "exit code 1", "workloads": ["case_1", "case_2"]},
+    }
 
 
 def by_measure(summaries: Any, policy: str) -> dict[str, dict[str, Any]]:
@@ -185,7 +182,7 @@ def test_medians_and_the_better_settings_count() -> None:
             row("case_1", "batchllm_stock_attention", 15.0),
         ]
     )
-    [default] = [each for each in summaries if each.repetitions == 3]
+    [default] = [summary for summary in summaries if summary.repetitions == 3]
     assert (default.requests_per_s, default.least_requests_per_s) == (11.0, 10.0)
     assert targets.best(summaries, "case_1", ("stock_sorted",)).settings == OTHER
     ratios = targets.speedups(summaries)["case_1"]
@@ -211,7 +208,6 @@ def test_what_was_measured_is_judged_and_missing_baselines_are_named() -> None:
     for alone in rows:  # nothing to compare is no pass
         target = by_measure(targets.summarize([alone]), "batchllm")[measure]
         assert (target["measured"], target["is_met"]) == (None, None)
-    assert f"| 2.0 (without stock_sorted {OTHER}" in shown([reported(rows)])
 
 
 def test_runs_of_different_work_are_not_put_together() -> None:
@@ -257,103 +253,6 @@ def test_differences_that_are_no_near_ties_are_not_plausible() -> None:
         assert agreement.is_plausible(ours, control, typical=0.05) is expected
     nothing = {"largest_margin": None, "num_beyond": 0}
     assert agreement.is_plausible({"largest_margin": 0.04, "num_beyond": 0}, nothing, typical=0.05)
-
-
-MODEL = MODEL_SHAPES["Mistral-7B"]
-
-
-def made_up_runs(gpu: Any) -> list[Any]:
-    """Runs that take exactly what the cost model says of them on that GPU."""
-    generator = np.random.default_rng(5)
-    runs = []
-    for number in range(8):
-        works = [
-            StepWork(
-                num_tokens=int(tokens),
-                num_sampled=64,
-                num_prefill_pairs=int(tokens) * int(generator.integers(1, 3000)),
-                num_decode_pairs=64 * 1500,
-                num_read_tokens=64 * int(generator.integers(200, 1500)),
-            )
-            for tokens in generator.integers(64, 64 if number % 2 else 8192, 200, endpoint=True)
-        ]
-        seconds = sum(step_seconds(work, MODEL, gpu) for work in works)
-        measured = row(
-            f"workload_{number // 2}",
-            "batchllm",
-            1.0,
-            generate_s=seconds + 0.5,
-            admission_s=0.5,
-            num_prefill_tokens=sum(work.num_tokens - work.num_sampled for work in works) + 1000,
-        )
-        runs.append(calibrate.RunWork([measured], works, MODEL))
-    return runs
-
-
-def test_calibration_finds_the_gpu_that_the_runs_were_made_on() -> None:
-    sheet = find_gpu("H100")
-    true = replace(
-        sheet, achievable_compute=0.71, achievable_bandwidth=0.62, step_overhead_s=0.0021
-    )
-    runs = made_up_runs(true)
-    for run in runs:
-        assert run.predicted_s(true) == pytest.approx(run.measured_s)
-    found = calibrate.fit(runs, sheet)
-    for name in ("achievable_compute", "achievable_bandwidth", "step_overhead_s"):
-        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3)
-    rows = calibrate.predictions(runs, sheet)
-    assert len(rows) == 8
-    assert max(abs(each["error"]) for each in rows) < 0.001
-    for each in rows:
-        assert each["simulated_steps"] == 200
-        assert each["measured_steps"] == 100
-        assert each["simulated_prefill_tokens"] == each["measured_prefill_tokens"]
-
-
-def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    report = {
-        "benchmark": "end_to_end",
-        "model": "Mistral-7B",
-        "rows": [asdict(summary) for summary in targets.summarize(rows)],
-        "targets": [],
-        "doubts": ["stock_sorted: no CUDA graphs"],
-        "device": "NVIDIA H100 80GB HBM3",
-        "driver": "1",
-        "versions": {"vllm": "0.25.0"},
-        "git_sha": "0" * 40,
-    }
-    return report | changes
-
-
-def shown(reports: list[dict[str, Any]]) -> str:
-    text: str = tables.markdown(reports, "Mistral-7B")
-    return text
-
-
-def test_tables_show_cases_that_are_lost() -> None:
-    rows = [
-        row("case_1", "stock_sorted", 20.0),
-        row("case_1", "stock_sorted", 19.0, settings=OTHER),
-        row("case_1", "batchllm", 10.0),
-        row("case_1", "batchllm", 11.0, repetition=1),
-    ]
-    text = shown([reported(rows)])
-    assert (
-        "| case_1 | batchllm (default settings) | 10.50 (10.00 to 11.00, 2 runs) | 0.53x |" in text
-    )
-    assert "| case_1 | stock_sorted (default settings) | 20.00 (one run) | 1.00x |" in text
-    assert "| case_1: requests/s over stock sorted | batchllm | 1.12 | 0.525 | **no** |" in text
-    assert "| paper: BatchLLM | 12.85 | 1.31x |" in text
-    assert "Doubts: stock_sorted: no CUDA graphs." in text
-    assert "| case_2 | batchllm | not measured | not measured |" in text
-
-
-def test_targets_are_those_of_one_model_on_hopper_gpus() -> None:
-    rows = [row("case_1", "stock_sorted", 10.0), row("case_1", "batchllm", 20.0)]
-    for changes in ({"device": "cpu"}, {"model": "tiny"}, {"targets": None}):
-        assert "| yes |" not in shown([reported(rows, **changes)])
-    for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
-        assert "| yes |" in shown([reported(rows, device=device)])
 
 
 def is_gone(pid: str) -> bool:

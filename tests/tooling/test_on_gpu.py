@@ -126,19 +126,24 @@ def test_a_call_ends_with_one_archive_of_results_without_caches(machine: Machine
 
 
 @pytest.mark.parametrize(
-    ("number", "steps"),
+    ("number", "steps", "least_s"),
     [
-        ("1", ["imports", "quick", "tune", "case_1"]),
-        ("2", ["case_1_variants", "agreement", "degree_16"]),
-        ("", ["imports", "quick", "agreement", "end_to_end", "kernel", "tune"]),
-        ("3", None),
+        ("1", "imports quick tune case_1", 240),
+        ("2", "case_1_variants agreement degree_16", 125),
+        ("", "imports quick agreement end_to_end kernel tune", None),
     ],
 )
-def test_a_call_has_its_steps(machine: Machine, number: str, steps: list[str] | None) -> None:
+def test_a_call_has_its_steps_whose_limits_fit_into_ten_minutes(
+    machine: Machine, number: str, steps: str, least_s: int | None
+) -> None:
+    """The last step gets what is left of 530 s, less 15 s for the end."""
     code, printed = machine.call(CALL=number)
-    assert code == (0 if steps else 2), printed
-    if steps:
-        assert list(machine.steps()) == steps
+    assert code == 0, printed
+    lines = machine.steps()
+    assert list(lines) == steps.split()
+    *limits, last = (line["limit_s"] for line in lines.values())
+    assert 500 < last <= 530 - 15
+    assert least_s is None or 530 - 15 - sum(limits) >= least_s
 
 
 def test_modules_have_the_options_that_steps_give_them(
@@ -158,11 +163,15 @@ def test_modules_have_the_options_that_steps_give_them(
         assert capsys.readouterr().err.endswith("error: unrecognized arguments: --unknown\n")
 
 
-def test_a_cache_among_the_results_is_refused(machine: Machine) -> None:
-    code, printed = machine.call(CACHE=str(machine.folder / "out" / "cache"))
-    assert code == 2, printed
-    assert "CACHE must not be in" in printed
-    assert machine.call(STEPS="quick tests")[0] == 2  # there is no such step
+def test_settings_that_make_no_sense_are_refused(machine: Machine) -> None:
+    cache = str(machine.folder / "out" / "cache")
+    for settings, reason in (
+        ({"CACHE": cache}, "CACHE must not be in"),
+        ({"STEPS": "quick tests"}, "there is no step tests"),
+        ({"CALL": "3"}, "CALL=3: must be 1 or 2"),
+    ):
+        code, printed = machine.call(**settings)
+        assert code == 2 and reason in printed
     assert machine.calls() == []
 
 
