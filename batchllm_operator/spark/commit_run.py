@@ -8,16 +8,18 @@ driver  one atomic commit that refers to them                (`commit.commit_run
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise, repeat
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.partition import Joining, write_partition
@@ -31,7 +33,6 @@ from batchllm_operator.lake import (
     gather,
     write_files,
 )
-from batchllm_operator.progress import Progress
 from batchllm_operator.shards.buckets import (
     BUCKET_ROWS,
     ROW_FIELD,
@@ -42,15 +43,7 @@ from batchllm_operator.shards.parts import PartEntry, ShardParts, part_schema
 from batchllm_operator.shards.reuse_index import ReusedOutputs
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
-from batchllm_operator.spark.tasks import (
-    Batches,
-    counted,
-    mapped,
-    payloads_in,
-    reported,
-    reports_of,
-    tasks,
-)
+from batchllm_operator.spark.tasks import Batches, mapped, rows_of, tasks
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -59,8 +52,18 @@ from batchllm_operator.streams import batches_of
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_log = logging.getLogger(__name__)
 _TASK_ROWS: Final = 1 << 16
 _BYTES_PER_TOKEN: Final = 5
+_FILES: Final = pa.schema(
+    [
+        ("range", pa.int32()),
+        ("name", pa.string()),
+        ("size_bytes", pa.int64()),
+        ("footer", pa.binary()),
+    ]
+)
+"""Columns of what tasks say of data files."""
 MOST_ROWS_OF_ONE_FILE: Final = 20_000_000
 """Of a partition of plain Parquet."""
 
@@ -101,15 +104,10 @@ def _write(
     num_ranges = -(-num_rows // rows_each)
     if num_ranges == 0:
         return staging.rows([])
-    payloads = list(_payloads(sources))
-    num_tasks = len(payloads) + num_ranges
-    with (
-        spark_session(spec) as spark,
-        Progress("commit on Spark", num_tasks, unit="tasks") as progress,
-        counted(spark, progress, num_tasks, "join outputs with rows"),
-    ):
-        written = _joined(spark, plan, payloads, joining, staging, rows_each, num_ranges)
-    return staging.rows([file for _, files in sorted(written, key=itemgetter(0)) for file in files])
+    with spark_session(spec) as spark:
+        _log.info("joining outputs with rows: %d data files or more", num_ranges)
+        files = _joined(spark, plan, sources, joining, staging, rows_each, num_ranges)
+    return staging.rows(files)
 
 
 def _rows_each(plan: StoredPlan, sources: Sequence[ShardParts | ReusedOutputs]) -> int:
@@ -123,35 +121,40 @@ def _rows_each(plan: StoredPlan, sources: Sequence[ShardParts | ReusedOutputs]) 
     return max(1, min(wanted, num_rows) // BUCKET_ROWS) * BUCKET_ROWS
 
 
-def _payloads(sources: Sequence[ShardParts | ReusedOutputs]) -> Iterator[bytes]:
-    """What tasks are given: some parts of a shard, or the outputs that the plan has reused."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a task reads: some parts of a shard, or the outputs that the plan has reused."""
+
+    folder: str
+    """The shard's, or the plan's."""
+    entries: tuple[PartEntry, ...] | None = None
+
+    def open(self) -> ShardParts | ReusedOutputs:
+        if self.entries is None:
+            return ReusedOutputs(StoredPlan.open(self.folder))
+        return ShardParts(Folder.open(self.folder), self.entries)
+
+
+def _cut(sources: Sequence[ShardParts | ReusedOutputs]) -> Iterator[_Source]:
+    """Sources for tasks."""
     for source in sources:
         if isinstance(source, ReusedOutputs):
-            yield json.dumps({"reused": source.plan.folder.uri}).encode()
+            yield _Source(source.plan.folder.uri)
             continue
         for entries in batches_of(source.entries, (_TASK_ROWS, attrgetter("num_rows"))):
-            listed = [entry.model_dump(mode="json") for entry in entries]
-            yield json.dumps({"folder": source.folder.uri, "entries": listed}).encode()
-
-
-def _source(payload: bytes) -> ShardParts | ReusedOutputs:
-    given = json.loads(payload)
-    if "reused" in given:
-        return ReusedOutputs(StoredPlan.open(given["reused"]))
-    entries = [PartEntry.model_validate(entry) for entry in given["entries"]]
-    return ShardParts(Folder.open(given["folder"]), entries)
+            yield _Source(source.folder.uri, tuple(entries))
 
 
 def _joined(
     spark: SparkSession,
     plan: StoredPlan,
-    payloads: Sequence[bytes],
+    sources: Sequence[ShardParts | ReusedOutputs],
     joining: Joining,
     staging: Staging,
     rows_each: int,
     num_ranges: int,
-) -> list[tuple[int, list[StagedFile]]]:
-    """Write the data files of each range; returns its number and their entries.
+) -> list[StagedFile]:
+    """Write the data files of each range; returns them in row order.
 
     Raises `PlanError`: outputs and rows aren't one to one.
     """
@@ -164,17 +167,16 @@ def _joined(
     plan_uri, num_rows = plan.folder.uri, plan.manifest.counts.num_rows
     most, bucket_rows = plan.manifest.spec.output.target_file_bytes, BUCKET_ROWS
 
-    def outputs(batches: Batches) -> Iterator[Any]:
-        for payload in payloads_in(batches):
-            for part in _source(payload).parts(["row_idxs", *fields.names[1:]]):
-                for rows in one_per_row(part, fields):
-                    numbers = pc.cast(pc.divide(rows["row_idx"], rows_each), pa.int32())
-                    if (last := pc.max(numbers).as_py()) is not None and last >= num_ranges:
-                        raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
-                    table = rows.add_column(0, "range", numbers)
-                    yield from table.cast(sent).combine_chunks().to_batches()
+    def outputs(source: _Source) -> Iterator[pa.RecordBatch]:
+        for part in source.open().parts(["row_idxs", *fields.names[1:]]):
+            for rows in one_per_row(part, fields):
+                numbers = pc.cast(pc.divide(rows["row_idx"], rows_each), pa.int32())
+                if (last := pc.max(numbers).as_py()) is not None and last >= num_ranges:
+                    raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
+                table = rows.add_column(0, "range", numbers)
+                yield from table.cast(sent).combine_chunks().to_batches()
 
-    def write(batches: Batches) -> Iterator[Any]:
+    def write(batches: Batches) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -185,15 +187,18 @@ def _joined(
         tables = joining.tables(StoredPlan.open(plan_uri), first, end, bucket_rows, buckets)
         with scratch_folder() as scratch:
             write_files(gather(tables, most), scratch / "data", joining.schema, most)
-            files = staging.put(scratch / "data", number)
-        described = [file.to_json() for file in files]
-        yield reported([json.dumps([number, described]).encode()])
+            for file in staging.put(scratch / "data", number):
+                sink = pa.BufferOutputStream()
+                file.footer.write_metadata_file(sink)
+                row = [[number], [file.name], [file.size_bytes], [sink.getvalue().to_pybytes()]]
+                yield pa.record_batch(row, schema=_FILES)
 
-    frame = mapped(tasks(spark, payloads), outputs, sent)
+    frame = tasks(spark, list(_cut(sources)), _Source, outputs, sent)
     dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
+    rows = rows_of(mapped(dealt, write, _FILES))
     return [
-        (number, list(map(StagedFile.of_json, files)))
-        for number, files in map(json.loads, reports_of(dealt, write))
+        StagedFile(row.name, row.size_bytes, pq.read_metadata(pa.BufferReader(row.footer)))
+        for row in sorted(rows, key=attrgetter("range"))  # stable
     ]
 
 

@@ -36,7 +36,6 @@ from batchllm_operator.spark.ranges import choose_ranges, common_tokens, num_ran
 from batchllm_operator.spark.reading import Reading, number_rows, parts_of
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import Staging
-from batchllm_operator.spark.tasks import counted
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import rows_file
@@ -99,22 +98,20 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
     spec, ds = given.spec, given.ds
     reading = Reading.of(spec, ds, given.snapshot, given.stored)
     parts = parts_of(given.table, given.snapshot)
-    # Choosing ranges and naming files count as one each: they are short.
-    with Progress("plan on Spark", 2 * len(parts) + 2, unit="tasks") as progress:
-        with counted(spark, progress, len(parts), PHASES[0]):
-            numbers = number_rows(spark, reading, parts, given.where)
+    with Progress("plan on Spark", len(PHASES), unit="phases") as progress:
+        progress.advance(0, PHASES[0])
+        numbers = number_rows(spark, reading, parts, given.where)
         _warn_of_one_file(spec, numbers.num_rows)
-        with counted(spark, progress, 1, PHASES[1]):
-            sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
+        progress.advance(1, PHASES[1])
+        sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
         num = num_ranges(numbers.num_rows, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
-        progress.expect(len(parts) + len(ranges) + 1)
         del sample  # may be a quarter of a gigabyte
         learned = learn_output_lengths(spec, ds, by_group=False)
         planner = given.range_planner(learned, writes_groups=False)
         task = Task(reading, numbers, staging, ranges, given.where, is_exact, planner)
-        with counted(spark, progress, len(parts) + len(ranges), PHASES[2]):
-            rows, planned = plan_ranges(make_prompts(spark, task, parts), task)
+        progress.advance(1, PHASES[2])
+        rows, planned = plan_ranges(make_prompts(spark, task, parts), task)
         given.table.check_unchanged(given.snapshot)
         num_prompts = sum(result.planned.num_prompts for result in planned)
         row_counts = {name: sum(part.counts[name] for part in rows) for name in rows[0].counts}
@@ -137,8 +134,10 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
             num_twice=_num_twice(planned, block_size_of(spec)),
         )
         names = [(file.name, name) for name, file in files.items()]
-        with counted(spark, progress, 1, PHASES[3]):
-            return complete(manifest, lambda folder: staging.name_files(spark, names, folder))
+        progress.advance(1, PHASES[3])
+        plan = complete(manifest, lambda folder: staging.name_files(spark, names, folder))
+        progress.advance(1)
+        return plan
 
 
 def _num_twice(ranges: Sequence[RangeResult], block_size: int) -> int:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
 
 from batchllm_operator.plan.planned_range import RangePlanner
 from batchllm_operator.plan.rows.reading import Tokenized, checked, open_rows_file, tokenize
-from batchllm_operator.prompts import TokenIdsDifferError
-from batchllm_operator.spark.ranges import Place, Ranges, key_array, keys_of
+from batchllm_operator.spark.ranges import Place, Ranges, key_array
 from batchllm_operator.spark.reading import Part, Reading, RowNumbers
 from batchllm_operator.spark.staging import StagedFile, Staging, scratch_folder
-from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, reported, reports_of, tasks
+from batchllm_operator.spark.tasks import rows_of, tasks
 from batchllm_operator.stored_plan.counts import Frozen
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ _SCHEMA: Final = pa.schema(
 )
 """Columns of prompts on their way to their ranges. `output_tokens` is -1 without estimates. In the
 range after the last one, a task reports as JSON, in place of a key, what it has done."""
+_PLACES: Final = pa.schema([("key", pa.binary()), ("place", pa.int64())])
+"""Columns of the sample."""
 _ROWS_PER_SAMPLE: Final = 32
 _LEAST_SAMPLE: Final = 2_048
 _MOST_SAMPLE: Final = 1 << 16
@@ -42,9 +43,6 @@ _MOST_PARTS: Final = 1024
 """Parts that are read for the sample."""
 _ENOUGH: Final = 16
 """Rows that are read, the first ones of parts, for each that is wanted."""
-_PLACE_BYTES: Final = 8
-_DIFFERS: Final = b""
-"""Said by a task whose token ids differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,6 @@ class PartResult(Frozen):
     """The part's rows."""
     counts: dict[str, int]
     """Fields of `PlanCounts` that reading rows tells."""
-    differs: bool
-    """Whether token ids of the fast library differ."""
 
 
 def draw_sample(
@@ -98,17 +94,9 @@ def draw_sample(
     num_rows = np.minimum(np.diff(numbers.firsts), most)[[part.number for part in chosen]].sum()
     share = min(1.0, wanted / max(1, int(num_rows)))
 
-    def sample(batches: Batches) -> Iterator[Any]:
-        for payload in payloads_in(batches):
-            part = Part.of(payload)
-            yield from _sampled(reading, part, share, most, is_exact)
-
-    reports = reports_of(tasks(spark, [part.to_bytes() for part in chosen]), sample)
-    if _DIFFERS in reports:
-        raise TokenIdsDifferError("a sample's token ids differ")
-    places = sorted(
-        (report[_PLACE_BYTES:], int.from_bytes(report[:_PLACE_BYTES], "big")) for report in reports
-    )
+    sample = partial(_sampled, reading, share, most, is_exact)
+    drawn = rows_of(tasks(spark, chosen, Part, sample, _PLACES))
+    places = sorted((bytes(key), place) for key, place in drawn)
     num_bytes = sum(len(key) for key, _ in places)
     return places[:: max(1, -(-num_bytes // _MOST_SAMPLE_BYTES))]
 
@@ -117,29 +105,21 @@ def make_prompts(spark: SparkSession, task: Task, parts: Sequence[Part]) -> Data
     """A data frame of prompts, each in the partition of its range, sorted."""
     from pyspark.sql.functions import col
 
-    def make(batches: Batches) -> Iterator[Any]:
-        for payload in payloads_in(batches):
-            yield from _made(task, Part.of(payload))
-
-    prompts = mapped(tasks(spark, [part.to_bytes() for part in parts]), make, _SCHEMA)
+    prompts = tasks(spark, parts, Part, partial(_made, task), _SCHEMA)
     dealt = prompts.repartitionById(len(task.ranges) + 1, col("range"))
     return dealt.sortWithinPartitions("head", "key", "place").drop("head")
 
 
 def _sampled(
-    reading: Reading, part: Part, share: float, num_rows: int, is_exact: bool
+    reading: Reading, share: float, num_rows: int, is_exact: bool, part: Part
 ) -> Iterator[pa.RecordBatch]:
-    """The place, as eight bytes, and the key of each prompt that is drawn from the first rows."""
+    """The key and the place of each prompt that is drawn from the part's first rows."""
     tokenizer, adapters = reading.tokenizer(is_exact)
     drawn: list[int] = []
     batches = _drawn(reading, part, share, num_rows, drawn)
-    try:
-        for piece in tokenize(reading.spec, batches, tokenizer, adapters):
-            places = [drawn[row].to_bytes(_PLACE_BYTES, "big") for row in piece.row_idxs]
-            keys = keys_of(piece.tokens)
-            yield reported([place + key for place, key in zip(places, keys, strict=True)])
-    except TokenIdsDifferError:
-        yield reported([_DIFFERS])
+    for piece in tokenize(reading.spec, batches, tokenizer, adapters):
+        places = pa.array([drawn[row] for row in piece.row_idxs], pa.int64())
+        yield pa.RecordBatch.from_arrays([key_array(piece.tokens), places], schema=_PLACES)
 
 
 def _drawn(
@@ -164,11 +144,10 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then the task's report, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
     tokenizer, adapters = reading.tokenizer(task.is_exact)
-    num_rows, counts, differs = 0, {"num_control_rows": 0, "num_truncated_rows": 0}, False
-    with ExitStack() as stack:
-        path = stack.enter_context(scratch_folder()) / "rows"
-        writer = stack.enter_context(open_rows_file(path, spec, reading.snapshot.schema))
-        try:
+    num_rows, counts = 0, {"num_control_rows": 0, "num_truncated_rows": 0}
+    with scratch_folder() as scratch:
+        path = scratch / "rows"
+        with open_rows_file(path, spec, reading.snapshot.schema) as writer:
             scanned = reading.scan(part, spec.input_columns)
             first_row = int(task.numbers.firsts[part.number])
             batches = checked(spec, scanned, task.where, first_row, reading.stored)
@@ -180,11 +159,8 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
                     writer.write_table(piece.kept)
                 if len(piece.tokens):
                     yield _sent(task.ranges, part.first_place, piece)
-        except TokenIdsDifferError:
-            differs = True
-        writer.close()
         file = task.staging.publish(path, "rows", num_rows)
-    result = PartResult(number=part.number, file=file, counts=counts, differs=differs)
+    result = PartResult(number=part.number, file=file, counts=counts)
     row = {"range": len(task.ranges), "head": b"", "key": result.model_dump_json().encode()}
     row |= {"place": part.number, "output_tokens": 0}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)

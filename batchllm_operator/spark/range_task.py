@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,10 @@ import pyarrow as pa
 from batchllm_operator.plan.planned_range import PlannedRange, RangePlanner
 from batchllm_operator.prefixes import PromptStore, RankedPrompts, TokenTable, num_equal
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.prompts import PartResult, Task
 from batchllm_operator.spark.ranges import keys_of, tokens_of
 from batchllm_operator.spark.staging import StagedFile, scratch_folder
-from batchllm_operator.spark.tasks import Batches, numbered, reported, reports_of
+from batchllm_operator.spark.tasks import REPORTS, Batches, mapped, numbered, reported, reports_of
 from batchllm_operator.stored_plan.counts import Frozen
 
 if TYPE_CHECKING:
@@ -46,22 +45,20 @@ def plan_ranges(prompts: DataFrame, task: Task) -> tuple[list[PartResult], list[
         TokenIdsDifferError: ids of the fast library differ.
         BatchLLMError: see `tokenize`.
     """
+    reports = reports_of(mapped(prompts, partial(_reports, task)), PartResult | RangeResult)
+    reports.sort(key=lambda report: report.number)
+    parts = [report for report in reports if isinstance(report, PartResult)]
+    return parts, [report for report in reports if isinstance(report, RangeResult)]
 
-    def plan(batches: Batches) -> Iterator[Any]:
-        number, batches = numbered(batches)
-        if number == len(task.ranges):
-            for batch in batches:
-                yield reported([b"P" + data for data in batch.column("key").to_pylist()])
-        elif number is not None:
-            yield reported([b"R" + _planned(task, number, batches).model_dump_json().encode()])
 
-    reports = reports_of(prompts, plan)
-    parts, ranges = ([r[1:] for r in reports if r[:1] == kind] for kind in (b"P", b"R"))
-    by_number = attrgetter("number")
-    part_results = sorted(map(PartResult.model_validate_json, parts), key=by_number)
-    if any(part.differs for part in part_results):
-        raise TokenIdsDifferError("a sample's token ids differ")
-    return part_results, sorted(map(RangeResult.model_validate_json, ranges), key=by_number)
+def _reports(task: Task, batches: Batches) -> Iterator[pa.RecordBatch]:
+    """The report of a range; in the range after the last one, those of parts."""
+    number, batches = numbered(batches)
+    if number == len(task.ranges):
+        for batch in batches:
+            yield pa.RecordBatch.from_arrays([batch.column("key")], schema=REPORTS)
+    elif number is not None:
+        yield reported(_planned(task, number, batches))
 
 
 def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> RangeResult:

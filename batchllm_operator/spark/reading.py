@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import TypeAdapter
 
 from batchllm_operator.lake import (
     FilePart,
@@ -36,7 +35,6 @@ from batchllm_operator.spark.tasks import (
     Batches,
     mapped,
     numbered,
-    payloads_in,
     reported,
     reports_of,
     tasks,
@@ -74,16 +72,6 @@ class Part:
     @property
     def first_place(self) -> int:
         return self.number << PLACE_BITS
-
-    def to_bytes(self) -> bytes:
-        return _PART.dump_json(self)
-
-    @classmethod
-    def of(cls, payload: bytes) -> Part:
-        return _PART.validate_json(payload)
-
-
-_PART: Final = TypeAdapter(Part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +210,11 @@ def number_rows(
     most_rows = sum(piece.file.num_rows for piece in pieces if piece.first_row == 0)
     num_buckets = max(1, most_rows // _BUCKET_ROWS)
 
-    def digest(batches: Batches) -> Iterator[Any]:
-        for payload in payloads_in(batches):
-            yield from _digests(reading, Part.of(payload), num_buckets, where)
-
-    payloads = [part.to_bytes() for part in parts]
-    digests = mapped(tasks(spark, payloads), digest, _KEY_SCHEMA)
+    digest = partial(_digests, reading, num_buckets, where)
+    digests = tasks(spark, parts, Part, digest, _KEY_SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
     ordered = shuffled.sortWithinPartitions("digest", "place")
-    reports = reports_of(ordered, partial(_repeats, num_buckets=num_buckets))
-    results = list(map(json.loads, reports))
+    results = reports_of(mapped(ordered, partial(_repeats, num_buckets)), dict[str, Any])
     counted = sorted((report for report in results if "part" in report), key=itemgetter("part"))
     firsts = np.cumsum([0, *(part["num_rows"] for part in counted)], dtype=np.int64)
     nulls = NullKeys(spec.input.key)
@@ -251,7 +234,7 @@ def number_rows(
 
 
 def _digests(
-    reading: Reading, part: Part, num_buckets: int, where: str
+    reading: Reading, num_buckets: int, where: str, part: Part
 ) -> Iterator[pa.RecordBatch]:
     """Digests of the part's keys; then, in a bucket of its own, the number of its rows."""
     key = reading.spec.input.key
@@ -271,11 +254,12 @@ def _digests(
     yield pa.RecordBatch.from_pylist([row], schema=_KEY_SCHEMA)
 
 
-def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
+def _repeats(num_buckets: int, batches: Batches) -> Iterator[pa.RecordBatch]:
     """The first places of digests that occur again; counts of rows as they are."""
     bucket, batches = numbered(batches)
     if bucket == num_buckets:
-        yield from (reported(batch.column("digest").to_pylist()) for batch in batches)
+        for batch in batches:
+            yield reported(*map(json.loads, batch.column("digest").to_pylist()))
         return
     places: list[int] = []
     num = 0
@@ -287,4 +271,4 @@ def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
             num += 1
             places = sorted([*places, two[0][1]])[:MAX_NAMED]
     if num:
-        yield reported([json.dumps({"num": num, "places": places}).encode()])
+        yield reported({"num": num, "places": places})

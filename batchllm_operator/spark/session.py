@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,14 +18,13 @@ from typing import TYPE_CHECKING, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import MissingLibraryError, SpecError
-from batchllm_operator.spark.tasks import named_failures, reason_of, tasks
+from batchllm_operator.spark.tasks import named_failures, reason_of
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LEAST_SPARK: Final = (4, 1)
-_LEAST_JAVA: Final = 17
 _NEEDED: Final = {
     # Coalescing or splitting partitions would tear the ranges of a plan apart.
     "spark.sql.adaptive.enabled": "false",
@@ -53,9 +49,8 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
 
     Raises:
         MissingLibraryError: pyspark or pandas isn't installed.
-        SpecError: there is no Java that Spark runs on, or Spark is too old, or executors lack this
-            package, or have another release of it.
-        SparkJobError: the cluster can't be reached.
+        SpecError: Spark is too old, or executors lack this package, or have another release of it.
+        SparkJobError: there is no Java that Spark runs on, or the cluster can't be reached.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_logs_of_py4j())
@@ -174,14 +169,12 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
         return active, False
     conf = spec.planner.spark.conf
     is_remote = "spark.remote" in conf or "SPARK_REMOTE" in os.environ
-    if not is_remote and "PYSPARK_GATEWAY_PORT" not in os.environ:  # of spark-submit's Java
-        _check_java()
     # pyspark itself reads this setting only in spark-submit.
     if (python := conf.get("spark.pyspark.python")) is not None:
         os.environ["PYSPARK_PYTHON"] = python
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     where = conf.get("spark.remote") or conf.get("spark.master", "the default master")
-    above = "" if is_remote else "; Java's lines above say more"
+    above = "" if is_remote else "; it needs Java 17 or later, of which lines above say more"
     with named_failures(f"Spark can't start on {where}{above}"):
         builder = SparkSession.builder.appName(f"batchllm {spec.name}")
         if not is_remote:
@@ -211,22 +204,6 @@ def _given_to_tasks(spark: SparkSession) -> Iterator[None]:
             del environment[name]
 
 
-def _check_java() -> None:
-    """Refuse a machine without Java that Spark can run on (`SpecError`)."""
-    home = os.environ.get("JAVA_HOME")
-    java = str(Path(home, "bin", "java")) if home else "java"
-    needs = f"Spark runs on Java {_LEAST_JAVA} or later"
-    if shutil.which(java) is None:
-        install = "PATH has none; install one, such as Debian's openjdk-17-jre-headless"
-        mend = f"JAVA_HOME ({home}) has none; correct it, or unset it" if home else install
-        raise SpecError(f"planner.engine: {needs}, and {mend}")
-    printed = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
-    version = re.search(r'version "(?:1\.)?([0-9]+)', printed)
-    if version is None or int(version[1]) < _LEAST_JAVA:
-        lines = printed.strip().splitlines()
-        raise SpecError(f"planner.engine: {needs}, not on {java}: {next(iter(lines), 'it fails')}")
-
-
 def _check_executors(spark: SparkSession) -> None:
     """Refuse executors that lack this package, or have another release of it.
 
@@ -237,7 +214,7 @@ def _check_executors(spark: SparkSession) -> None:
     from pyspark.errors import PythonException
     from pyspark.sql.functions import col, udf
 
-    def probe(_: bytes) -> str:  # sent whole, as all nested functions are
+    def probe(_: int) -> str:  # sent whole, as all nested functions are
         import importlib
         import sys
 
@@ -245,15 +222,15 @@ def _check_executors(spark: SparkSession) -> None:
             version = str(importlib.import_module("batchllm_operator").__version__)
             for name in ("pandas", "pyarrow"):
                 importlib.import_module(name)
+            return version
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
             return f"{type(error).__name__}: {error} ({sys.executable})"
-        return version
 
     # Not `mapInArrow`: without pyarrow it fails before it calls the function.
     ask = udf(probe, "string", useArrow=False)
     with named_failures("Spark's first task failed"):
         try:
-            (row,) = tasks(spark, [b""]).select(ask(col("payload"))).collect()
+            (row,) = spark.range(1).select(ask(col("id"))).collect()
             release = str(row[0])
         except PythonException as error:  # such as another release of Python
             release = reason_of(error)

@@ -6,7 +6,6 @@ plan's folder.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -14,11 +13,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.spark.tasks import Batches, payloads_in, reported, reports_of, tasks
+from batchllm_operator.spark.tasks import reported, reports_of, rows_of, tasks
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder, remove_files
 from batchllm_operator.stored_plan.counts import Frozen
@@ -26,6 +26,7 @@ from batchllm_operator.stored_plan.manifest import DataFile, describe_file
 from batchllm_operator.stored_plan.stored_plan import job_folder
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import SparkSession
 
 OPEN_FILE: Final = "open"
@@ -82,22 +83,12 @@ class Staging:
 
         Raises `StorageError`: it doesn't, or they can't write.
         """
-        uri = self.uri
-
-        def write(batches: Batches) -> Iterator[Any]:
-            for _ in batches:
-                try:
-                    Folder.open(uri).write_bytes(OPEN_FILE, b"written by a task")
-                    yield reported([b""])
-                except StorageError as error:
-                    yield reported([str(error).encode()])
-
-        (fault,) = reports_of(tasks(spark, [b""]), write)
+        (fault,) = reports_of(tasks(spark, [self.uri], str, _opened), str)
         if fault:
-            raise StorageError(f"Spark's executors can't write the plan: {fault.decode()}")
-        if not Folder.open(uri).exists(OPEN_FILE):
+            raise StorageError(f"Spark's executors can't write the plan: {fault}")
+        if not Folder.open(self.uri).exists(OPEN_FILE):
             raise StorageError(
-                f"{uri}: the driver doesn't see what Spark's executors write there; set"
+                f"{self.uri}: the driver doesn't see what Spark's executors write there; set"
                 " output.staging_uri to a folder that all of them share"
             )
 
@@ -108,18 +99,9 @@ class Staging:
 
         Raises `StorageError`: one can't be copied.
         """
-        source_uri, target_uri = self.uri, target.uri
-
-        def copy(batches: Batches) -> Iterator[Any]:
-            source, goal = Folder.open(source_uri), Folder.open(target_uri)
-            for payload in payloads_in(batches):
-                for name, new_name in json.loads(payload):
-                    source.copy_to(name, goal, new_name)
-                yield reported([b""])
-
         dealt = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
-        payloads = [json.dumps(pairs).encode() for pairs in dealt]
-        reports_of(tasks(spark, payloads), copy)
+        copy = partial(_copied, self.uri, target.uri)
+        rows_of(tasks(spark, dealt, list[tuple[str, str]], copy))
 
     def close(self) -> None:
         """Keep tasks of a job that has failed or was stopped from writing here; takes seconds."""
@@ -134,3 +116,19 @@ class Staging:
         folder = Folder.open(self.uri)
         with suppress(StorageError):
             remove_files(folder, folder.find())
+
+
+def _opened(uri: str) -> Iterator[pa.RecordBatch]:
+    """In a task: open a staging folder; reports why that can't be done, or nothing."""
+    try:
+        Folder.open(uri).write_bytes(OPEN_FILE, b"written by a task")
+        yield reported("")
+    except StorageError as error:
+        yield reported(str(error))
+
+
+def _copied(source: str, target: str, names: Sequence[tuple[str, str]]) -> Iterator[pa.RecordBatch]:
+    """In a task: give files of folder `source` their names in folder `target`."""
+    for name, new_name in names:
+        Folder.open(source).copy_to(name, Folder.open(target), new_name)
+    yield reported()

@@ -128,15 +128,15 @@ def test_unfinished_shards_and_missing_outputs(tmp_path: Path, make_spec: MakeSp
     with pytest.raises(IncompleteRunError):
         commit_on_spark(plan.folder.uri)
     run_worker(plan)
-    payloads = commit._payloads
+    cut = commit._cut
 
     def without_one(sources: Any) -> Any:
         """As if the parts of the first shard had lost a ledger entry after the check."""
         sources[0].entries.pop()
-        return payloads(sources)
+        return cut(sources)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "_payloads", without_one)
+        patch.setattr(commit, "_cut", without_one)
         with pytest.raises(PlanError, match=r"row .* has 0 outputs where the plan wants 1"):
             commit_on_spark(plan.folder.uri)
     assert published_is_empty(spec)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,19 +27,18 @@ from batchllm_operator.errors import (
 )
 from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.prompts import PromptRenderer, TokenIdsDifferError
+from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spark import plan_job as stage
-from batchllm_operator.spark import prompts, ranges, reading, session
+from batchllm_operator.spark import ranges, reading, session
 from batchllm_operator.spark.plan_job import plan_on_spark
-from batchllm_operator.spark.staging import OPEN_FILE, Staging
+from batchllm_operator.spark.staging import Staging
 from batchllm_operator.spark.tasks import (
-    Batches,
     SparkJobError,
     named_failures,
-    payloads_in,
     reported,
     reports_of,
+    rows_of,
     tasks,
 )
 from batchllm_operator.spec import JobSpec
@@ -281,40 +278,22 @@ def test_tasks_see_the_drivers_variables_for_the_lake(
 ) -> None:
     """Those that the session has been given win, and none stays."""
 
-    def seen(batches: Batches) -> Iterator[Any]:
+    def seen(names: list[str]) -> Iterator[Any]:
         import os
 
-        for _ in payloads_in(batches):
-            names = ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER")
-            yield reported([str(os.environ.get(name)).encode() for name in names])
+        yield reported(*map(os.environ.get, names))
 
     environment = spark.sparkContext.environment
     monkeypatch.setitem(environment, "AWS_DEFAULT_REGION", "of-the-session")
     before = dict(environment)
-    for name in ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER"):
+    names = ["AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER"]
+    for name in names:
         monkeypatch.setenv(name, f"driver's {name}")
     with session.spark_session(fake_spec(lake)) as active:
-        found = reports_of(tasks(active, [b""]), seen)
-    wanted = ("driver's AWS_ENDPOINT_URL", "of-the-session", "driver's PYICEBERG_CATALOG__A__URI")
-    assert found == [each.encode() for each in (*wanted, "None")]
+        found = reports_of(tasks(active, [names], list[str], seen), str | None)
+    wanted = ["driver's AWS_ENDPOINT_URL", "of-the-session", "driver's PYICEBERG_CATALOG__A__URI"]
+    assert found == [*wanted, None]
     assert environment == before
-
-
-def test_java_that_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SpecError, match="and PATH has none; install one"):
-        session._check_java()
-    java = tmp_path / "bin" / "java"
-    java.parent.mkdir()
-    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
-    java.chmod(0o755)
-    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "none"))
-    with pytest.raises(SpecError, match=r"JAVA_HOME \(.*\) has none; correct it"):
-        session._check_java()
-    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    with pytest.raises(SpecError, match=r'not on .*: openjdk version "11\.0\.2"'):
-        session._check_java()
 
 
 def test_executors_with_another_release_are_refused(
@@ -330,17 +309,25 @@ def test_executors_with_another_release_are_refused(
 
 @pytest.mark.parametrize("where", ["draw_sample", "plan_ranges"])
 def test_wrong_ids_of_the_fast_tokenizer(
-    lake: Path, small_ranges: None, monkeypatch: pytest.MonkeyPatch, where: str
+    spark: SparkSession,
+    lake: Path,
+    small_ranges: None,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
 ) -> None:
     """A task has found them: planning starts again, without it."""
     tried = []
     work = getattr(stage, where)
 
     def first_differ(*args: Any, **options: Any) -> Any:
-        is_exact = args[1].is_exact if where == "plan_ranges" else options["is_exact"]
+        is_exact = args[-1].is_exact if where == "plan_ranges" else options["is_exact"]
         tried.append(is_exact)
         if not is_exact:
-            raise TokenIdsDifferError("a sample's token ids differ")
+
+            def differ(_: int) -> Iterator[Any]:
+                raise TokenIdsDifferError("a sample's token ids differ")
+
+            rows_of(tasks(spark, [0], int, differ))
         return work(*args, **options)
 
     monkeypatch.setattr(stage, where, first_differ)
@@ -349,55 +336,32 @@ def test_wrong_ids_of_the_fast_tokenizer(
     assert planned_rows(plan) == Counter(range(NUM_ROWS))
 
 
-def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Differing:
-        max_model_len = 1000
-        max_prompt_len = 999
-        max_prompt_bytes = 1 << 20
-
-        def renderer(self, prompt: Any) -> Any:
-            return PromptRenderer(prompt)
-
-        def encode(self, texts: Any) -> Any:
-            raise TokenIdsDifferError("3 prompts to encode again")
-
-    spec = job(lake)
-    given = find_given(spec, DS)
-    of_task = reading.Reading.of(spec, DS, given.snapshot)
-    monkeypatch.setattr(reading, "_tokenizer", lambda *_: (Differing(), None))
-    (part,) = reading.parts_of(given.table, given.snapshot)
-    (batch,) = prompts._sampled(of_task, part, 1.0, NUM_ROWS, is_exact=False)
-    assert batch.column(0).to_pylist() == [prompts._DIFFERS]
-    numbers = reading.RowNumbers(np.asarray([0, 120]))
-    one_range = ranges.Ranges((), (None,))
-    staging = Staging.beside(spec, DS)
-    Folder.open(staging.uri).write_bytes(OPEN_FILE, b"")
-    planner = given.range_planner(None, writes_groups=False)
-    task = prompts.Task(of_task, numbers, staging, one_range, "table", False, planner)
-    (batch,) = prompts._made(task, part)
-    assert json.loads(batch["key"][0].as_py())["differs"]
+def test_no_task_writes_once_the_driver_has_stopped(
+    spark: SparkSession, lake: Path, tmp_path: Path
+) -> None:
+    staging = Staging.beside(job(lake), DS)
+    staging.open(spark)
+    file = next((lake / "documents").rglob("*.parquet"))
+    assert staging.publish(file, "rows", 1).name.startswith("rows-")
     staging.close()
     with pytest.raises(StorageError, match="the driver has stopped"):
-        list(prompts._made(task, part))
+        staging.publish(file, "rows", 1)
     staging.remove()
     assert not Folder.open(staging.uri).exists()
 
 
 def test_errors_of_tasks(spark: SparkSession) -> None:
-    def refuse_key(_: object) -> None:
+    def refuse(_: int) -> Iterator[Any]:
         raise KeyColumnError("key 'ä' is:\n[\"odd\"]")
 
-    def refuse(batches: Batches) -> Iterator[Any]:
-        yield from map(refuse_key, batches)
-
-    def fail(batches: Batches) -> Iterator[Any]:
-        yield from (1 // len([]) for _ in batches)
+    def fail(_: int) -> Iterator[Any]:
+        yield 1 // len([])
 
     with pytest.raises(KeyColumnError) as refused:
-        reports_of(tasks(spark, [b""]), refuse)
+        rows_of(tasks(spark, [0], int, refuse))
     assert str(refused.value) == "key 'ä' is:\n[\"odd\"]"
     with pytest.raises(SparkJobError, match=r"ZeroDivisionError: integer division or modulo"):
-        reports_of(tasks(spark, [b""]), fail)
+        rows_of(tasks(spark, [0], int, fail))
 
 
 def test_a_stop_is_no_failure_of_spark() -> None:
@@ -450,7 +414,6 @@ def test_a_part_has_many_small_files_or_some_row_groups_of_a_large_one(
     monkeypatch.setattr(reading, "_OPENING_BYTES", size // 200)
     given = find_given(job(tmp_path), DS)
     parts = reading.parts_of(given.table, given.snapshot)
-    assert [reading.Part.of(part.to_bytes()) for part in parts] == parts
     assert [part.number for part in parts] == list(range(len(parts)))
     num_pieces = [len(part.pieces) for part in parts]
     assert min(num_pieces[0], num_pieces[1]) > 1
