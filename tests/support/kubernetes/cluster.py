@@ -27,6 +27,7 @@ from support.kubernetes.flaky_proxy import FlakyProxy
 from support.kubernetes.images import DEFAULT_PATH, Image
 from support.kubernetes.node import NodeSettings
 from support.kubernetes.node_agent import NodeAgent
+from support.kubernetes.real_nodes import RealNodes
 
 T = TypeVar("T")
 _VERBS = ("create", "get", "list", "watch", "patch", "delete")
@@ -60,8 +61,8 @@ class Cluster:
     """What a test has of the cluster.
 
     `kubeconfig` is for what is tested: it goes through `proxy`, with the rights of a user. `api`
-    goes past the proxy, with an administrator's. With `has_nodes` the cluster's own nodes run pods:
-    there is no `agent`, so nothing that needs it can be tested.
+    goes past the proxy, with an administrator's. `agent` plays the nodes; with `has_nodes` the
+    cluster's own run pods, and `agent` does to these what it can.
     """
 
     def __init__(self, backend: Backend, folder: Path) -> None:
@@ -78,14 +79,16 @@ class Cluster:
             stack.callback(self.proxy.close)
             token = backend.double.access.user_token if backend.double else ""
             self.kubeconfig = self.proxy.write_kubeconfig(folder / "kubeconfig", token)
-            self._agent: NodeAgent | None = None
             if not backend.has_controllers:
                 controllers = Controllers(backend.admin_kubeconfig, self.namespace)
                 stack.callback(controllers.close)
-            if not backend.has_nodes:
-                node = NodeSettings(f"node-{self.namespace}")
-                self._agent = NodeAgent(backend.admin_kubeconfig, self.namespace, node)
-                stack.callback(self._agent.close)
+            node = NodeSettings(f"node-{self.namespace}")
+            self.agent: Any = (
+                RealNodes(self.api, self.namespace)
+                if backend.has_nodes
+                else NodeAgent(backend.admin_kubeconfig, self.namespace, node)
+            )
+            stack.callback(self.agent.close)
             if backend.double:
                 stack.callback(backend.double.allow_all)
             self._stack = stack.pop_all()
@@ -93,13 +96,6 @@ class Cluster:
     def close(self) -> None:
         """Remove everything; raise what went wrong in the background."""
         self._stack.close()
-
-    @property
-    def agent(self) -> NodeAgent:
-        """The node agent; skips the test if the cluster has nodes of its own."""
-        if self._agent is None:
-            pytest.skip("needs the node agent, and this cluster has nodes of its own")
-        return self._agent
 
     @property
     def double(self) -> ApiServer:

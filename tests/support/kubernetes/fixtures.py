@@ -42,8 +42,7 @@ def opened_cluster(
     """A namespace with a node that knows the image `job:1`; see `python_image`."""
     cluster = Cluster(backend, folder)
     try:
-        if not backend.has_nodes:
-            cluster.agent.add_image("job:1", python_image(commands))
+        cluster.agent.add_image("job:1", python_image(commands))
         yield cluster
     finally:
         cluster.close()
