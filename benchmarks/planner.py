@@ -118,13 +118,13 @@ def revisions(generator: np.random.Generator) -> list[Tokens]:
 
 def compare_choices(tokens: TokenTable) -> dict[str, float]:
     """Eq. 2 for Algorithm 1, the exact choice and the multi-level optimum."""
-    tree = build_prefix_tree(tokens)
-    choice = choose_prefixes(tree)
+    ranked = sort_prompts(tokens)
+    choice = choose_prefixes(ranked.tree(tokens.lengths))
     return {
         "num_prompts": len(tokens),
         "algorithm_1": choice.algorithm_1_saved_tokens / tokens.num_tokens,
         "exact": choice.exact_saved_tokens / tokens.num_tokens,
-        "optimal": saving_ratio(tree.num_distinct_prefix_tokens, tokens.num_tokens),
+        "optimal": int(ranked.num_shared_tokens.sum()) / tokens.num_tokens,
     }
 
 
@@ -176,7 +176,7 @@ def plan(num_prompts: int) -> dict[str, Any]:
         **dict(zip(("sort_s", "choose_s", "order_s"), np.diff(laps).tolist(), strict=True)),
         "num_tokens": num_tokens,
         "saving_ratio": saving_ratio(num_processed, num_tokens),
-        "optimal_saving_ratio": saving_ratio(tree.num_distinct_prefix_tokens, num_tokens),
+        "optimal_saving_ratio": int(ranked.num_shared_tokens.sum()) / num_tokens,
         "num_groups": len(groups),
     }
 

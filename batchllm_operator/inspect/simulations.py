@@ -31,7 +31,7 @@ from batchllm_operator.report.timelines import can_draw, draw_runs
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.workload import Shape, Workload
-from batchllm_operator.stored_plan.shard_files import ADAPTER_FIELD, read_parts
+from batchllm_operator.stored_plan.shard_files import ADAPTER_FIELD
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DEFAULT_POLICIES: Final = ("stock_shuffled", "stock_sorted", "batchllm")
@@ -228,8 +228,7 @@ def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
 def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:
     shard, manifest = plan.shard(shard_idx), plan.manifest
     with plan.open_shard(shard_idx) as file:
-        parts = read_parts(file, range(shard.num_parts))
-        table = pa.concat_tables([part for _, part in parts])
+        table = pa.concat_tables(map(file.read_row_group, range(shard.num_parts)))
     if "num_output_tokens" not in table.column_names:
         raise PlanError(
             f"plan {plan.folder.uri}: {shard.file} has no estimated output lengths; make the plan"

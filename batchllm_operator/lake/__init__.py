@@ -8,9 +8,9 @@ from batchllm_operator.lake.data_files import write_files as write_files
 from batchllm_operator.lake.opening import open_table as open_table
 from batchllm_operator.lake.parquet.table import ParquetTable as ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema as published_schema
+from batchllm_operator.lake.partition_order import NAME_ONE as NAME_ONE
 from batchllm_operator.lake.partition_order import before as before
 from batchllm_operator.lake.partition_order import in_order as in_order
-from batchllm_operator.lake.partition_order import name_one as name_one
 from batchllm_operator.lake.partition_order import near as near
 from batchllm_operator.lake.publishing import Publication as Publication
 from batchllm_operator.lake.row_stream import joined as joined

@@ -81,12 +81,11 @@ def shown_near(names: Iterable[str], partition: str) -> str:
     return f"; the nearest partitions are {nearest}" if nearest else ""
 
 
-def name_one(value: str = "logical_date.strftime('%Y-%m-%d')") -> str:
-    """Advice where a partition's name has another form than the table's; `value` is Jinja's."""
-    return (
-        "name one with --ds or, in Airflow, with the task group's argument ds, such as"
-        f' ds="{{{{ {value} }}}}"'
-    )
+NAME_ONE: Final = (
+    "name one with --ds or, in Airflow, with the task group's argument ds, such as"
+    " ds=\"{{ logical_date.strftime('%Y-%m-%d') }}\""
+)
+"""Advice where a partition's name has another form than the table's."""
 
 
 def _spelled(name: str) -> list[str | int]:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,6 @@ class Snapshot:
     outer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of the partition columns before this one in the table's layout, in the partition's
     files: `year` and `month` where the partition is a `day` below them."""
-    inner: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Those of the partition columns after this one."""
 
     @classmethod
     def of(
@@ -80,19 +79,11 @@ class Snapshot:
         `column` is the one that names partitions.
         """
         outer: dict[str, set[str]] = {}
-        inner: dict[str, set[str]] = {}
         for values in files.values():
-            side = outer
-            for name, value in values.items():
-                if name == column:
-                    side = inner
-                else:
-                    side.setdefault(name, set()).add(value)
-        outer_names, inner_names = (
-            {name: tuple(in_order(values)) for name, values in side.items()}
-            for side in (outer, inner)
-        )
-        return cls(partition, version, tuple(files), schema, outer_names, inner_names)
+            for name in takewhile(lambda name: name != column, values):
+                outer.setdefault(name, set()).add(values[name])
+        ordered = {name: tuple(in_order(values)) for name, values in outer.items()}
+        return cls(partition, version, tuple(files), schema, ordered)
 
     @property
     def num_rows(self) -> int:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from batchllm_operator.cost import BLOCK_SIZE, WorkArrays, prompt_work
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.plan.estimate import Target, work_costs
-from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens, hash_prefixes
+from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
 from batchllm_operator.prefixes import (
     PrefixGroups,
     PromptClasses,
@@ -21,10 +21,10 @@ from batchllm_operator.prefixes import (
     Requests,
     choose_prefixes,
     cut_into_shards,
+    hash_prefixes,
     order_groups_by_subtree,
     split_groups,
 )
-from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
 
 _SHARD_S: Final = 120.0
@@ -33,17 +33,15 @@ _SHARD_TOKENS: Final = 1e6
 """A 7B model on an A100 takes about two minutes for them, by the roofline."""
 _MOST_SHARDS: Final = 1000
 """Unless the spec asks for more: each is a file, which each worker looks up."""
-_STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "shards cut")
 
 
 def usual_num_shards(cost: float, target: Target | None) -> int:
     """Shards of a plan whose spec doesn't say how many: each of two minutes, or a million tokens.
 
-    From 1 to 1,000. The workers don't count: their number may differ from run to run of one plan.
+    The workers don't count: their number may differ from run to run of one plan.
 
     Args:
-        cost: of all requests, by `work_costs`: nanoseconds of GPUs; without a target, tokens.
-        target: the GPU that the cost is for.
+        cost: of all requests, by `work_costs`.
     """
     per_shard = _SHARD_TOKENS
     if target is not None:
@@ -58,8 +56,7 @@ class Cut:
     Attributes:
         bounds: int64 [num_shards + 1], ranks, from 0 to num_requests; no shard is empty.
         shard_of_request: int64 [num_requests], by request.
-        costs: float64 [num_requests], by request, by which shards are balanced.
-        shard_costs: float64 [num_shards], their sums.
+        costs: float64 [num_shards], by which shards are balanced.
         work: by rank, with what a shard's engine finds in its cache left out.
         num_optimal_tokens: prefill tokens if there were one shard only.
     """
@@ -67,7 +64,6 @@ class Cut:
     bounds: npt.NDArray[np.int64]
     shard_of_request: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
-    shard_costs: npt.NDArray[np.float64]
     work: WorkArrays
     num_optimal_tokens: int
 
@@ -96,31 +92,34 @@ class Cut:
         cached = ranked.cached_tokens(requests.lengths, block_size_of(spec))
         num_optimal = int((lengths - cached).sum())
         cached[firsts] = 0
-        work = prompt_work(lengths, outputs, cached)
-        by_request, shards = np.empty_like(costs), np.empty_like(idxs)
-        by_request[idxs] = costs
+        shards = np.empty_like(idxs)
         shards[idxs] = np.repeat(np.arange(len(firsts)), np.diff(bounds))
-        return cls(bounds, shards, by_request, np.add.reduceat(costs, firsts), work, num_optimal)
+        work = prompt_work(lengths, outputs, cached)
+        return cls(bounds, shards, np.add.reduceat(costs, firsts), work, num_optimal)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
-    """The groups in the order of the plan, shard after shard."""
+    """The groups in the order of the plan, shard after shard.
+
+    Attributes:
+        shards: the groups of each shard.
+        group_bounds: int64 [num_shards + 1]: shard s has the groups
+            [group_bounds[s], group_bounds[s + 1]).
+        output_tokens: int64 [num_requests], estimates.
+        decode_tokens: int64 [num_requests], those that take decode steps; 0 in a job without.
+        prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; None if nothing is to be learned.
+        counts: fields of `PlanCounts`, but those that reading rows tells.
+    """
 
     groups: PrefixGroups
     shards: list[PrefixGroups]
-    """The groups of each shard."""
     group_bounds: npt.NDArray[np.int64]
-    """int64 [num_shards + 1]: shard s has the groups [group_bounds[s], group_bounds[s + 1])."""
     cut: Cut
     output_tokens: npt.NDArray[np.int64]
-    """int64 [num_requests], estimates."""
     decode_tokens: npt.NDArray[np.int64]
-    """int64 [num_requests]: those that take decode steps; 0 in a job without decode."""
-    prefix_hashes: npt.NDArray[np.int64]
-    """int64 [num_groups, 2], see `hash_prefixes`; [0, 2] if nothing is to be learned."""
+    prefix_hashes: npt.NDArray[np.int64] | None
     counts: dict[str, int]
-    """Fields of `PlanCounts`, but those that reading rows tells."""
 
 
 def arrange(
@@ -141,30 +140,29 @@ def arrange(
         ranked: the requests' prompts in order.
         target: shards are balanced by this GPU's time; None to balance by tokens.
     """
-    with Progress("choose and order groups", len(_STEPS), unit="steps", announce=False) as progress:
-        tree = ranked.tree(requests.lengths)
-        progress.advance(1, _STEPS[0])
-        choice = choose_prefixes(tree)
-        progress.advance(1, _STEPS[1])
-        hashes = np.zeros((0, 2), dtype=np.int64)
-        if spec.planner.learns_output_tokens:
-            hashes = hash_prefixes(requests, choice.groups)
-        estimated = estimate_output_tokens(spec, requests, learned, choice.groups, hashes)
-        room = np.maximum(max_model_len - requests.lengths, 1)  # a pooled prompt may leave none
-        output_tokens = np.minimum(estimated, room)
-        progress.advance(1, _STEPS[2])
-        decode_tokens = output_tokens if spec.decodes else np.zeros_like(output_tokens)
-        cut = Cut.of(spec, requests, ranked, decode_tokens, target)
-        groups, shards = split_groups(choice.groups, cut.shard_of_request)
-        order = order_groups_by_subtree(groups, tree, output_tokens)
-        keys = [shards[order]]
-        if classes is not None:
-            keys.insert(0, classes.of_groups(groups.take(order), requests))
-        order = order[np.lexsort(keys)]
-        group_bounds = np.searchsorted(shards[order], np.arange(len(cut.bounds)))
+    tree = ranked.tree(requests.lengths)
+    choice = choose_prefixes(tree)
+    hashes = None
+    if spec.planner.learns_output_tokens:
+        hashes = hash_prefixes(requests, choice.groups)
+    estimated = estimate_output_tokens(spec, requests, learned, choice.groups, hashes)
+    room = np.maximum(max_model_len - requests.lengths, 1)  # a pooled prompt may leave none
+    output_tokens = np.minimum(estimated, room)
+    decode_tokens = output_tokens if spec.decodes else np.zeros_like(output_tokens)
+    cut = Cut.of(spec, requests, ranked, decode_tokens, target)
+    groups, shards = split_groups(choice.groups, cut.shard_of_request)
+    order = order_groups_by_subtree(groups, tree, output_tokens)
+    keys = [shards[order]]
+    if classes is not None:
+        keys.insert(0, classes.of_groups(groups.take(order), requests))
+    order = order[np.lexsort(keys)]
+    group_bounds = np.searchsorted(shards[order], np.arange(len(cut.bounds)))
+    if hashes is not None:
         origins = np.searchsorted(choice.groups.offsets, groups.offsets[order], side="right") - 1
-        groups = groups.take(order)
-        progress.advance(1, _STEPS[3])
+        hashes = hashes[origins]
+    groups = groups.take(order)
+    bounds = pairwise(group_bounds.tolist())
+    by_shard = [groups.take(np.arange(begin, end)) for begin, end in bounds]
     counts = {
         "num_duplicate_rows": int(requests.num_rows.sum()) - len(requests),
         "num_requests": len(requests),
@@ -176,9 +174,6 @@ def arrange(
         "num_algorithm_1_saved_tokens": choice.algorithm_1_saved_tokens,
         "num_exact_saved_tokens": choice.exact_saved_tokens,
     }
-    hashes = hashes[origins] if len(hashes) else hashes
-    bounds = pairwise(group_bounds.tolist())
-    by_shard = [groups.take(np.arange(begin, end)) for begin, end in bounds]
     return Arrangement(
         groups, by_shard, group_bounds, cut, output_tokens, decode_tokens, hashes, counts
     )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers, PlannedAnswers, plan_answers
 from batchllm_operator.engine import check_arguments, check_format
-from batchllm_operator.errors import EmptyPartitionError, PlanError, SpecError, TableError
+from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
 from batchllm_operator.lake import (
     LakeTable,
-    Publication,
     Snapshot,
     StoredColumns,
     check_names,
@@ -45,14 +43,8 @@ from batchllm_operator.shards.row_errors import (
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
-from batchllm_operator.stored_plan.publications import check_publisher, earlier_publications
-from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
-from batchllm_operator.stored_plan.stored_plan import (
-    StoredPlan,
-    check_partition,
-    job_folder,
-    plan_folder,
-)
+from batchllm_operator.stored_plan.publications import check_publisher
+from batchllm_operator.stored_plan.stored_plan import check_partition, job_folder
 
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner
@@ -88,9 +80,9 @@ class Given:
     def adapter_versions(self) -> tuple[str, ...]:
         return self.adapters.versions if self.adapters is not None else ()
 
-    def range_planner(self, learned: Learned | None, *, writes_groups: bool) -> RangePlanner:
+    def range_planner(self, learned: Learned | None) -> RangePlanner:
         shares = self.answers.reason_against_sharing is None
-        return RangePlanner(self.spec, self.target, self.replicas, shares, learned, writes_groups)
+        return RangePlanner(self.spec, self.target, self.replicas, shares, learned)
 
     def check_rows(self, counts: Mapping[str, int], written: WrittenRows) -> None:
         """Check the rows that were read; `counts` are what that tells of `PlanCounts`.
@@ -147,36 +139,18 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     # Faults that would stop the commit should show before the GPU runs.
     _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
-    own = check_publisher(output, spec, ds)
+    check_publisher(output, spec, ds)
     _check_response_format(spec, output)
     answers = plan_answers(spec, tokenizer)
     columns = output_schema(spec, snapshot.schema, answers)
     stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     _check_nulls_fit(spec, stored)
     check_lengths(spec, tokenizer.max_model_len)
-    if Answers.of(spec).watches():
-        earlier = earlier_publications(output, spec, ds)
-        _warn_of_earlier_answers(spec, chain(filter(None, [own]), earlier))
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     known = (answers, RowAdapters.of(spec, tokenizer), target, replicas)
     return Given(spec, ds, table, snapshot, stored, tokenizer, *known, budget)
-
-
-def _warn_of_earlier_answers(spec: JobSpec, publications: Iterable[Publication]) -> None:
-    """Repeat what the first report says against the answers, if the settings are still the same."""
-    for published in publications:
-        folder = plan_folder(spec, published)
-        try:
-            identity = StoredPlan.open(folder.uri).manifest.spec.identity
-            report = RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri)
-        except (FileNotFoundError, PlanError):  # none is left
-            continue
-        if identity == spec.identity:
-            for warning in report.answers.warnings:
-                _log.warning("partition %s, with these settings: %s", published.partition, warning)
-        return
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:

@@ -1,8 +1,7 @@
 """Estimated output lengths: a constant, a column, or learned from an earlier partition.
 
-Learned is the mean of a group with the same prefix, else of prompts of about the same length. Where
-a prefix ends depends on how its group's prompts go on, so a group is recognised by hashes of its
-prefix up to the ends of segments of 64 tokens: of the last whole one, and of the one before.
+Learned is the mean of a group with the same prefix, which its hashes recognise, else of prompts of
+about the same length.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.lake import LakeTable, Publication, open_table
-from batchllm_operator.prefixes import PrefixGroups, Requests, last_hashes
-from batchllm_operator.prefixes.prompt_store import chunks
+from batchllm_operator.prefixes import NO_HASH, PrefixGroups, Requests
 from batchllm_operator.shards.group_lengths import LENGTHS_FILE, LENGTHS_SCHEMA
 from batchllm_operator.shards.reuse_index import find_places
 from batchllm_operator.spec import JobSpec
@@ -32,8 +30,6 @@ from batchllm_operator.stored_plan.publications import earlier_publications
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
 
 _NUM_BUCKETS: Final = 64
-_SEGMENT_TOKENS: Final = 64
-_NONE: Final = -1
 _log = logging.getLogger(__name__)
 _Int64s = npt.NDArray[np.int64]
 
@@ -79,18 +75,19 @@ def estimate_output_tokens(
     requests: Requests,
     learned: Learned | None,
     groups: PrefixGroups,
-    prefix_hashes: _Int64s,
+    prefix_hashes: _Int64s | None,
 ) -> _Int64s:
     """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests].
 
     Args:
         learned: None if the spec doesn't ask for it, or there is no earlier partition.
-        prefix_hashes: see `Learned.estimates`; unused without `learned`.
+        prefix_hashes: see `Learned.estimates`; None if the spec doesn't ask to learn.
     """
     if requests.output_tokens is not None:
         return requests.output_tokens
     most = spec.sampling.max_tokens
     if learned is not None:
+        assert prefix_hashes is not None
         return np.clip(learned.estimates(requests.lengths, groups, prefix_hashes), 1, most)
     constant = spec.planner.estimated_output_tokens
     estimate = min(constant, most) if isinstance(constant, int) else most
@@ -167,24 +164,7 @@ def _bucket(lengths: _Int64s) -> _Int64s:
     return np.frexp(np.maximum(lengths, 1).astype(np.float64))[1].astype(np.int64) - 1
 
 
-def hash_prefixes(requests: Requests, groups: PrefixGroups) -> _Int64s:
-    """Hashes of each group's prefix: to the end of its last full segment, and of the one before.
-
-    Returns:
-        int64 [num_groups, 2], -1 where there is no such segment, as in groups of one.
-    """
-    hashes = np.full((len(groups), 2), _NONE, dtype=np.int64)
-    num_segments = groups.num_prefix_tokens // _SEGMENT_TOKENS
-    chosen = np.flatnonzero(num_segments)
-    prompt_idxs = requests.prompt_idxs[groups.member_idxs[groups.offsets[chosen]]]
-    num_tokens = num_segments[chosen] * _SEGMENT_TOKENS
-    for part in chunks(num_tokens):
-        prefixes = requests.prompts.slices(prompt_idxs[part], 0, num_tokens[part])
-        hashes[chosen[part]] = last_hashes(prefixes, _SEGMENT_TOKENS)
-    return hashes
-
-
 def write_groups(path: Path, prefix_hashes: _Int64s) -> None:
     """Create a file of hashes, int64 [num_groups, 2], by which later plans recognise the groups."""
-    columns = [pa.array(hashes, mask=hashes == _NONE) for hashes in prefix_hashes.T]
+    columns = [pa.array(hashes, mask=hashes == NO_HASH) for hashes in prefix_hashes.T]
     pq.write_table(pa.table(columns, schema=GROUPS_SCHEMA), path, compression="zstd")

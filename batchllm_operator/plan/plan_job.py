@@ -114,7 +114,7 @@ def _build(given: Given, scratch: Path) -> StoredPlan:
         learned = learn_output_lengths(spec, given.ds)
         with Progress("sort prompts", len(rows.prompts), unit="prompts", announce=False) as shown:
             ranked = sort_prompts(rows.prompts, shown.advance)
-        planner = given.range_planner(learned, writes_groups=spec.planner.learns_output_tokens)
+        planner = given.range_planner(learned)
         planned = planner.plan(
             rows.prompts,
             ranked,
@@ -125,7 +125,7 @@ def _build(given: Given, scratch: Path) -> StoredPlan:
             scratch,
         )
     names = [ROWS_FILE, *(shard.file for shard in planned.shards)]
-    if planner.writes_groups:
+    if spec.planner.learns_output_tokens:
         names.append(GROUPS_FILE)
     if spec.reuse_outputs:
         names += [FINGERPRINTS_FILE, REUSED_FILE]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,6 @@ class RangePlanner:
         replicas: places the groups of each shard; None with one replica.
         shares_prefixes: False for a model whose prompts can't share a prefix.
         learned: output lengths from an earlier partition.
-        writes_groups: whether later plans may learn from this one by group.
     """
 
     spec: JobSpec
@@ -76,7 +75,6 @@ class RangePlanner:
     replicas: ReplicaPlanner | None
     shares_prefixes: bool
     learned: Learned | None = None
-    writes_groups: bool = False
 
     def plan(
         self,
@@ -106,7 +104,7 @@ class RangePlanner:
         classes = None if adapters is None else adapters.classes
         length = tokenizer.max_model_len
         chosen = arrange(self.spec, requests, ranked, self.learned, self.target, length, classes)
-        if self.writes_groups:
+        if chosen.prefix_hashes is not None:
             write_groups(scratch / GROUPS_FILE, chosen.prefix_hashes)
         num_parts = _write_files(self.spec, requests, chosen, adapters, scratch, first_id)
         works = _shard_works(chosen.cut)
@@ -131,7 +129,7 @@ class RangePlanner:
             sharing=describe_sharing(requests, chosen.groups, decode),
             shards=infos,
             works=works,
-            costs=tuple(chosen.cut.shard_costs.tolist()),
+            costs=tuple(chosen.cut.costs.tolist()),
             unshared=prompt_work(requests.lengths, chosen.decode_tokens).total(requests.num_rows),
         )
 
@@ -169,14 +167,8 @@ def _write_files(
     """Write the groups of each shard to its file; returns the number of parts of each."""
     one_at_a_time, stopped = Lock(), Event()
 
-    def written(num_requests: int) -> None:
-        if stopped.is_set():
-            raise CancelledError
-        with one_at_a_time:
-            progress.advance(num_requests)
-
     def write(shard_idx: int) -> int:
-        return write_shard(
+        parts = write_shard(
             scratch / shard_file(shard_idx),
             requests,
             chosen.shards[shard_idx],
@@ -185,20 +177,22 @@ def _write_files(
             first_group=first_id + int(chosen.group_bounds[shard_idx]),
             part_rows=spec.planner.part_rows,
             take_out=None if adapters is None else adapters.take_out,
-            written=written,
         )
+        num_parts = 0
+        for num_requests in parts:
+            num_parts += 1
+            if stopped.is_set():
+                raise CancelledError
+            with one_at_a_time:
+                progress.advance(num_requests)
+        return num_parts
 
     with (
         Progress("write shards", len(requests), unit="requests", announce=False) as progress,
         ThreadPoolExecutor(_AT_ONCE, "batchllm-shards") as threads,
     ):
-        files = [threads.submit(write, shard_idx) for shard_idx in range(len(chosen.shards))]
         try:
-            ended, _ = wait(files, return_when=FIRST_EXCEPTION)
-            for file in ended:
-                file.result()
+            return list(threads.map(write, range(len(chosen.shards))))
         except BaseException:
             stopped.set()  # the other one ends with its part
-            threads.shutdown(wait=False, cancel_futures=True)
             raise
-        return [file.result() for file in files]

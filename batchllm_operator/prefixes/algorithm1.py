@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes.jit import compiled
 from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 
@@ -32,9 +31,6 @@ class PrefixGroups:
         member_idxs: [num_prompts] int64, prompt indexes, group after group.
         offsets: [num_groups + 1] int64, from 0 to num_prompts, rising: no group is empty.
         num_prefix_tokens: [num_groups] int64; at least 1 in a group of two or more.
-
-    Raises:
-        PlanError: a group is empty, or has members and a prefix that don't fit.
     """
 
     member_idxs: NDArray[np.int64]
@@ -42,14 +38,8 @@ class PrefixGroups:
     num_prefix_tokens: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        wrong = (self.sizes < 1) | (self.num_prefix_tokens < 0)
-        wrong |= (self.num_prefix_tokens > 0) != (self.sizes > 1)
-        if np.any(wrong):
-            group_idx = int(np.argmax(wrong))
-            raise PlanError(
-                f"prefix group {group_idx} has {self.sizes[group_idx]} members and a prefix of "
-                f"{self.num_prefix_tokens[group_idx]} tokens"
-            )
+        assert np.all(self.sizes > 0) and np.all(self.num_prefix_tokens >= 0)
+        assert np.array_equal(self.num_prefix_tokens > 0, self.sizes > 1)
 
     @classmethod
     def below(cls, tree: PrefixTree, nodes: NDArray[np.int64]) -> PrefixGroups:

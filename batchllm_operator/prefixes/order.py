@@ -84,31 +84,25 @@ def order_groups_by_subtree(
 def prefix_sharing_groups(
     prompts: Sequence[Sequence[int]],
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Groups of prompts in the form of Sec. 5, in scheduling order.
-
-    Assumes equal output lengths. For small sets and experiments: a plan keeps prompt indexes
-    instead of copies of the tokens.
-
-    Args:
-        prompts: token ids of each prompt.
+    """Groups of prompts in the form of Sec. 5, in scheduling order, for equal output lengths.
 
     Returns:
         Per group, (prefix token ids, [distinct token ids of each member]). A prompt that
         shares nothing is ([], [all of its token ids]).
 
     Raises:
-        PlanError: as `TokenTable.from_lists`.
+        PlanError, OverflowError: as `TokenTable.from_lists`.
     """
     tokens = TokenTable.from_lists(prompts)
     tree = build_prefix_tree(tokens)
     groups = maximize_reuse(tree)
-    one_each = np.ones(len(tokens), dtype=np.int64)
-    result = []
-    for group_idx in order_groups_by_subtree(groups, tree, one_each, BY_RATIO).tolist():
+    order = order_groups_by_subtree(groups, tree, np.ones_like(tokens.lengths), BY_RATIO)
+    listed = []
+    for group_idx in order.tolist():
         cut = int(groups.num_prefix_tokens[group_idx])
         members = [tokens.prompt(idx).tolist() for idx in groups.members(group_idx).tolist()]
-        result.append((members[0][:cut], [member[cut:] for member in members]))
-    return result
+        listed.append((members[0][:cut], [member[cut:] for member in members]))
+    return listed
 
 
 @compiled

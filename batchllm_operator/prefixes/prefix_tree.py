@@ -58,15 +58,6 @@ class PrefixTree:
         """The leaf node of each rank: [num_prompts]."""
         return np.flatnonzero(self.num_leaves[1:] == 1) + 1
 
-    @property
-    def num_distinct_prefix_tokens(self) -> int:
-        """Tokens to process if every shared token is computed once, on all levels.
-
-        It equals the number of different non-empty prefixes of the prompts, and no plan
-        can process fewer: with it, `saving_ratio` gives the multi-level optimum.
-        """
-        return int((self.depth[1:] - self.depth[self.parent[1:]]).sum())
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPrompts:
@@ -87,19 +78,7 @@ class RankedPrompts:
         Args:
             lengths: [num_prompts] int64, tokens by prompt index.
         """
-        num_prompts = len(self.prompt_idxs)
-        inner = _close_nodes(self.num_shared_tokens)[::-1]  # deeper nodes close first
-        inner = inner[np.argsort(inner[:, 0], kind="stable")]
-        inner_nodes = 1 + np.arange(len(inner)) + inner[:, 0]  # behind the leaves before it
-        num_starting = np.bincount(inner[:, 0], minlength=num_prompts)
-        leaves = 1 + np.arange(num_prompts) + np.cumsum(num_starting)
-        nodes = np.zeros((3, 1 + len(inner) + num_prompts), dtype=np.int64)
-        nodes[1, ROOT] = num_prompts
-        nodes[:, inner_nodes] = inner.T
-        nodes[:, leaves] = np.stack(
-            [np.arange(num_prompts), 1 + np.arange(num_prompts), lengths[self.prompt_idxs]]
-        )
-        leaf_begin, leaf_end, depth = nodes
+        leaf_begin, leaf_end, depth = _preorder(self.num_shared_tokens, lengths[self.prompt_idxs])
         parent = _find_parents(leaf_begin, leaf_end)
         return PrefixTree(self.prompt_idxs, parent, depth, leaf_begin, leaf_end)
 
@@ -132,25 +111,31 @@ class RankedPrompts:
 
 
 @compiled
-def _close_nodes(shared: NDArray[np.int64]) -> NDArray[np.int64]:
-    """First rank, end and depth of each inner node but the root, as they end: [num_inner, 3]."""
-    inner = np.empty((len(shared), 3), dtype=np.int64)
-    open_depth = np.empty(len(shared) + 1, dtype=np.int64)
-    open_begin = np.empty(len(shared) + 1, dtype=np.int64)
-    num_open, num_inner = 0, 0
-    for rank in range(1, len(shared) + 1):
-        common = shared[rank] if rank < len(shared) else 0
-        begin = rank - 1
-        while num_open > 0 and open_depth[num_open - 1] > common:
+def _preorder(shared: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """First rank, end and depth of each node in preorder: [3, num_nodes].
+
+    From the last rank to the first, nodes are met in the reverse of that order: a leaf, then the
+    inner nodes that begin with it, the deepest first.
+    """
+    num_prompts = len(shared)
+    node = 2 * num_prompts
+    nodes = np.zeros((3, node + 1), dtype=np.int64)
+    open_depth = np.empty(num_prompts, dtype=np.int64)
+    open_end = np.empty(num_prompts, dtype=np.int64)
+    num_open = 0
+    for rank in range(num_prompts - 1, -1, -1):
+        end = rank + 1
+        nodes[0, node], nodes[1, node], nodes[2, node] = rank, end, lengths[rank]
+        while num_open > 0 and open_depth[num_open - 1] > shared[rank]:
             num_open -= 1
-            begin = open_begin[num_open]
-            inner[num_inner, 0], inner[num_inner, 1] = begin, rank
-            inner[num_inner, 2] = open_depth[num_open]
-            num_inner += 1
-        if common > 0 and (num_open == 0 or open_depth[num_open - 1] < common):
-            open_depth[num_open], open_begin[num_open] = common, begin
+            node, end = node - 1, open_end[num_open]
+            nodes[0, node], nodes[1, node], nodes[2, node] = rank, end, open_depth[num_open]
+        if shared[rank] > 0 and (num_open == 0 or open_depth[num_open - 1] < shared[rank]):
+            open_depth[num_open], open_end[num_open] = shared[rank], end
             num_open += 1
-    return inner[:num_inner].copy()
+        node -= 1
+    nodes[1, node] = num_prompts  # the root
+    return nodes[:, node:].copy()
 
 
 @compiled

@@ -49,7 +49,7 @@ class PromptClasses:
         firsts = tokens.offsets[:-1][has_token]
         token_ids = tokens.token_ids.copy()
         token_ids[firsts] += (classes[has_token] * self.bound).astype(np.int32)
-        return TokenTable.unchecked(token_ids, tokens.offsets)
+        return TokenTable(token_ids, tokens.offsets)
 
     def unmark(self, tokens: TokenTable) -> tuple[TokenTable, NDArray[np.int64]]:
         """The prompts as they were before `mark`, and their classes: [num_prompts] int64.
@@ -61,7 +61,7 @@ class PromptClasses:
         classes = tokens.token_ids[firsts].astype(np.int64) // self.bound
         token_ids = tokens.token_ids.copy()
         token_ids[firsts] %= self.bound
-        return TokenTable.unchecked(token_ids, tokens.offsets), classes
+        return TokenTable(token_ids, tokens.offsets), classes
 
     def of_groups(self, groups: PrefixGroups, requests: Requests) -> NDArray[np.int64]:
         """The class of each group: [num_groups] int64."""

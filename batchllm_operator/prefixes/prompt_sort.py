@@ -38,16 +38,14 @@ _TOKEN: Final = (1 << _TOKEN_BITS) - 1
 _PIVOT: Final = 1 << 30
 """The upper half of a pivot's key; below it are the places where smaller prompts part."""
 
-Advance = Callable[[int], None]
-"""Called with the number of prompts done since the last call."""
 
-
-def ignore(_: int) -> None:
-    """An `Advance` without a display."""
-
-
-def sort_prompts(prompts: Prompts, advance: Advance = ignore) -> RankedPrompts:
+def sort_prompts(
+    prompts: Prompts, advance: Callable[[int], object] = lambda _: None
+) -> RankedPrompts:
     """The prompts in lexicographic order, equal ones by index, with their LCPs.
+
+    Args:
+        advance: called with the number of prompts done since the last call.
 
     Raises:
         OSError: the prompts can't be read.

@@ -1,40 +1,74 @@
-"""Token ids of all prompts, in memory or on disk."""
+"""Token ids of all prompts on disk; how they are read in chunks."""
 
 from __future__ import annotations
 
 import errno
 import os
+from array import array
 from collections.abc import Iterable, Iterator
-from io import FileIO
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.jit import compiled
-from batchllm_operator.prefixes.token_table import TokenTable, slice_offsets
+from batchllm_operator.prefixes.token_table import TokenTable, empty_slices
 from batchllm_operator.streams import ahead
 
 CHUNK_TOKENS = 1 << 21
 """Tokens per chunk when all are read: 8 MiB."""
+_TOKEN_BYTES: Final = 4
 _READERS: Final = 2
 _READ_AHEAD: Final = 4  # chunks; with fewer, readers idle while a batch of windows is sorted
-_READ_TOKENS: Final = 1 << 13  # one read fits into the nearest cache
-_NARROW: Final = np.dtype(np.uint16)
-_WIDE: Final = np.dtype(np.int32)
 
 
-class Prompts(Protocol):
-    """Prompts by index: a `TokenTable` or a `PromptStore`."""
+class PromptStore:
+    """Prompts in a file, as int32, with only their offsets in memory; a context manager.
+
+    Prompts are added in the order of their indexes. Several threads may read them at once, but not
+    while others are added. The store creates the file and leaves its removal to the caller. If
+    adding fails, earlier prompts stay valid. Lengths stay available after the end.
+
+    Raises:
+        FileExistsError: the file exists.
+        OSError: from all methods that touch the file, such as a disk that is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb+", buffering=0)
+        self._ends = array("q", [0])
+
+    def __enter__(self) -> PromptStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        return len(self._ends) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self._ends[-1]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens per prompt: [num_prompts]."""
+        return np.diff(self._offsets)
+
+    @property
+    def _offsets(self) -> NDArray[np.int64]:
+        """A view; while it lives, no prompts can be added."""
+        return np.frombuffer(self._ends, dtype=np.int64)
+
+    def append(self, tokens: TokenTable) -> None:
+        """Add the next prompts."""
+        self._file.seek(self.num_tokens * _TOKEN_BYTES)  # after a failed append
+        data = tokens.token_ids.view(np.uint8).data
+        while len(data):  # a full disk takes a part first
+            data = data[self._file.write(data) :]
+        self._ends.frombytes((tokens.offsets[1:] + self.num_tokens).tobytes())
 
     def slices(
         self,
@@ -43,144 +77,50 @@ class Prompts(Protocol):
         num_tokens: NDArray[np.int64] | int,
     ) -> TokenTable:
         """See `TokenTable.slices`."""
-
-
-class PromptStore:
-    """Prompts in a file, with only their lengths in memory.
-
-    Prompts are added in the order of their indexes. Several threads may read them at once, but not
-    while others are added. The store creates the file and leaves its removal to the caller. If
-    adding fails, earlier prompts stay valid. A token takes 2 bytes until an id needs 4.
-
-    Raises:
-        FileExistsError: the file exists.
-        OSError: from all methods that touch the file, such as a disk that is full.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("xb+", buffering=0)
-        self._dtype: np.dtype[Any] = _NARROW
-        self._offsets = np.zeros(1024, dtype=np.int64)
-        self._num_prompts = 0
-
-    def __enter__(self) -> PromptStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file. Lengths stay available."""
-        self._file.close()
-
-    def __len__(self) -> int:
-        return self._num_prompts
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._offsets[self._num_prompts])
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self._offsets[: self._num_prompts + 1])
-
-    def append(self, tokens: TokenTable) -> None:
-        """Add the next prompts."""
-        if self._dtype == _NARROW and np.any(tokens.token_ids > np.iinfo(_NARROW).max):
-            self._widen()
-        self._file.seek(self.num_tokens * self._dtype.itemsize)  # after a failed append
-        _write(self._file, tokens.token_ids.astype(self._dtype, copy=False))
-        total = self._num_prompts + len(tokens)
-        if total >= len(self._offsets):
-            larger = np.zeros(max(total + 1, len(self._offsets) * 3 // 2), dtype=np.int64)
-            larger[: self._num_prompts + 1] = self._offsets[: self._num_prompts + 1]
-            self._offsets = larger
-        new = self._offsets[self._num_prompts + 1 : total + 1]
-        new[:] = tokens.offsets[1:]
-        new += self._offsets[self._num_prompts]
-        self._num_prompts = total
-
-    def slices(
-        self,
-        idxs: NDArray[np.int64],
-        begins: NDArray[np.int64] | int,
-        num_tokens: NDArray[np.int64] | int,
-    ) -> TokenTable:
         sources = self._offsets[idxs] + begins
-        offsets = slice_offsets(self._offsets[idxs + 1] - sources, num_tokens)
-        token_ids = np.empty(offsets[-1], dtype=np.int32)
-        self._read(sources, offsets, token_ids)
-        return TokenTable.unchecked(token_ids, offsets)
+        sliced = empty_slices(self._offsets[idxs + 1] - sources, num_tokens)
+        failed = _read(self._file.fileno(), sources, sliced.offsets, sliced.token_ids)
+        if failed < len(sources):  # repeat it for the error
+            os.pread(self._file.fileno(), _TOKEN_BYTES, int(sources[failed]) * _TOKEN_BYTES)
+            raise OSError(errno.EIO, "is shorter than what was written to it", self._file.name)
+        return sliced
 
     def take(self, idxs: NDArray[np.int64]) -> TokenTable:
         """The prompts at `idxs`, in that order."""
         return self.slices(idxs, 0, self.lengths[idxs])
 
-    def _widen(self) -> None:
-        """Switches to 4 bytes per token, usually at the first prompts."""
-        narrow = self._path.with_name(f"{self._path.name}.narrow")
-        self._path.rename(narrow)
-        wide = self._path.open("xb+", buffering=0)
-        for part in chunks(self.lengths):
-            _write(wide, self.take(np.arange(part.start, part.stop)).token_ids)
-        self._file.close()
-        narrow.unlink()
-        self._file, self._dtype = wide, _WIDE
 
-    def _read(
-        self, begins: NDArray[np.int64], offsets: NDArray[np.int64], target: NDArray[np.int32]
-    ) -> None:
-        """Reads from each of `begins` into `target[offsets[i]:offsets[i + 1]]`."""
-        read = np.empty(_READ_TOKENS, dtype=self._dtype)
-        failed = _read_all(self._file.fileno(), begins, offsets, read, target)
-        if failed < len(begins):  # repeat it for the error
-            os.pread(self._file.fileno(), read.itemsize, int(begins[failed]) * read.itemsize)
-            raise OSError(errno.EIO, "is shorter than what was written to it", self._file.name)
-
-
+Prompts = TokenTable | PromptStore
 _pread = types.ExternalFunction(  # of the C library: twice as fast as from Python
     "pread", types.intp(types.int32, types.CPointer(types.uint8), types.uintp, types.int64)
 )
 
 
 @compiled
-def _read_all(
+def _read(
     descriptor: int,
     begins: NDArray[np.int64],
     offsets: NDArray[np.int64],
-    read: NDArray[Any],
     target: NDArray[np.int32],
 ) -> int:
-    """Reads from each of `begins` into `target[offsets[i]:offsets[i + 1]]`, by the buffer `read`.
+    """Reads from each of `begins`, in tokens, into `target[offsets[i]:offsets[i + 1]]`.
 
     Returns:
         The number of reads, or the index of a failed one.
     """
-    size, data = read.itemsize, read.view(np.uint8)
+    data = target.view(np.uint8)
     for item in range(len(begins)):
-        start, end = offsets[item], offsets[item + 1]
+        start, end = offsets[item] * _TOKEN_BYTES, offsets[item + 1] * _TOKEN_BYTES
+        position = begins[item] * _TOKEN_BYTES - start
         while start < end:
-            position = (begins[item] + start - offsets[item]) * size
-            wanted = min(end - start, len(read)) * size
-            num_done = 0
-            while num_done < wanted:
-                rest = data[num_done:wanted]
-                num_read = _pread(
-                    np.int32(descriptor), rest.ctypes, np.uintp(len(rest)), position + num_done
-                )
-                if num_read <= 0:
-                    return item
-                num_done += num_read
-            target[start : start + wanted // size] = read[: wanted // size]
-            start += wanted // size
+            rest = data[start:end]
+            num_read = _pread(
+                np.int32(descriptor), rest.ctypes, np.uintp(len(rest)), position + start
+            )
+            if num_read <= 0:
+                return item
+            start += num_read
     return len(begins)
-
-
-def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
-    data = token_ids.view(np.uint8).data
-    while len(data):  # a full disk takes a part first
-        data = data[file.write(data) :]
 
 
 def read_ahead(

@@ -120,15 +120,6 @@ def describe_sharing(requests: Requests, groups: PrefixGroups, decode: Decode) -
         decode: turns token ids into text.
     """
     sizes, lengths = groups.sizes, groups.num_prefix_tokens
-    return PlanSharing(
-        prefix_lengths=Histogram.of(lengths[sizes > 1]),
-        share_degrees=Histogram.of(sizes, weights=sizes),
-        largest_groups=_largest(requests, groups, decode),
-    )
-
-
-def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[LargeGroup, ...]:
-    sizes, lengths = groups.sizes, groups.num_prefix_tokens
     saved = (sizes - 1) * lengths
     # Of equal savings, the first in the plan: equal input gives an equal plan.
     chosen = np.argsort(-saved, kind="stable")[:_NUM_GROUPS]
@@ -138,7 +129,7 @@ def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[
     shown = requests.prompts.slices(prompt_idxs, 0, num_shown)
     prefixes = [shown.prompt(number) for number in range(len(shown))]
     num_common = _num_common(prefixes)
-    return tuple(
+    largest = (
         LargeGroup(
             num_requests=int(sizes[group_idx]),
             num_prefix_tokens=int(lengths[group_idx]),
@@ -146,6 +137,11 @@ def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[
             first_words=_first_words(prefix, num_common, decode),
         )
         for group_idx, prefix in zip(chosen.tolist(), prefixes, strict=True)
+    )
+    return PlanSharing(
+        prefix_lengths=Histogram.of(lengths[sizes > 1]),
+        share_degrees=Histogram.of(sizes, weights=sizes),
+        largest_groups=tuple(largest),
     )
 
 

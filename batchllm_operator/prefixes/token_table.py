@@ -19,61 +19,32 @@ MAX_TOKEN_ID = 2**31 - 1
 class TokenTable:
     """Prompts as consecutive slices of one array; a prompt may be empty.
 
-    Prompt `idx` is `token_ids[offsets[idx]:offsets[idx + 1]]`. The arrays are held, not
-    copied: the caller must not write to them afterwards.
+    Prompt `idx` is `token_ids[offsets[idx]:offsets[idx + 1]]`. The arrays are held, not copied,
+    and not checked: the caller must not write to them afterwards.
 
     Attributes:
         token_ids: [num_tokens] int32, C-contiguous, none negative.
         offsets: [num_prompts + 1] int64, C-contiguous, from 0 to num_tokens, never falling.
-
-    Raises:
-        PlanError: an array has another dtype or shape, the offsets don't describe
-            `token_ids`, or a token id is negative (names the prompt).
     """
 
     token_ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
-
-    def __post_init__(self) -> None:
-        for name, dtype in (("token_ids", np.dtype(np.int32)), ("offsets", np.dtype(np.int64))):
-            array = getattr(self, name)
-            if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
-                raise PlanError(
-                    f"{name} of a token table must be a contiguous 1-d {dtype} array, "
-                    f"not {array.ndim}-d {array.dtype}"
-                )
-        if not len(self.offsets) or (self.offsets[0], self.offsets[-1]) != (0, len(self.token_ids)):
-            raise PlanError(
-                f"offsets of a token table must lead from 0 to its {len(self.token_ids)} token ids"
-            )
-        if np.any(self.lengths < 0):
-            raise PlanError(f"offsets fall after prompt {int(np.argmax(self.lengths < 0))}")
-        if self.token_ids.min(initial=0) < 0:
-            position = int(np.argmax(self.token_ids < 0))
-            idx = int(np.searchsorted(self.offsets, position, side="right")) - 1
-            raise PlanError(f"prompt {idx} has the negative token id {self.token_ids[position]}")
-
-    @classmethod
-    def unchecked(cls, token_ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> TokenTable:
-        """A table of arrays that are known to be valid, without checks."""
-        table = object.__new__(cls)
-        object.__setattr__(table, "token_ids", token_ids)
-        object.__setattr__(table, "offsets", offsets)
-        return table
 
     @classmethod
     def from_lists(cls, prompts: Iterable[Sequence[int] | NDArray[Any]]) -> TokenTable:
         """Copies prompts given as sequences of integers.
 
         Raises:
-            PlanError: a prompt isn't a flat sequence of integers, or holds a token id
-                below 0 or above 2**31 - 1. The message names the prompt's index.
+            OverflowError: a token id needs more than 31 bits.
+            PlanError: one is negative.
         """
-        arrays = [_as_token_ids(idx, prompt) for idx, prompt in enumerate(prompts)]
+        arrays = [np.asarray(prompt, dtype=np.int32) for prompt in prompts]
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
-        token_ids = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
-        return cls(token_ids=token_ids, offsets=offsets)
+        token_ids = np.concatenate([np.empty(0, dtype=np.int32), *arrays])
+        if token_ids.min(initial=0) < 0:
+            raise PlanError(f"a prompt has the negative token id {token_ids.min()}")
+        return cls(token_ids, offsets)
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -111,10 +82,9 @@ class TokenTable:
             num_tokens: [n] int64 >= 0, or one for all.
         """
         sources = self.offsets[idxs] + begins
-        offsets = slice_offsets(self.offsets[idxs + 1] - sources, num_tokens)
-        token_ids = np.empty(offsets[-1], dtype=np.int32)
-        _copy(self.token_ids, sources, offsets, token_ids)
-        return TokenTable.unchecked(token_ids, offsets)
+        sliced = empty_slices(self.offsets[idxs + 1] - sources, num_tokens)
+        _copy(self.token_ids, sources, sliced.offsets, sliced.token_ids)
+        return sliced
 
     def take(self, idxs: NDArray[np.integer[Any]] | Sequence[int]) -> TokenTable:
         """A new table with the prompts at `idxs`, in that order; repeats are allowed."""
@@ -122,33 +92,11 @@ class TokenTable:
         return self.slices(wanted, 0, self.lengths[wanted])
 
 
-def _as_token_ids(idx: int, prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
-    """One prompt as int32; refuses values that numpy would round, wrap or truncate."""
-    try:
-        array = np.asarray(prompt)
-    except ValueError as error:
-        raise PlanError(f"prompt {idx} is not a flat sequence of token ids") from error
-    if array.ndim != 1:
-        raise PlanError(f"prompt {idx} is not a flat sequence of token ids")
-    if len(array) == 0:
-        return np.empty(0, dtype=np.int32)
-    if array.dtype.kind not in "iu":  # integers beyond 64 bits arrive as objects or floats
-        raise PlanError(f"prompt {idx} has token ids that are not integers below 2**31")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high > MAX_TOKEN_ID:
-        raise PlanError(
-            f"prompt {idx} has the token id {low if low < 0 else high}, outside [0, {MAX_TOKEN_ID}]"
-        )
-    return array.astype(np.int32)
-
-
-def slice_offsets(
-    num_left: NDArray[np.int64], num_tokens: NDArray[np.int64] | int
-) -> NDArray[np.int64]:
-    """Offsets of `num_tokens` tokens each, or of as many as are left: [n + 1]."""
+def empty_slices(num_left: NDArray[np.int64], num_tokens: NDArray[np.int64] | int) -> TokenTable:
+    """A table to fill, with `num_tokens` tokens of each prompt, or as many as are left."""
     offsets = np.zeros(len(num_left) + 1, dtype=np.int64)
     np.cumsum(np.minimum(num_tokens, num_left), out=offsets[1:])
-    return offsets
+    return TokenTable(np.empty(offsets[-1], dtype=np.int32), offsets)
 
 
 @compiled

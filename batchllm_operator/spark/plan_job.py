@@ -108,7 +108,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
         del sample  # may be a quarter of a gigabyte
         learned = learn_output_lengths(spec, ds, by_group=False)
-        planner = given.range_planner(learned, writes_groups=False)
+        planner = given.range_planner(learned)
         task = Task(reading, numbers, staging, ranges, given.where, is_exact, planner)
         progress.advance(1, PHASES[2])
         rows, planned = plan_ranges(make_prompts(spark, task, parts), task)

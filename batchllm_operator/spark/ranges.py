@@ -55,7 +55,7 @@ def tokens_of(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> To
     """
     used = data[offsets[0] : offsets[-1]]
     token_ids = used.view(">u4").astype(np.int32)
-    return TokenTable.unchecked(token_ids, (offsets - offsets[0]) // _TOKEN_BYTES)
+    return TokenTable(token_ids, (offsets - offsets[0]) // _TOKEN_BYTES)
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
-from batchllm_operator.prefixes.prompt_sort import Advance, ignore
 from batchllm_operator.prefixes.prompt_store import read_ahead
 from batchllm_operator.prefixes.requests import Requests
 from batchllm_operator.prefixes.token_table import TokenTable
@@ -92,9 +91,8 @@ def write_shard(
     first_group: int,
     part_rows: int,
     take_out: TakeOut | None = None,
-    written: Advance = ignore,
-) -> int:
-    """Write one shard, a row group for each part, and return the number of parts.
+) -> Generator[int]:
+    """Write one shard, a row group for each part; yields the number of requests of each part.
 
     Args:
         requests: all requests of the plan.
@@ -102,7 +100,6 @@ def write_shard(
         output_tokens: int64, estimates for all requests.
         first_request, first_group: the ids that the shard begins with.
         take_out: if there are adapters.
-        written: called with the number of requests of each written part.
     """
     group_ids = np.repeat(first_group + np.arange(len(groups)), groups.sizes)
     prefixes = np.repeat(groups.num_prefix_tokens, groups.sizes).astype(np.int32)
@@ -113,12 +110,14 @@ def write_shard(
     wanted = ((requests.prompt_idxs[part], 0, requests.lengths[part]) for part in parts)
     tables = read_ahead(requests.prompts, wanted, most=1)
     schema = SHARD_SCHEMA if take_out is None else SHARD_SCHEMA.append(ADAPTER_FIELD)
-    with _writer(path, schema) as writer:
+    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
+    options |= {"column_encoding": _SHARD_ENCODING, "write_batch_size": _SHARD_BATCH}
+    options["write_statistics"] = [name for name in schema.names if name != "prompt_token_ids"]
+    with pq.ParquetWriter(path, schema, **options) as writer:
         for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
-            adapters = []
+            adapters: list[pa.Array] = []
             if take_out is not None:
-                prompts, names = take_out(prompts)
-                adapters = [names]
+                prompts, *adapters = take_out(prompts)
             columns = [
                 pa.array(np.arange(start, end) + first_request),
                 pa.array(group_ids[start:end]),
@@ -130,26 +129,7 @@ def write_shard(
             ]
             table = pa.table(columns, schema=schema)
             writer.write_table(table, row_group_size=max(end - start, 1))
-            written(end - start)
-    return len(bounds) - 1
-
-
-def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    return pq.ParquetWriter(
-        path,
-        schema,
-        compression="zstd",
-        use_dictionary=False,
-        column_encoding=_SHARD_ENCODING,
-        write_statistics=[name for name in schema.names if name != "prompt_token_ids"],
-        write_batch_size=_SHARD_BATCH,
-    )
-
-
-def read_parts(file: pq.ParquetFile, part_idxs: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (part_idx, its requests), one part in memory at a time."""
-    for part_idx in part_idxs:
-        yield part_idx, file.read_row_group(part_idx)
+            yield end - start
 
 
 def _list_array(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> pa.Array:

@@ -130,22 +130,6 @@ def test_labels_that_the_model_does_not_choose_are_warned_of(
     assert escape(warning) in render_report(report_of(plan))
 
 
-def test_a_plan_repeats_the_warning_of_the_partition_before(
-    few_labels: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for ds in (DS, NEXT):
-        write_table(tmp_path / "documents", rows_of_table(), ds)
-    spec = asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5)
-    answers = report_of(run_and_commit(spec)).answers
-    caplog.clear()
-    plan_job(spec, NEXT)
-    assert f"partition {DS}, with these settings: {answers.warnings[0]}" in caplog.messages
-    caplog.clear()
-    prompt = {"template": "{document} {query} Answer no, partly or yes:"}
-    plan_job(asking(tmp_path, **CLASSIFY, prompt=prompt, max_failed_fraction=0.5), NEXT)
-    assert "label_mass" not in caplog.text
-
-
 def test_the_summary_names_the_most_frequent_labels(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", rows_of_table())
     report = report_of(run_and_commit(asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5)))

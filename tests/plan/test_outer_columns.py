@@ -75,18 +75,6 @@ MONTHS = [("2026", "01", "31"), ("2026", "03", "31"), ("2026", "03", "01"), ("20
 BY_DAY = ("year", "month", "day")
 
 
-def test_a_part_of_a_date_is_refused_where_longer_times_lie_within_it(
-    lake: Lake, tmp_path: Path
-) -> None:
-    write(lake, ("day", "hour", "month"), [("31", "04", "01"), ("31", "05", "03")])
-    with pytest.raises(SpecError, match="day=31 in month '01', '03', which would be read as one"):
-        plan_job(spec_of(lake, tmp_path, "day"), "31")
-    one = {"column": "month", "value": "03"}
-    assert (
-        plan_job(spec_of(lake, tmp_path, "day", filter=[one]), "31").manifest.counts.num_rows == 1
-    )
-
-
 @pytest.mark.parametrize(
     ("columns", "partitions", "several"),
     [

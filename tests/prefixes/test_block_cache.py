@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benchmark_modules import load
 
-from batchllm_operator.prefixes import TokenTable, build_prefix_tree
+from batchllm_operator.prefixes import TokenTable, build_prefix_tree, sort_prompts
 
 cached_tokens = load("block_cache").cached_tokens
 
@@ -21,9 +21,9 @@ def test_an_endless_cache_is_the_multi_level_optimum(prompts: list[list[int]]) -
     distinct = [list(prompt) for prompt in {tuple(prompt) for prompt in prompts}]
     ended = [[*prompt, 2 + idx] for idx, prompt in enumerate(distinct)]  # none is fully cached
     tokens = TokenTable.from_lists(ended)
-    tree = build_prefix_tree(tokens)
-    found = cached_tokens(tree, np.arange(len(ended)), 1, 10_000)
-    assert found == tokens.num_tokens - tree.num_distinct_prefix_tokens
+    ranked = sort_prompts(tokens)
+    found = cached_tokens(ranked.tree(tokens.lengths), np.arange(len(ended)), 1, 10_000)
+    assert found == ranked.num_shared_tokens.sum()
 
 
 @pytest.mark.parametrize(

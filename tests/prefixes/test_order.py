@@ -7,14 +7,12 @@ from itertools import combinations
 from random import Random
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.benchmark_modules import load
 from support.levels import examples
 from support.prefix_prompts import layered_prompts
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import (
     BY_RATIO,
     PrefixGroups,
@@ -205,12 +203,7 @@ def test_every_prompt_can_be_put_together_again(prompts: list[list[int]]) -> Non
     assert all((len(parts) > 1) == bool(prefix) for prefix, parts in groups)
 
 
-def test_output_shape_and_order() -> None:
+def test_groups_with_much_decoding_per_prefill_come_first() -> None:
     groups = prefix_sharing_groups([[9] * 8, [1, 2, 3], [1, 2, 4, 4], [5]])
     # R: 1/1 for [5]; 2/(2 + 1 + 2) for the pair; 1/8 for the long one.
     assert groups == [([], [[5]]), ([1, 2], [[3], [4, 4]]), ([], [[9] * 8])]
-
-
-def test_bad_tokens_are_refused() -> None:
-    with pytest.raises(PlanError, match="prompt 1 "):
-        prefix_sharing_groups([[1], [-3]])

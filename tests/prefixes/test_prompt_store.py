@@ -15,12 +15,12 @@ from support.spilling import file_size_limit
 from batchllm_operator.prefixes import PromptStore, TokenTable
 from batchllm_operator.prefixes.prompt_store import chunks, read_ahead
 
-SMALL, LARGE = st.integers(0, 2**16 - 1), st.integers(0, 2**31 - 1)
-BATCHES = st.lists(st.lists(st.lists(SMALL | LARGE, max_size=5), max_size=5), max_size=5)
+TOKENS = st.integers(0, 2**31 - 1)
+BATCHES = st.lists(st.lists(st.lists(TOKENS, max_size=5), max_size=5), max_size=5)
 
 
 @given(BATCHES, st.data())
-@example([[[1, 2]], [[2**16 - 1], []], [[2**16], [3]]], None)
+@example([[[1, 2]], [[], []], [[2**16], [3]]], None)
 def test_a_store_equals_a_table(
     tmp_path_factory: pytest.TempPathFactory,
     batches: list[list[list[int]]],
@@ -47,15 +47,6 @@ def test_a_store_equals_a_table(
         assert [path.name for path in folder.iterdir()] == ["prompts"]
 
 
-def test_tokens_take_two_bytes_until_one_needs_more(tmp_path: Path) -> None:
-    with PromptStore(tmp_path / "prompts") as store:
-        store.append(TokenTable.from_lists([[1, 2, 65_535]]))
-        assert (tmp_path / "prompts").stat().st_size == 6
-        store.append(TokenTable.from_lists([[65_536]]))
-        assert (tmp_path / "prompts").stat().st_size == 16
-        assert store.take(np.arange(2)).to_lists() == [[1, 2, 65_535], [65_536]]
-
-
 def test_a_file_in_the_way_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
@@ -66,7 +57,7 @@ def test_a_file_in_the_way_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
     with PromptStore(tmp_path / "prompts") as store:
         store.append(TokenTable.from_lists([[1, 2, 3], [4]]))
-        os.truncate(tmp_path / "prompts", 4)
+        os.truncate(tmp_path / "prompts", 8)
         assert store.slices(np.array([0]), 0, 2).to_lists() == [[1, 2]]
         with pytest.raises(OSError, match="shorter"):
             store.take(np.array([0, 1]))
@@ -74,12 +65,12 @@ def test_a_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
     with PromptStore(tmp_path / "prompts") as store, file_size_limit(1000):
-        store.append(TokenTable.from_lists([[1] * 400]))
+        store.append(TokenTable.from_lists([[1] * 200]))
         with pytest.raises(OSError, match="File too large"):
-            store.append(TokenTable.from_lists([[2] * 400]))
+            store.append(TokenTable.from_lists([[2] * 200]))
         store.append(TokenTable.from_lists([[3, 4]]))
         assert len(store) == 2
-        assert store.take(np.array([1, 0])).to_lists() == [[3, 4], [1] * 400]
+        assert store.take(np.array([1, 0])).to_lists() == [[3, 4], [1] * 200]
 
 
 @given(st.lists(st.integers(0, 10), max_size=30), st.integers(1, 12))
@@ -104,6 +95,6 @@ def test_reading_ahead_keeps_the_order_and_passes_errors_on(tmp_path: Path) -> N
     ]
     with PromptStore(tmp_path / "prompts") as store:
         store.append(prompts)
-        os.truncate(tmp_path / "prompts", 100)
+        os.truncate(tmp_path / "prompts", 200)
         with pytest.raises(OSError, match="shorter"):
             list(read_ahead(store, wanted))

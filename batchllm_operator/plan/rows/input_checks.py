@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Final
 
 import pyarrow as pa
@@ -13,10 +12,10 @@ import pyarrow as pa
 from batchllm_operator.amounts import counted, first_of
 from batchllm_operator.errors import SpecError, TableError
 from batchllm_operator.lake import (
+    NAME_ONE,
     LakeTable,
     Snapshot,
     listed_columns,
-    name_one,
     near,
     row_condition,
 )
@@ -25,23 +24,12 @@ from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.row_keys import check_key_types
 
 _MAX_NAMED: Final = 3  # partitions
-_IS_A_TIME: Final = re.compile(r"(19|20|21)[0-9]{2}[-_/]?([0-9]{2}|[WwQq][0-9])")
-"""Begins with a year and a month, week or quarter, as dates do."""
-_IS_A_YEAR: Final = re.compile(r"(19|20|21)[0-9]{2}$")
+_IS_A_TIME: Final = re.compile(r"(19|20|21)[0-9]{2}([-_/]?([0-9]{2}|[WwQq][0-9])|$)")
+"""Begins with a year, and ends there or goes on with a month, week or quarter, as dates do."""
 _WORDS: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_UNITS_OF_TIME: Final = {
-    **dict.fromkeys(("year", "yr", "yyyy", "yy", "y"), 0),
-    **dict.fromkeys(("quarter", "qtr", "q"), 1),
-    **dict.fromkeys(("month", "mon", "mm", "m", "week", "wk", "w"), 2),
-    **dict.fromkeys(("date", "dt", "ds", "day", "dd", "d"), 3),
-    **dict.fromkeys(("hour", "hr", "hh", "h"), 4),
-}
-"""By size, the longest first."""
-_FORMS: Final = (
-    *("%Y-%m-%d", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M"),
-    *("%Y-%m-%d %H", "%Y-%m-%dT%H", "%Y-%m-%d-%H", "%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%dT%H:%M:%S.%f"),
-    *("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%S+00:00", "%Y%m%d"),
-    *("%Y%m%d%H", "%Y%m%d-%H", "%Y%m%dT%H%M%S", "%Y/%m/%d", "%Y-%m", "%Y%m", "%G-W%V-%u"),
+_NAMES_A_TIME: Final = re.compile(
+    r"year|yr|y{1,4}|quarter|qtr|q|month|mon|mm?|week|wk|w|date|dt|ds|day|dd?|hour|hr|hh?",
+    re.IGNORECASE,
 )
 _PLACED: Final = (
     "; only text, numbers, booleans, dates, times and lists of these can be placed: cast it to one"
@@ -58,48 +46,34 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """Refuse to read, say, the 31st of several months as one partition.
 
     Outer columns of other things, such as a region, may have any number of values: a partition is
-    in all. So may inner columns, but for those of longer times (`day=31/month=01`).
+    in all.
 
     Raises:
         SpecError: names the columns that tell the partitions apart.
     """
-    if _IS_A_TIME.match(snapshot.partition):  # whatever it lies below
+    if _IS_A_TIME.match(snapshot.partition) and len(snapshot.partition) > 4:  # not a year alone
         return
-    units = _units(spec.input.partition_column) if snapshot.partition.isdecimal() else []
-    unit = min(units, default=0)
-    apart = {name: values for name, values in snapshot.outer.items() if _are_times(name, values)}
-    for name, values in snapshot.inner.items():
-        if any(inner < unit for inner in _units(name)):
-            apart[name] = values
     filtered = {term.column for term in spec.input.filter}
-    several = {c: v for c, v in apart.items() if len(v) > 1 and c not in filtered}
-    if not several:
-        return
     shown, terms = [], []
-    for column, values in several.items():
-        shown.append(f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}")
-        is_number = pa.types.is_integer(snapshot.schema.field(column).type)
-        value = values[-1] if is_number else f'"{values[-1]}"'
-        terms.append(f"{{column: {column}, value: {value}}}")
-    is_outer = not several.keys() - snapshot.outer.keys()
-    folders = " let input.uri name one of the outer folders," if is_outer else ""
-    raise SpecError(
-        f"input.partition_column: table {table.uri} has partition"
-        f" {spec.input.partition_column}={snapshot.partition} in {' and '.join(shown)}, which would"
-        f" be read as one; set input.filter to [{', '.join(terms)}],{folders} or give the table a"
-        " column that tells them apart, such as ds=2026-01-31"
-    )
+    for column, values in snapshot.outer.items():
+        if len(values) > 1 and column not in filtered and _are_times(column, values):
+            shown.append(f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}")
+            is_number = pa.types.is_integer(snapshot.schema.field(column).type)
+            value = values[-1] if is_number else f'"{values[-1]}"'
+            terms.append(f"{{column: {column}, value: {value}}}")
+    if shown:
+        raise SpecError(
+            f"input.partition_column: table {table.uri} has partition"
+            f" {spec.input.partition_column}={snapshot.partition} in {' and '.join(shown)}, which"
+            f" would be read as one; set input.filter to [{', '.join(terms)}], let input.uri name"
+            " one of the outer folders, or give the table a column that tells them apart, such as"
+            " ds=2026-01-31"
+        )
 
 
 def _are_times(column: str, values: Sequence[str]) -> bool:
-    is_time = (_IS_A_TIME.match(value) or _IS_A_YEAR.match(value) for value in values)
-    return bool(_units(column)) or all(is_time)
-
-
-def _units(column: str) -> list[int]:
-    """The units of time that its name has words for, by their places in `_UNITS_OF_TIME`."""
-    words = (word.casefold() for word in _WORDS.findall(column))
-    return [_UNITS_OF_TIME[word] for word in words if word in _UNITS_OF_TIME]
+    is_named = any(map(_NAMES_A_TIME.fullmatch, _WORDS.findall(column)))
+    return is_named or all(map(_IS_A_TIME.match, values))
 
 
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
@@ -199,24 +173,15 @@ def _describe_key(spec: JobSpec, snapshot: Snapshot, names: Sequence[str]) -> st
     column = spec.input.partition_column
     kind = snapshot.schema.field(column).type
     nearest = near(names, snapshot.partition)
-    form = next((f for f in _FORMS if _has_form(nearest[0], f)), None)
-    value = "..." if form is None else f"logical_date.strftime('{form}')"
     return (
         f". Column {column!r} holds {kind} in another form than {snapshot.partition!r}; the nearest"
-        f" are: {', '.join(map(repr, nearest))}; {name_one(value)}"
+        f" are: {', '.join(map(repr, nearest))}; {NAME_ONE}"
     )
 
 
 def _form(name: str) -> str:
     """The name with its numbers, but not digits of dates, cut to 0: equal for names of one form."""
     return re.sub(r"[0-9]+", lambda run: "0" * (len(run[0]) if len(run[0]) > 3 else 1), name)
-
-
-def _has_form(name: str, form: str) -> bool:
-    try:
-        return datetime.strptime(name, form).strftime(form) == name
-    except ValueError:
-        return False
 
 
 def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:

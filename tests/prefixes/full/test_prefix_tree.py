@@ -22,4 +22,3 @@ def test_ten_thousand_levels(longest_first: bool) -> None:
     tree = build_prefix_tree(TokenTable(token_ids, offsets))
     assert tree.num_nodes == 1 + num_levels + num_levels - 2  # the root branches, too
     assert tree.depth.max() == num_levels
-    assert tree.num_distinct_prefix_tokens == num_levels - 1 + num_levels
