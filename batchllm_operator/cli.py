@@ -10,27 +10,13 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from batchllm_operator import __version__, standard_streams
-from batchllm_operator.commands import (
-    commit,
-    demo,
-    failed,
-    gc,
-    job,
-    plan,
-    report,
-    run,
-    schema,
-    simulate,
-    status,
-    verify,
-)
-from batchllm_operator.commands.arguments import UsageError
+from batchllm_operator.commands import arguments, reports, simulate, stages, tools
 from batchllm_operator.errors import (
     ERROR_MARK,
     BatchLLMError,
@@ -47,36 +33,29 @@ from batchllm_operator.standard_streams import say
 RESULT_VERSION: Final = 1
 _log = logging.getLogger("batchllm_operator")
 
-Result = Mapping[str, Any]
+_AddArguments = Callable[[argparse.ArgumentParser], None]
+_Run = Callable[[argparse.Namespace], Mapping[str, Any]]
+"""Prints for the user, and returns the content for `--result`.
 
+Raises `UsageError` if the arguments don't go together, and errors of `errors`.
+"""
 
-class _Command(Protocol):
-    """The interface of each module in `commands`."""
-
-    def add_arguments(self, command: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> Result:
-        """Run the command, print for the user, and return the content for `--result`.
-
-        Raises `UsageError` if the arguments don't go together.
-        """
-
-
-_COMMANDS: Final[Mapping[str, tuple[_Command, str]]] = {
-    "job": (job, "Plan a job, generate for all its shards here, commit and report; resumes."),
-    "plan": (plan, "Plan a job for one partition of its input table."),
-    "run": (run, "Generate for a plan's shards until none is left; resumes where it was stopped."),
-    "verify": (verify, "Check that what a stage was to leave in the lake is there, whole."),
-    "commit": (commit, "Check that every row is answered, and publish."),
-    "report": (report, "Print what a committed run did, or compare two."),
-    "simulate": (simulate, "Play a job through vLLM's scheduler step by step, without a model."),
-    "status": (status, "Print how far the run of a plan is, by shards."),
-    "failed": (failed, "List the rows of a run that have failed, before its commit or after."),
-    "gc": (gc, "List what a job has left behind and no longer needs; --yes removes it."),
-    "schema": (schema, "Print the JSON schema of the job spec, or of another file."),
-    "demo-table": (demo.DemoTable(), "Make a small table from installed packages' texts."),
-    "demo-model": (demo.DemoModel(), "Make a tiny model with random weights."),
+_COMMANDS: Final[Mapping[str, tuple[_AddArguments, _Run]]] = {
+    "job": (arguments.add_job, stages.job),
+    "plan": (stages.add_plan_arguments, stages.plan),
+    "run": (stages.add_run_arguments, stages.run),
+    "verify": (stages.add_verify_arguments, stages.verify),
+    "commit": (stages.add_commit_arguments, stages.commit),
+    "report": (reports.add_report_arguments, reports.report),
+    "simulate": (simulate.add_arguments, simulate.simulate),
+    "status": (reports.add_status_arguments, reports.status),
+    "failed": (reports.add_failed_arguments, reports.failed),
+    "gc": (tools.add_gc_arguments, tools.gc),
+    "schema": (tools.add_schema_arguments, tools.schema),
+    "demo-table": (tools.add_demo_table_arguments, tools.demo_table),
+    "demo-model": (tools.add_demo_model_arguments, tools.demo_model),
 }
+"""Commands by name, in the order of `--help`, which shows the first line of their docstrings."""
 _WITHOUT_RESULT: Final = ("schema", "demo-table", "demo-model")
 
 
@@ -126,7 +105,7 @@ def _main(argv: Sequence[str] | None) -> int:
                 body = {"result_version": RESULT_VERSION, "command": args.name, **result}
                 write_file(args.result, (json.dumps(body, indent=1) + "\n").encode())
         return ExitCode.OK
-    except UsageError as error:
+    except arguments.UsageError as error:
         parser.error(f"{args.name}: {error}")
     except BatchLLMError as error:
         say("; ".join([f"{ERROR_MARK}{error}", *getattr(error, "__notes__", [])]))
@@ -152,9 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", dest="name", required=True, metavar="COMMAND"
     )
-    for name, (module, text) in _COMMANDS.items():
+    for name, (add_arguments, run) in _COMMANDS.items():
+        text = (run.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(command=module.run)
+        command.set_defaults(command=run)
         if name not in _WITHOUT_RESULT:  # Airflow's tasks start the others
             command.add_argument(
                 "--result",
@@ -168,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="PID",
                 help="end at once when the process that started this one, PID, ends (Linux)",
             )
-        module.add_arguments(command)
+        add_arguments(command)
     return parser
 
 

@@ -18,7 +18,7 @@ from support.fake_job import DS, job_fields
 from support.shard_progress import counts
 from support.staged_job import Engines, plan_one_shard
 
-from batchllm_operator.commands import status as status_command
+from batchllm_operator.commands import reports as reports_command
 from batchllm_operator.errors import EngineError, ExitCode, Interrupted
 from batchllm_operator.report import format_status, format_totals
 from batchllm_operator.run.run_shards import run_worker
@@ -115,7 +115,7 @@ def test_rejected_rows_and_a_refused_commit_are_named() -> None:
         lines[-1]
         == f"  commit refused, {when} UTC: 3 of 30 rows failed\N{REPLACEMENT CHARACTER}[31m"
     )
-    found = json.loads(json.dumps(status_command.result_of(status)))
+    found = json.loads(json.dumps(reports_command.status_result(status)))
     assert (found["num_rejected_rows"], found["refused"]) == (2, refusal.reason)
     assert (found["predicted_gpu_s"], found["predicted_cost_usd"]) == (100.0, pytest.approx(0.1))
 
@@ -189,7 +189,7 @@ class Terminal(io.StringIO):
 def shown(stream: io.StringIO, *statuses: JobStatus) -> tuple[JobStatus, list[float]]:
     found: Iterator[JobStatus] = iter(statuses)
     pauses: list[float] = []
-    last = status_command.follow(lambda: next(found), 7.0, stream, pauses.append)
+    last = reports_command.follow(lambda: next(found), 7.0, stream, pauses.append)
     return last, pauses
 
 
@@ -275,7 +275,7 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
 
 
 def test_the_result_names_workers() -> None:
-    found = status_command.result_of(replace(job(RUNNING), workers=(worker(7, "running", 1),)))
+    found = reports_command.status_result(replace(job(RUNNING), workers=(worker(7, "running", 1),)))
     assert found["num_live_workers"] == 1
     assert {**found["workers"][0], "live_shards": [1]} == {
         "worker": 7,

@@ -1,4 +1,4 @@
-"""One file per command of `batchllm`: its arguments and its output.
+"""The commands of `batchllm`: their arguments, and what they print.
 
 Heavy imports are inside functions, so that `--help` answers at once.
 """

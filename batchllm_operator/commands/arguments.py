@@ -7,7 +7,7 @@ import logging
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from batchllm_operator.spec import JobSpec
@@ -19,15 +19,14 @@ class UsageError(Exception):
     """Arguments don't go together; `cli` prints it after the command's name, with the usage."""
 
 
-def add_job(command: argparse.ArgumentParser) -> None:
+def add_job(
+    command: argparse.ArgumentParser, ds: str = "the partition, such as 2026-01-31"
+) -> None:
+    """Add the arguments that `load_job` reads, and `--ds` with a help text."""
     which = command.add_mutually_exclusive_group()
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
     which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
-
-
-def add_job_and_ds(command: argparse.ArgumentParser) -> None:
-    add_job(command)
-    command.add_argument("--ds", help="the partition, such as 2026-01-31")
+    command.add_argument("--ds", help=ds)
 
 
 def load_job(args: argparse.Namespace, *, needs_ds: bool = False) -> JobSpec:
@@ -108,38 +107,31 @@ def check_plan(args: argparse.Namespace) -> None:
         raise UsageError("--ds goes with --job")
 
 
-def plan_uri(args: argparse.Namespace) -> str:
-    """URI of the given plan, or of the latest plan of the job and partition, which is logged.
+def plan_uri(args: argparse.Namespace, which: Literal["newest", "published"] = "newest") -> str:
+    """URI of the given plan, or of a plan of the job and partition, which is logged.
+
+    A warning names the settings in which the spec differs from that plan.
 
     Raises:
         UsageError: see `check_plan`.
         SpecError: the spec or the partition's name is wrong.
         PlanError: there is no plan, or it is of another version.
+        TableError: the plan is to be the published one, and nothing is.
     """
     check_plan(args)
     if args.plan is not None:
         return str(args.plan)
+    from batchllm_operator.commit.commit_run import published_plan_uri
     from batchllm_operator.errors import PlanError
     from batchllm_operator.shards.job_status import newest_plan_uri
     from batchllm_operator.spec import load_spec
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
     spec = load_spec(args.job)
-    uri = newest_plan_uri(spec, args.ds)
+    uri = (newest_plan_uri if which == "newest" else published_plan_uri)(spec, args.ds)
     if uri is None:
         command = shlex.join(["batchllm", "plan", "--job", str(args.job), "--ds", args.ds])
         raise PlanError(f"job {spec.name}, partition {args.ds}: there is no plan; run `{command}`")
-    tell_plan(spec, args.job, uri, "newest")
-    return uri
-
-
-def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
-    """Log which plan is meant, with a warning if the spec differs from the plan's.
-
-    Raises:
-        PlanError: the plan is of another version.
-    """
-    from batchllm_operator.stored_plan.stored_plan import StoredPlan
-
     manifest = StoredPlan.open(uri).manifest
     _log.info("%s plan of job %s, partition %s: %s", which, spec.name, manifest.ds, uri)
     now, then = spec.model_dump(mode="json"), manifest.spec.model_dump(mode="json")
@@ -147,9 +139,10 @@ def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
         _log.warning(
             "%s and that plan differ in %s: the file has changed, or another release made the"
             " plan. What the plan says counts; to have the file count, plan again",
-            file,
+            args.job,
             ", ".join(changed),
         )
+    return uri
 
 
 def _changed(now: Mapping[str, Any], then: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

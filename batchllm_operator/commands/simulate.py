@@ -66,7 +66,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> Mapping[str, Any]:
+def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Play a job through vLLM's scheduler step by step, without a model."""
     sizes = _made_up_sizes(args)
     from batchllm_operator.inspect.simulations import (
         SimulationOptions,

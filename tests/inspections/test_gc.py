@@ -23,7 +23,7 @@ from support.staged_job import (
     put_table,
 )
 
-from batchllm_operator.commands.gc import parse_age
+from batchllm_operator.commands.tools import parse_age
 from batchllm_operator.commit import commit_run as commit_module
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.partition import write_partition
