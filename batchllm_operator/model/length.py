@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
@@ -87,21 +88,22 @@ def find_length(
     Raises:
         ModelError: a length in the model's files isn't a number of at least 2.
     """
-    fields = _fields(config, engine.extra_args.get("hf_overrides"))
-    lengths = [(fields.get(key), f"{key} of {_CONFIG}") for key in _KEYS]
-    if own := fields.get("model_max_length"):
+    text = _text_config(config, engine.extra_args.get("hf_overrides"))
+    lengths = [(getattr(text, key, None), f"{key} of {_CONFIG}") for key in _KEYS]
+    if own := getattr(text, "model_max_length", None):
         lengths = [(own, f"model_max_length of {_CONFIG}")]
-    if engine.extra_args.get("disable_sliding_window") and (window := fields.get("sliding_window")):
-        lengths.append((window, f"sliding_window of {_CONFIG}"))
-    if is_pooled and fields.get("position_embedding_type") == "absolute":
+    if engine.extra_args.get("disable_sliding_window"):
+        window = getattr(text, "sliding_window", None)
+        lengths.append((window or None, f"sliding_window of {_CONFIG}"))
+    if is_pooled and getattr(text, "position_embedding_type", None) == "absolute":
         of_tokenizer = (files.read_json(_TOKENIZER) or {}).get("model_max_length")
         lengths.append((of_tokenizer, f"model_max_length of {_TOKENIZER}"))
     known = [(length, source) for length, source in lengths if isinstance(length, int | float)]
     limit, source = min(known, key=itemgetter(0), default=(inf, ""))
     if limit == inf:
         return None
-    rope = _rope_parameters(fields)
-    if "gemma3" not in str(fields.get("model_type")):
+    rope = _rope_parameters(text)
+    if "gemma3" not in text.model_type:
         limit *= _rope_factor(rope, files)
     for name in _ENCODERS:
         if encoder := files.read_json(name):
@@ -112,39 +114,38 @@ def find_length(
         raise ModelError(
             f"{files.where}: {source} is {limit}, which is no length of a prompt; correct the file"
         )
-    most, source = _by_positions(fields, int(limit), source)
+    most, source = _by_positions(text, int(limit), source)
     usual = most
     if any(_kind(parameters) == "longrope" for parameters in rope):
-        usual = int(fields.get("original_max_position_embeddings") or most)
+        usual = int(getattr(text, "original_max_position_embeddings", None) or most)
     return ModelLength(usual, max(most, own) if isinstance(own, int) else most, source)
 
 
-def _fields(config: Any, overrides: object) -> dict[str, Any]:
-    """The fields of a config for texts, with the engine's `hf_overrides`."""
+def _text_config(config: Any, overrides: object) -> Any:
+    """The config for texts, with the engine's `hf_overrides`."""
+    text = copy(config.get_text_config())
     given = dict(overrides) if isinstance(overrides, Mapping) else {}
-    of_text = given.get("text_config")
-    given |= of_text if isinstance(of_text, Mapping) else {}
-    if "rope_scaling" in given:  # another name
-        given["rope_parameters"] = given["rope_scaling"]
-    return {**config.get_text_config().to_dict(), **given}
+    of_text = given.pop("text_config", None)
+    text.update(given | (of_text if isinstance(of_text, dict) else {}))
+    return text
 
 
-def _by_positions(fields: Mapping[str, Any], limit: int, source: str) -> tuple[int, str]:
+def _by_positions(text: Any, limit: int, source: str) -> tuple[int, str]:
     """At most as many tokens as there are learned positions."""
-    kind, positions = fields.get("model_type"), fields.get("max_position_embeddings")
-    is_learned = fields.get("position_embedding_type") in (None, "absolute")
+    kind, positions = text.model_type, getattr(text, "max_position_embeddings", None)
+    is_learned = getattr(text, "position_embedding_type", None) in (None, "absolute")
     if kind not in _IS_OFFSET or not is_learned or not isinstance(positions, int):
         return limit, source
-    first = int(fields.get("pad_token_id") or 0) + 1 if _IS_OFFSET[kind] else 0
+    first = int(text.pad_token_id or 0) + 1 if _IS_OFFSET[kind] else 0
     if positions - first >= limit:
         return limit, source
     less = f", less {first}" if first else ""
     return positions - first, f"max_position_embeddings of {_CONFIG}{less}"
 
 
-def _rope_parameters(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
     """Those of all layers, or of each kind of layers."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling")
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(given, Mapping) or not given:
         return []
     nested = [value for value in given.values() if isinstance(value, Mapping)]

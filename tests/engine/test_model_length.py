@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rope_parameters": ({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {}),
     "gemma3": ({**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, {}),
     "gpt2": ({"model_type": "gpt2", "n_positions": 1024}, {}),
+    "a length by the name of its kind": ({"model_type": "rwkv", "context_length": 1024}, {}),
     "mpt": ({"model_type": "mpt", "max_seq_len": 2048}, {}),
     "two lengths": ({**LLAMA, "seq_length": 1000}, {}),
     "model_max_length": ({**LLAMA, "model_max_length": 9000}, {}),
@@ -152,8 +153,8 @@ def test_no_prompt_is_longer_than_the_learned_positions(
 
 def test_a_rope_factor_that_is_no_number_is_refused(tmp_path: Path) -> None:
     config = rope(type="linear", factor="2")
-    fields = {**config, "rope_parameters": config["rope_scaling"]}
-    given = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=lambda: fields))
+    given = AutoConfig.from_pretrained(write(tmp_path, LLAMA).folder)
+    given.rope_parameters = config["rope_scaling"]
     with pytest.raises(ModelError, match=r"factor in rope_scaling of config\.json is '2'"):
         find_length(given, write(tmp_path, config), EngineSpec(), is_pooled=False)
 
