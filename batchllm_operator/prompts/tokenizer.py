@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -41,8 +40,8 @@ _MOST_NAMED: Final = 5
 _log = logging.getLogger(__name__)
 
 
-class Tokenizer(ABC):
-    """Turns rows into prompt texts, and these into token ids.
+class Tokenizer:
+    """Turns rows into prompt texts, and these into token ids, as the model's own tokenizer does.
 
     Attributes:
         fingerprint: changes when the tokenizer does.
@@ -54,54 +53,14 @@ class Tokenizer(ABC):
         vocabulary_bound: above all token ids.
         control_tokens: those of the model, and what becomes of text that spells one.
         chat: the model's chat template; None if prompts don't go through it.
+
+    Raises:
+        ModelError: the model can't be loaded or used.
     """
 
-    fingerprint: str
-    model_version: str
     files: ModelFiles | None
-    max_model_len: int
-    max_prompt_len: int
-    max_prompt_bytes: int
-    vocabulary_bound: int
     control_tokens = ControlTokens()
     chat: ChatTemplate | None = None
-
-    def renderer(self, prompt: PromptSpec) -> PromptRenderer | ChatRenderer:
-        """Makes the texts for `encode` by a prompt that is the spec's, but for columns' order."""
-        kind = ChatRenderer if prompt.is_chat else PromptRenderer
-        return kind(prompt, self.control_tokens, self.chat)
-
-    @abstractmethod
-    def encode(self, texts: Sequence[str]) -> TokenTable:
-        """Token ids of each text, special tokens included.
-
-        Raises:
-            TokenIdsDifferError: earlier calls may have returned wrong ids; encode all again.
-            ModelError: the tokenizer fails at a text.
-        """
-
-    def be_exact(self) -> None:  # noqa: B027
-        """Encode without a fast library from now on: its ids have differed in another process."""
-
-    @abstractmethod
-    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
-        """The tokens by which a model gives each answer to a prompt's text."""
-
-    @abstractmethod
-    def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
-        """The places of the tokens of texts by themselves: [num_tokens, 2] begin and end in a text.
-
-        Estimated, as if tokens had equal sizes, for a tokenizer that doesn't tell them, and for
-        texts of more than a million characters. None has no tokens.
-        """
-
-    @abstractmethod
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, for people: invalid bytes are replaced."""
-
-
-class ModelTokenizer(Tokenizer):
-    """The model's own tokenizer; raises ModelError for a model that can't be loaded or used."""
 
     def __init__(self, spec: JobSpec, ds: str) -> None:
         model, prompt, where = spec.model, spec.prompt, f"model {spec.model.path}"
@@ -165,13 +124,26 @@ class ModelTokenizer(Tokenizer):
         """See `PromptEncoder.library`."""
         return self._encoder.library
 
+    def renderer(self, prompt: PromptSpec) -> PromptRenderer | ChatRenderer:
+        """Makes the texts for `encode` by a prompt that is the spec's, but for columns' order."""
+        kind = ChatRenderer if prompt.is_chat else PromptRenderer
+        return kind(prompt, self.control_tokens, self.chat)
+
     def encode(self, texts: Sequence[str]) -> TokenTable:
+        """Token ids of each text, special tokens included.
+
+        Raises:
+            TokenIdsDifferError: earlier calls may have returned wrong ids; encode all again.
+            ModelError: the tokenizer fails at a text.
+        """
         return self._encoder.encode(texts)
 
     def be_exact(self) -> None:
+        """Encode without a fast library from now on: its ids have differed in another process."""
         self._encoder.be_exact()
 
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+        """The tokens by which a model gives each answer to a prompt's text."""
         texts = [prompt, "", *(prompt + answer for answer in answers), *answers]
         before, special, *ids = self.encode(texts).to_lists()
         # An answer may merge with the prompt's end, which is fixed when the model begins.
@@ -191,9 +163,15 @@ class ModelTokenizer(Tokenizer):
         return [tokens.get(answer, own_ids[len(special) :]) for answer, own_ids in alone]
 
     def spans(self, texts: Sequence[str | None]) -> list[NDArray[np.int64]]:
+        """The places of the tokens of texts by themselves: [num_tokens, 2] begin and end in a text.
+
+        Estimated, as if tokens had equal sizes, for a tokenizer that doesn't tell them, and for
+        texts of more than a million characters. None has no tokens.
+        """
         return [self._encoder.spans(text or "") for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of some tokens, for people: invalid bytes are replaced."""
         return str(self._tokenizer.decode(list(token_ids)))
 
 
@@ -205,16 +183,23 @@ class Utf8Tokenizer(Tokenizer):
     vocabulary_bound = 256
 
     def __init__(self, spec: JobSpec) -> None:
-        self.files = _local_files(spec.model.path)
+        try:
+            self.files = (
+                ModelFiles(spec.model.path) if Path(spec.model.path).is_absolute() else None
+            )
+        except ModelError:  # there is no model
+            self.files = None
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
         self.max_prompt_len = self.max_model_len - (not spec.is_pooled)
         self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len)
         self._answer_prefix = spec.prompt.answer_prefix or ""
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        whole = (text + self._answer_prefix for text in texts)
-        encoded = [text.encode("utf-8", errors="replace") for text in whole]
+        encoded = [(text + self._answer_prefix).encode("utf-8", "replace") for text in texts]
         return TokenTable.from_lists([np.frombuffer(text, dtype=np.uint8) for text in encoded])
+
+    def be_exact(self) -> None:
+        pass
 
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
         """The first byte of each answer stands for all of it: no word is one byte."""
@@ -241,7 +226,7 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
     if is_fake and spec.engine.extra_args.get("byte_tokens"):
         return Utf8Tokenizer(spec)
     try:
-        return ModelTokenizer(spec, ds)
+        return Tokenizer(spec, ds)
     except ModelError as error:
         if not is_fake:
             raise
@@ -265,14 +250,6 @@ def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> RowError | Non
 def _is_markup(token: str) -> bool:
     """Whether it isn't just a word or white space that a vocabulary was extended by."""
     return not (token[0].isalnum() or token[0].isspace() or token[-1].isalnum())
-
-
-def _local_files(path: str) -> ModelFiles | None:
-    """The files of a model's folder; None if there is none."""
-    try:
-        return ModelFiles(path) if Path(path).is_absolute() else None
-    except ModelError:
-        return None
 
 
 def _vocabulary_bound(vocabulary: dict[str, int], where: str) -> int:
