@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+INVALID_OUTPUT: Final = "invalid_output"
+"""The kind of the error of an answer that can't be used."""
 
 
 class RowError(NamedTuple):

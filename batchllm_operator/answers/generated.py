@@ -10,9 +10,8 @@ import pyarrow.compute as pc
 
 from batchllm_operator.answers import fakes
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
-from batchllm_operator.row_error import RowError
+from batchllm_operator.row_error import INVALID_OUTPUT, RowError
 from batchllm_operator.spec import ChoiceFormat, JobSpec, RegexFormat, matcher
-from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
 TEXTS_FIELD: Final = pa.field("generated_texts", pa.list_(pa.string()))
 """All answers of a row; `generated_text` is the first of them."""

@@ -18,10 +18,9 @@ from batchllm_operator.answers import fakes
 from batchllm_operator.answers.kind import AnswerKind, FakePrompt, PlannedAnswers
 from batchllm_operator.answers.subschemas import parts, refused, resolved
 from batchllm_operator.errors import SpecError
-from batchllm_operator.row_error import RowError
+from batchllm_operator.row_error import INVALID_OUTPUT, RowError
 from batchllm_operator.spec import JobSpec, JsonSchemaFormat, matcher
 from batchllm_operator.spec.limits import shown
-from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
 MAX_COLUMNS: Final = 2_000
 """Columns of a schema, with those inside structs and lists."""

@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 from batchllm_operator.answers import Answers
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import LakeTable, gather, published_schema, write_files
+from batchllm_operator.row_error import INVALID_OUTPUT
 from batchllm_operator.shards.buckets import Outputs, read_all, spread
 from batchllm_operator.shards.parts import STATUS_COLUMN, output_schema, part_schema
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.spec.tasks import INVALID_OUTPUT
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 

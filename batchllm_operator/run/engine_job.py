@@ -17,8 +17,8 @@ from batchllm_operator.cost import matrix_seconds
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import StorageError
+from batchllm_operator.row_error import INVALID_OUTPUT
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.spec.tasks import INVALID_OUTPUT
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import PlanManifest, describe_file
 from batchllm_operator.stored_plan.stored_plan import StoredPlan

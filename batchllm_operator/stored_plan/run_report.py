@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AwareDatetime, Field, model_validator
 
 from batchllm_operator.prefixes.sharing import PlanSharing
-from batchllm_operator.spec.tasks import INVALID_OUTPUT
+from batchllm_operator.row_error import INVALID_OUTPUT
 from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, Seconds
 from batchllm_operator.stored_plan.manifest import PlanCounts
 from batchllm_operator.stored_plan.stored_json import StoredJson
