@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Final
 ERROR_MARK: Final = "batchllm: error: "
 """Prefix on stderr of the error that ended the command."""
 _MAX_CHARS: Final = 400
-
-
 _EXTRAS: Final = {
     "airflow": ("airflow",),
     "deltalake": ("delta",),
@@ -52,22 +50,22 @@ class BatchLLMError(Exception):
     exit_code: ClassVar[ExitCode] = ExitCode.FAILURE
 
 
-class SpecError(BatchLLMError):
+class InvalidError(BatchLLMError):
+    """What the user gave is wrong: a retry won't help."""
+
+    exit_code = ExitCode.INVALID
+
+
+class SpecError(InvalidError):
     """The job spec is wrong: unknown field, bad value, secret in the file."""
 
-    exit_code = ExitCode.INVALID
 
-
-class TableError(BatchLLMError):
+class TableError(InvalidError):
     """A lake table is absent, unreadable, or lacks a column."""
 
-    exit_code = ExitCode.INVALID
 
-
-class MissingLibraryError(BatchLLMError):
+class MissingLibraryError(InvalidError):
     """A required library isn't installed."""
-
-    exit_code = ExitCode.INVALID
 
     @classmethod
     def of(cls, error: ModuleNotFoundError, what: str) -> MissingLibraryError:
@@ -89,16 +87,12 @@ class KeyColumnError(TableError):
     """The key columns don't identify rows: a duplicate or a null key."""
 
 
-class ModelError(BatchLLMError):
+class ModelError(InvalidError):
     """The model or tokenizer can't be loaded, or doesn't fit the spec."""
 
-    exit_code = ExitCode.INVALID
 
-
-class PlanError(BatchLLMError):
+class PlanError(InvalidError):
     """A plan is absent, corrupted, foreign, or of another version."""
-
-    exit_code = ExitCode.INVALID
 
 
 class DamagedFileError(PlanError):

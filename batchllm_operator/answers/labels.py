@@ -50,20 +50,17 @@ class LabelAnswers(AnswerKind):
         super().__init__(spec, planned)
         self._labels, self._values = list(spec.labels), spec.label_values
         self._prior: Sequence[float] | None = None
-        probabilities = pa.struct([(label, pa.float64()) for label in self._labels])
-        kinds = {
-            "label": pa.string(),
-            "probability": pa.float64(),
-            "probabilities": probabilities,
-            "logit_margin": pa.float64(),
-            "label_mass": pa.float64(),
-        }
-        if spec.calibrate is not None:
-            kinds["raw_probabilities"] = probabilities
-        if self._values:
-            kinds["score"] = pa.float64()
-        self.fields = tuple(pa.field(name, kind) for name, kind in kinds.items())
-        self._names = tuple(kinds)
+        number, probabilities = (
+            pa.float64(),
+            pa.struct([(name, pa.float64()) for name in spec.labels]),
+        )
+        self.fields = (
+            *(pa.field("label", pa.string()), pa.field("probability", number)),
+            pa.field("probabilities", probabilities),
+            *(pa.field("logit_margin", number), pa.field("label_mass", number)),
+            *([pa.field("raw_probabilities", probabilities)] if spec.calibrate else []),
+            *([pa.field("score", number)] if self._values else []),
+        )
         self.averaged = ("probability", "label_mass", *(["score"] if self._values else []))
 
     @classmethod
@@ -123,36 +120,29 @@ class LabelAnswers(AnswerKind):
         return calibrating
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        is_answered, known = self._logprobs(outputs)
-        logprobs = np.zeros((len(is_answered), len(self._labels)))
-        logprobs[is_answered] = known
-        raw, mass = label_probabilities(logprobs), label_mass(logprobs)
-        if self._spec.calibrate is not None and is_answered.any():
+        is_answered, own = self._logprobs(outputs)
+        logprobs = own
+        if self._spec.calibrate is not None and len(own):
             assert self._prior is not None, "the labels' prior isn't known yet"
-            logprobs = calibrated(logprobs, self._prior)
-        probabilities = label_probabilities(logprobs)
-        ascending = np.sort(logprobs, axis=1)[:, -2:]
-        is_missing = ~is_answered
+            logprobs = calibrated(own, self._prior)
 
-        def struct(values: _Floats) -> pa.Array:
-            columns = [pa.array(column) for column in values.T]
-            return pa.StructArray.from_arrays(
-                columns, names=self._labels, mask=pa.array(is_missing)
-            )
+        def struct(probabilities: _Floats) -> pa.Array:
+            return pa.StructArray.from_arrays(list(probabilities.T), names=self._labels)
 
-        best = np.array(self._labels, dtype=object)[probabilities.argmax(axis=1)]
-        label = pa.array(best, mask=is_missing)
+        probabilities, ascending = label_probabilities(logprobs), np.sort(logprobs, axis=1)
         values = np.array([self._values.get(label, 0.0) for label in self._labels])
-        numbers = {
-            "probability": probabilities.max(axis=1),
-            "logit_margin": ascending[:, 1] - ascending[:, 0],
-            "label_mass": mass,
-            "score": probabilities @ values,
+        columns = {
+            "label": pa.array(self._labels).take(pa.array(probabilities.argmax(axis=1))),
+            "probability": pa.array(probabilities.max(axis=1)),
+            "probabilities": struct(probabilities),
+            "logit_margin": pa.array(ascending[:, -1] - ascending[:, -2]),
+            "label_mass": pa.array(label_mass(own)),
+            "raw_probabilities": struct(label_probabilities(own)),
+            "score": pa.array(probabilities @ values),
         }
-        columns = {"label": label, "probabilities": struct(probabilities)}
-        columns["raw_probabilities"] = struct(raw)
-        columns |= {name: pa.array(column, mask=is_missing) for name, column in numbers.items()}
-        return {"generated_text": label} | {name: columns[name] for name in self._names}
+        rows = pa.array(np.cumsum(is_answered) - 1, mask=~is_answered)
+        chosen = {field.name: columns[field.name].take(rows) for field in self.fields}
+        return {"generated_text": chosen["label"], **chosen}
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
         logprobs = raw[LOGPROBS_FIELD.name]

@@ -69,12 +69,10 @@ class VectorAnswers(AnswerKind):
         reason = None if config is None else _reason_against_sharing(spec, config, modules)
         if reason is not None:
             _log.info("planned without shared prefixes: %s", reason)
+        planned: dict[str, Any] = {"reason_against_sharing": reason}
         if spec.task == "embed":
-            return {
-                "embedding_size": _embedding_size(spec, config or {}, modules),
-                "reason_against_sharing": reason,
-            }
-        return {"score_labels": _score_labels(config or {}), "reason_against_sharing": reason}
+            return planned | {"embedding_size": _embedding_size(spec, config or {}, modules)}
+        return planned | {"score_labels": _score_labels(config or {})}
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
         (field,) = self.fields

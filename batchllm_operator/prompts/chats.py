@@ -17,7 +17,14 @@ from batchllm_operator.prompts.template import (
     RenderedPrompts,
     system_message,
 )
-from batchllm_operator.prompts.values import NOT_UTF8, NoTextError, has_text, is_string, text_column
+from batchllm_operator.prompts.values import (
+    NOT_UTF8,
+    NoTextError,
+    has_text,
+    is_list,
+    is_string,
+    text_column,
+)
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import PromptSpec
 from batchllm_operator.spec.limits import shown
@@ -41,7 +48,7 @@ def has_messages(kind: pa.DataType) -> bool:
     while isinstance(kind, pa.BaseExtensionType) or types.is_dictionary(kind):
         is_dictionary = types.is_dictionary(kind)
         kind = kind.value_type if is_dictionary else kind.storage_type
-    if _is_list(kind) and types.is_struct(kind.value_type):
+    if is_list(kind) and types.is_struct(kind.value_type):
         names = {field.name for field in kind.value_type}
         return {"role", "content"} <= names and _is_json(kind.value_type)
     return is_string(kind)
@@ -169,15 +176,11 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-
 def _is_json(kind: pa.DataType) -> bool:
     """Whether JSON has all values of this type."""
     if types.is_struct(kind):
         return all(_is_json(field.type) for field in kind)
-    if _is_list(kind) or types.is_dictionary(kind):
+    if is_list(kind) or types.is_dictionary(kind):
         return _is_json(kind.value_type)
     is_number = types.is_integer(kind) or types.is_floating(kind)
     return bool(is_number or types.is_boolean(kind) or types.is_null(kind)) or is_string(kind)

@@ -55,12 +55,12 @@ def has_text(kind: pa.DataType) -> bool:
 
     Bytes, durations, structs, maps and lists of lists have no obvious text.
     """
-    return _scalar_texts(kind.value_type if _is_list(kind) else kind) is not None
+    return _scalar_texts(kind.value_type if is_list(kind) else kind) is not None
 
 
 def text_column(column: pa.Array) -> TextColumn:
     """The text of each value of a column whose type `has_text`."""
-    if _is_list(column.type):
+    if is_list(column.type):
         return _lists(column)
     make = _scalar_texts(column.type)
     assert make is not None, column.type
@@ -70,7 +70,7 @@ def text_column(column: pa.Array) -> TextColumn:
     return make(column)
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return bool(
         types.is_list(kind)
         or types.is_large_list(kind)
