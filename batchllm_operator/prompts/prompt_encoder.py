@@ -20,8 +20,9 @@ _FIRST_SAMPLE: Final = 64
 _LATER_SAMPLE: Final = 512
 """One in so many prompts is checked with the reference, in the first batch and in later ones."""
 _HUGE_CHARS: Final = 1 << 20
-"""Longer texts aren't checked, and places of their tokens are estimated: `tokenizers`, which gives
-both, takes hundreds of bytes of memory for each byte."""
+"""Of longer texts, only the beginning is checked, and places of tokens are estimated: `tokenizers`,
+of which both come, takes hundreds of bytes of memory for each byte."""
+_BEGINNING_CHARS: Final = 1 << 16
 _PROBES: Final = (
     "",
     "  Two spaces, don't  we'LL\tTAB \r\n\r\n \n  x = 12345.67; // 8,9 \u2028\u00a0\u3000 ",
@@ -71,7 +72,7 @@ class PromptEncoder:
         self._fast = None if backend is None else self._make_fast(backend)
         if backend is not None and self._fast is not None:
             probes = [*_PROBES, *_with_added_tokens(backend)]
-            if not self._agrees(self._encode_fast(probes), probes, range(len(probes))):
+            if not self._agrees(self._encode_fast(probes), probes):
                 self._give_up("its token ids of some test texts differ")
 
     @property
@@ -137,11 +138,14 @@ class PromptEncoder:
             return self._encode_plainly(texts)
         try:
             encoded = self._encode_fast(texts)
+            sample = self._next_sample(len(texts))
+            heads = [texts[i][:_BEGINNING_CHARS] for i in sample if len(texts[i]) > _HUGE_CHARS]
+            of_heads = self._encode_fast(heads)
         except (ValueError, RuntimeError) as error:  # such as a limit of its expressions
             self._give_up(f"it can't encode a prompt: {error}")
         else:
-            sample = self._next_sample(len(texts))
-            if self._agrees(encoded, texts, [i for i in sample if len(texts[i]) <= _HUGE_CHARS]):
+            wholes = [i for i in sample if len(texts[i]) <= _HUGE_CHARS]
+            if self._agrees(encoded, texts, wholes) and self._agrees(of_heads, heads):
                 self._num_encoded += len(texts)
                 return encoded
             self._give_up("its token ids of a prompt differ; please report this")
@@ -149,11 +153,14 @@ class PromptEncoder:
             raise TokenIdsDifferError(f"{self._name}: {self._num_encoded} prompts to encode again")
         return self._encode_plainly(texts)
 
-    def _agrees(self, encoded: TokenTable, texts: Sequence[str], idxs: Sequence[int]) -> bool:
-        """Whether the texts at `idxs` have the ids that the tokenizer's own call gives.
+    def _agrees(
+        self, encoded: TokenTable, texts: Sequence[str], idxs: Sequence[int] | None = None
+    ) -> bool:
+        """Whether the texts at `idxs`, or all, have the ids that the tokenizer's own call gives.
 
         If that fails at one of them, there is nothing to compare.
         """
+        idxs = range(len(texts)) if idxs is None else idxs
         try:
             expected = self._reference([texts[idx] for idx in idxs]) if idxs else []
         except BaseException as error:

@@ -114,15 +114,20 @@ def test_a_difference_later_on_asks_for_all_prompts_again() -> None:
     assert found.encode(["fox"]).to_lists() == whole(family("qwen2"), ["fox"])
 
 
-def test_a_huge_text_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_huge_text_only_the_beginning_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """`tokenizers` would take hundreds of bytes of memory for each of its bytes."""
     monkeypatch.setattr(prompt_encoder, "_HUGE_CHARS", 1000)
+    monkeypatch.setattr(prompt_encoder, "_BEGINNING_CHARS", 100)
     compared, tokenizer = Compared(), family("qwen2")
-    found = PromptEncoder(compared, tokenizer, "t", add_special_tokens=True)
-    compared.clear()  # of the test texts
-    batch = [long_text(1, 300) * 9, *["fox"] * 64, long_text(2, 300) * 9]
-    assert found.encode(batch).to_lists() == whole(tokenizer, batch)
-    assert compared == ["fox"]
+    batch = ["fox " + long_text(1, 300) * 9, "fox", long_text(2, 300) * 9]
+    for is_wrong in (False, True):
+        found = PromptEncoder(compared, tokenizer, "t", add_special_tokens=True)
+        if is_wrong:
+            spoil(found, "fox ")
+        compared.clear()
+        assert found.encode(batch).to_lists() == whole(tokenizer, batch)
+        assert compared == [batch[0][:100]]
+        assert found.library == ("tokenizers" if is_wrong else "fastokens")
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 513])

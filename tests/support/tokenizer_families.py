@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +32,6 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS: Final = {
-    "gpt2": [
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    ],
     "llama3": [
         rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{WHITESPACE}"
@@ -41,10 +39,6 @@ PATTERNS: Final = {
     "qwen2": [
         rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{WHITESPACE}"
-    ],
-    "qwen3_5": [
-        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{WHITESPACE}"
     ],
     "o200k": [
         rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?"
@@ -65,173 +59,90 @@ PATTERNS: Final = {
 }
 
 
-def splitter(name: str) -> Any:
-    """The pre-tokenizer of a byte-level family, without the mapping of bytes."""
-    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in PATTERNS[name]]
-    return pre_tokenizers.Sequence(splits)
+SPECIALS: Final = ["<unk>", START, END]
 
 
-def _byte_level(name: str, normalizer: Any = None, *, ignore_merges: bool = False) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    tokenizer.normalizer = normalizer
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter(name), last])
-    return _trained_bpe(tokenizer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+def _trained(tokenizer: Tokenizer, trainer: Any, **parts: Any) -> Tokenizer:
+    """The tokenizer with these parts, trained on the corpus."""
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
 
 
-def _trained_bpe(tokenizer: Tokenizer, **options: Any) -> Tokenizer:
+def _bytes_bpe(splits: list[Any], *, ignore_merges: bool = False, **parts: Any) -> Tokenizer:
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=["<unk>", START, END], show_progress=False, **options
+        vocab_size=700,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    pre_tokenizer = pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0]
+    return _trained(tokenizer, trainer, pre_tokenizer=pre_tokenizer, **parts)
 
 
-def gpt2(add_prefix_space: bool = False) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    return _trained_bpe(tokenizer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+def _byte_level(name: str, **parts: Any) -> Tokenizer:
+    """By the expressions of a family."""
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[name]]
+    return _bytes_bpe([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)], **parts)
 
 
-def gpt2_prefix_space() -> Tokenizer:
-    return gpt2(add_prefix_space=True)
+def _gpt2(add_prefix_space: bool) -> Tokenizer:
+    ends = processors.ByteLevel(trim_offsets=True)
+    return _bytes_bpe([pre_tokenizers.ByteLevel(add_prefix_space)], post_processor=ends)
 
 
-def starcoder() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
-    return _trained_bpe(tokenizer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-
-
-def qwen2() -> Tokenizer:
-    return _byte_level("qwen2", normalizers.NFC())
-
-
-def llama3() -> Tokenizer:
+def _llama3() -> Tokenizer:
     tokenizer = _byte_level("llama3", ignore_merges=True)
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{START} $A {END}",
-                special_tokens=[(name, tokenizer.token_to_id(name)) for name in (START, END)],
-            ),
-        ]
+    ends = processors.TemplateProcessing(
+        single=f"{START} $A {END}",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in (START, END)],
     )
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), ends])
     return tokenizer
 
 
-def llama3_nfd() -> Tokenizer:
-    return _byte_level("llama3", normalizers.NFD())
-
-
-def o200k() -> Tokenizer:
-    return _byte_level("o200k", normalizers.NFKC())
-
-
-def tekken() -> Tokenizer:
-    return _byte_level("tekken", normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]))
-
-
-def deepseek() -> Tokenizer:
-    return _byte_level("deepseek")
-
-
-def _sentencepiece_bpe(byte_fallback: bool = True) -> Tokenizer:
+def _sentencepiece(byte_fallback: bool = True, **parts: Any) -> Tokenizer:
     """Trained word by word, so that no merge joins two words, as SentencePiece does."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    specials = ["<unk>", START, END, *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    parts = json.loads(tokenizer.to_str())  # runs of spaces, which words alone don't teach it
-    parts["model"]["vocab"]["\u2581\u2581"] = tokenizer.get_vocab_size()
-    parts["model"]["merges"].append(["\u2581", "\u2581"])
-    return Tokenizer.from_str(json.dumps(parts))
-
-
-def llama2() -> Tokenizer:
-    tokenizer = _sentencepiece_bpe()
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    specials = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained = _trained(
+        Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback)),
+        trainers.BpeTrainer(vocab_size=800, special_tokens=specials, show_progress=False),
+        pre_tokenizer=pre_tokenizers.Metaspace(),
     )
-    tokenizer.pre_tokenizer = None
+    content = json.loads(trained.to_str())  # runs of spaces, which words alone don't teach it
+    content["model"]["vocab"]["\u2581\u2581"] = trained.get_vocab_size()
+    content["model"]["merges"].append(["\u2581", "\u2581"])
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
     return tokenizer
 
 
-def llama2_unknown() -> Tokenizer:
-    """Without byte tokens: neighbouring unknown characters become one."""
-    tokenizer = _sentencepiece_bpe(byte_fallback=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return tokenizer
-
-
-def gemma() -> Tokenizer:
-    tokenizer = _sentencepiece_bpe()
-    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    return tokenizer
-
-
-def _unigram(scheme: str, normalizer: Any = None) -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+def _unigram(scheme: str, **parts: Any) -> Tokenizer:
     trainer = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=["<unk>", START, END], unk_token="<unk>", show_progress=False
+        vocab_size=300, special_tokens=SPECIALS, unk_token="<unk>", show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    pieces = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    return _trained(Tokenizer(models.Unigram()), trainer, pre_tokenizer=pieces, **parts)
 
 
-def unigram() -> Tokenizer:
-    return _unigram("always", normalizers.NFKC())
-
-
-def unigram_first() -> Tokenizer:
-    return _unigram("first")
-
-
-def bert() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=500, special_tokens=["<unk>", START, END], show_progress=False
+def _bert() -> Tokenizer:
+    tokenizer = _trained(
+        Tokenizer(models.WordPiece(unk_token="<unk>")),
+        trainers.WordPieceTrainer(vocab_size=500, special_tokens=SPECIALS, show_progress=False),
+        normalizer=normalizers.BertNormalizer(),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
     ends = [(name, tokenizer.token_to_id(name)) for name in (END, START)]
     tokenizer.post_processor = processors.BertProcessing(*ends)
     return tokenizer
 
 
-def _with_added_tokens(build: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
-    """Tokens that take whitespace, hold it, or consist of it."""
-
-    def built() -> Tokenizer:
-        tokenizer = build()
-        tokenizer.add_special_tokens(
-            [
-                AddedToken("<left>", lstrip=True, normalized=False),
-                AddedToken("<right>", rstrip=True, normalized=False),
-                AddedToken("fox jumps", normalized=False),
-                AddedToken(" vi", normalized=False),
-                AddedToken("<tool>", normalized=False),
-            ]
-        )
-        whitespace = [] if build is bert else [AddedToken("   "), AddedToken("\n\n")]
-        tokenizer.add_tokens([*whitespace, AddedToken("Plain")])
-        return tokenizer
-
-    return built
-
-
-def qwen2_spaces() -> Tokenizer:
+def _qwen2_spaces() -> Tokenizer:
     """Tokens for runs of spaces and line breaks, and none that takes whitespace around it."""
-    tokenizer = qwen2()
+    tokenizer = _byte_level("qwen2", normalizer=normalizers.NFC())
     tokenizer.add_tokens([AddedToken(" " * length) for length in (2, 3, 8)])
     tokenizer.add_tokens(
         [AddedToken(text, normalized=False) for text in ("\n\n", "\t\t", "<tool>", "the", "\n<")]
@@ -239,27 +150,60 @@ def qwen2_spaces() -> Tokenizer:
     return tokenizer
 
 
-_BUILDERS: Final = [
-    gpt2,
-    gpt2_prefix_space,
-    starcoder,
-    qwen2,
-    qwen2_spaces,
-    llama3,
-    llama3_nfd,
-    o200k,
-    tekken,
-    deepseek,
-    llama2,
-    llama2_unknown,
-    gemma,
-    unigram,
-    unigram_first,
-    bert,
-]
+_PLAIN: Final[dict[str, Callable[[], Tokenizer]]] = {
+    "gpt2": lambda: _gpt2(add_prefix_space=False),
+    "gpt2_prefix_space": lambda: _gpt2(add_prefix_space=True),
+    "starcoder": lambda: _bytes_bpe(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    ),
+    "qwen2": lambda: _byte_level("qwen2", normalizer=normalizers.NFC()),
+    "qwen2_spaces": _qwen2_spaces,
+    "llama3": _llama3,
+    "llama3_nfd": lambda: _byte_level("llama3", normalizer=normalizers.NFD()),
+    "o200k": lambda: _byte_level("o200k", normalizer=normalizers.NFKC()),
+    "tekken": lambda: _byte_level(
+        "tekken", normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()])
+    ),
+    "deepseek": lambda: _byte_level("deepseek"),
+    "llama2": lambda: _sentencepiece(
+        normalizer=normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        ),
+        pre_tokenizer=None,
+    ),
+    # Without byte tokens: neighbouring unknown characters become one.
+    "llama2_unknown": lambda: _sentencepiece(
+        byte_fallback=False,
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+    ),
+    "gemma": lambda: _sentencepiece(
+        normalizer=normalizers.Replace(" ", "\u2581"),
+        pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+    ),
+    "unigram": lambda: _unigram("always", normalizer=normalizers.NFKC()),
+    "unigram_first": lambda: _unigram("first"),
+    "bert": _bert,
+}
+
+
+def _with_added_tokens(name: str) -> Tokenizer:
+    """With tokens that take whitespace, hold it, or consist of it."""
+    tokenizer = _PLAIN[name]()
+    tokenizer.add_special_tokens(
+        [
+            AddedToken("<left>", lstrip=True, normalized=False),
+            AddedToken("<right>", rstrip=True, normalized=False),
+            *(AddedToken(text, normalized=False) for text in ("fox jumps", " vi", "<tool>")),
+        ]
+    )
+    whitespace = [] if name == "bert" else [AddedToken("   "), AddedToken("\n\n")]
+    tokenizer.add_tokens([*whitespace, AddedToken("Plain")])
+    return tokenizer
+
+
 FAMILIES: Final[dict[str, Callable[[], Tokenizer]]] = {
-    **{build.__name__: build for build in _BUILDERS},
-    **{f"{build.__name__}_added": _with_added_tokens(build) for build in _BUILDERS},
+    **_PLAIN,
+    **{f"{name}_added": partial(_with_added_tokens, name) for name in _PLAIN},
 }
 
 
