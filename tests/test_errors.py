@@ -12,8 +12,8 @@ from batchllm_operator.errors import BatchLLMError, ExitCode, Interrupted
 CODES = {
     1: {"BatchLLMError", "StorageError", "EngineError", "RunaheadError", "CommitUnknownError"}
     | {"FencedError"},
-    2: {"SpecError", "TableError", "MissingLibraryError", "KeyColumnError", "ModelError"}
-    | {"PlanError", "DamagedFileError"},
+    2: {"InvalidError", "SpecError", "TableError", "MissingLibraryError", "KeyColumnError"}
+    | {"ModelError", "PlanError", "DamagedFileError"},
     3: {"EmptyPartitionError"},
     4: {"FailedRowsError"},
     5: {"IncompleteRunError"},

@@ -287,6 +287,7 @@ def test_one_request_may_stand_for_very_many_rows(
 
 
 def test_types_of_keys_and_carried_columns_survive(tmp_path: Path) -> None:
+    """Over two files, whose dictionaries differ."""
     kept = {
         "day": [datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)],
         "price": [Decimal("1.50"), None],
@@ -299,11 +300,21 @@ def test_types_of_keys_and_carried_columns_survive(tmp_path: Path) -> None:
     table = table.append_column("category", category)
     folder = tmp_path / "documents" / f"ds={DS}"
     folder.mkdir(parents=True)
-    pq.write_table(table, folder / "a.parquet")
+    for row in range(2):
+        own = pa.array([category[row].as_py()]).dictionary_encode()
+        file = table.slice(row, 1).set_column(table.num_columns - 1, "category", own)
+        pq.write_table(file, folder / f"{row}.parquet")
     carried = [*kept, "category"]
-    spec = fake_spec(tmp_path, input={"key": ["number", "day"]}, output={"carry": carried})
+    spec = fake_spec(
+        tmp_path,
+        input={"key": ["number", "day"]},
+        prompt={"system": None, "template": "{category}"},
+        output={"carry": carried},
+    )
     commit_run(run_job(spec).folder.uri)
     found = published(tmp_path)
+    texts = [fake_text(list(color.encode())) for color in ("red", "blue")]
+    assert found["generated_text"].to_pylist() == texts
     for name in ("number", *carried):
         assert found[name].to_pylist() == table[name].to_pylist(), name
         assert found.schema.field(name).type == table.schema.field(name).type, name

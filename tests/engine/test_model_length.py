@@ -153,10 +153,11 @@ def test_no_prompt_is_longer_than_the_learned_positions(
 
 def test_a_rope_factor_that_is_no_number_is_refused(tmp_path: Path) -> None:
     config = rope(type="linear", factor="2")
-    given = AutoConfig.from_pretrained(write(tmp_path, LLAMA).folder)
+    files = write(tmp_path, LLAMA)
+    given = AutoConfig.from_pretrained(tmp_path)
     given.rope_parameters = config["rope_scaling"]
     with pytest.raises(ModelError, match=r"factor in rope_scaling of config\.json is '2'"):
-        find_length(given, write(tmp_path, config), EngineSpec(), is_pooled=False)
+        find_length(given, files, EngineSpec(), is_pooled=False)
 
 
 def test_a_length_that_is_none_is_refused(tmp_path: Path) -> None:
