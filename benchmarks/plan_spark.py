@@ -127,7 +127,7 @@ def main() -> None:
     if args.rows < 3:
         parser.error("--rows must be at least 3")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    texts = list(demo_documents(10**9).values())
+    texts = [document.text for document in demo_documents(10**9)]
     tokenizer = train_tokenizer(texts)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
         rows: list[dict[str, Any]] = []

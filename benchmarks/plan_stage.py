@@ -300,7 +300,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    texts = list(demo_documents(10**9).values())
+    texts = [document.text for document in demo_documents(10**9)]
     tokenizer = train_tokenizer(texts)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
         lake = Path(folder)

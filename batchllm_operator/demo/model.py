@@ -17,13 +17,22 @@ from typing import TYPE_CHECKING, Any, Final
 from batchllm_operator.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 _SEED: Final = 0
 _VOCAB_SIZE: Final = 4_096
+_HIDDEN_SIZE: Final = 128
+_NUM_LAYERS: Final = 2
+_NUM_HEADS: Final = 4
+_NUM_KV_HEADS: Final = 2
 _MAX_POSITIONS: Final = 4_096
 
-_END_OF_TEXT, _MESSAGE_START, _MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_END_OF_TEXT: Final = "<|endoftext|>"
+_MESSAGE_START: Final = "<|im_start|>"
+_MESSAGE_END: Final = "<|im_end|>"
+_SPECIAL_TOKENS: Final = (_END_OF_TEXT, _MESSAGE_START, _MESSAGE_END)
+
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -31,9 +40,12 @@ _CHAT_TEMPLATE: Final = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Chosen so that outputs depend on the whole prompt, as layers outweigh the last token's embedding,
-# and the best two logits are far apart compared to float32 noise.
-_WEIGHT_SPREAD: Final = 0.1
+# Spreads of the weights, chosen so that outputs depend on the whole prompt, and the best two logits
+# are far apart compared to float32 noise.
+_GAINS: Final = {
+    **dict.fromkeys(("q_proj", "k_proj"), 1.2),  # attention concentrates on few positions
+    **dict.fromkeys(("o_proj", "down_proj"), 3.0),  # layers outweigh the last token's embedding
+}
 _NORM_SPREAD: Final = 0.5  # of the log of each token's output norm: few tokens compete
 _END_NORM: Final = 5.0  # the end of a message is sampled now and then
 
@@ -50,9 +62,9 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
         ModelError: `documents` holds no text to train the tokenizer on.
     """
     if documents is None:
-        from batchllm_operator.demo.table import demo_documents
+        from batchllm_operator.demo.documents import demo_documents
 
-        documents = list(demo_documents().values())
+        documents = [document.text for document in demo_documents()]
     if not any(documents):
         raise ModelError(f"demo model {folder}: there is no text to train the tokenizer on")
     from transformers.utils import logging
@@ -90,7 +102,7 @@ def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
     tokenizer.pre_tokenizer = untrained.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCAB_SIZE,
-        special_tokens=[_END_OF_TEXT, _MESSAGE_START, _MESSAGE_END],
+        special_tokens=list(_SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -115,32 +127,54 @@ def _random_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
     config = Qwen2Config(
         vocab_size=_VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=_HIDDEN_SIZE,
+        intermediate_size=4 * _HIDDEN_SIZE,
+        num_hidden_layers=_NUM_LAYERS,
+        num_attention_heads=_NUM_HEADS,
+        num_key_value_heads=_NUM_KV_HEADS,
         max_position_embeddings=_MAX_POSITIONS,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        initializer_range=_WEIGHT_SPREAD,
     )
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(_SEED)
         model: Qwen2ForCausalLM = Qwen2ForCausalLM(config).float().eval()
-    # Each token's output has a random norm. Ids without a token, and special tokens other than the
-    # end of a message, get zero, so that they are never generated. math.exp, because torch's exp
-    # was less exact for the first element of each thread.
-    weight = model.lm_head.weight  # [vocab, hidden]
     generator = torch.Generator().manual_seed(_SEED)
-    normal = torch.empty(weight.shape[0]).normal_(generator=generator).tolist()
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            _fill(name, weight, generator)
+        _shape_output(model.lm_head.weight, tokenizer, generator)
+    return model
+
+
+def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Overwrite one parameter with random values; the spread depends on its role."""
+    if "norm" in name:
+        weight.fill_(1.0)
+    elif name.endswith("bias"):
+        weight.normal_(0.0, 0.1, generator=generator)
+    elif "embed_tokens" in name:
+        weight.normal_(0.0, 1.0, generator=generator)
+    else:
+        gain = _GAINS.get(name.split(".")[-2], 1.0)
+        weight.normal_(0.0, gain / math.sqrt(weight.shape[-1]), generator=generator)
+
+
+def _shape_output(
+    weight: torch.Tensor, tokenizer: Qwen2Tokenizer, generator: torch.Generator
+) -> None:
+    """Scale each token's row of `weight` ([vocab, hidden]) by a random norm.
+
+    Ids without a token, and special tokens other than the end of a message, get zero, so that
+    they are never generated.
+    """
+    # math.exp, because torch's exp was less exact for the first element of each thread.
+    normal = weight.new_empty(weight.shape[0]).normal_(generator=generator).tolist()
     norms = weight.new_tensor([math.exp(_NORM_SPREAD * value) for value in normal])
     norms[len(tokenizer) :] = 0.0
     norms[tokenizer.all_special_ids] = 0.0
     norms[tokenizer.eos_token_id] = _END_NORM
-    with torch.no_grad():
-        weight.mul_(norms[:, None])
-    return model
+    weight.mul_(norms[:, None])

@@ -1,13 +1,11 @@
-"""The demo's lake table: descriptions of installed packages, each with several queries."""
+"""The demo's lake table: passages of real documentation, each with several queries."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
-import sys
-from importlib import metadata
-from itertools import islice
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,23 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
+from batchllm_operator.demo.documents import DemoDocument, demo_documents
 from batchllm_operator.errors import TableError
 
-_MIN_DOCUMENT_CHARS: Final = 400
-_MAX_DOCUMENT_CHARS: Final = 2_500
 _MAX_DOCUMENTS: Final = 60
-_QUERIES_PER_DOCUMENT: Final = 5
-_QUERIES: Final = (
-    *("installation", "quick start", "license", "requirements", "configuration"),
-    *("what it is for", "usage example", "supported Python versions", "how to contribute"),
-    *("documentation", "changes of the last release", "command line", "how to run the tests"),
-    *("main features", "where to report bugs", "who maintains it", "alternatives", "performance"),
-    *("dependencies", "known limitations"),
-)
+_MAX_QUERIES: Final = 5
+"""Of a document."""
 DEMO_SCHEMA: Final = pa.schema(
     [
-        pa.field(name, pa.string(), nullable=False)
-        for name in ("snippet_id", "package", "document", "query")
+        pa.field("snippet_id", pa.string(), nullable=False),
+        pa.field("package", pa.string(), nullable=False),
+        pa.field("document", pa.string(), nullable=False),
+        pa.field("query", pa.string(), nullable=False),
     ]
 )
 """Columns of the demo table; `snippet_id` is the key, the partition column is in the path."""
@@ -40,30 +33,32 @@ DEMO_SCHEMA: Final = pa.schema(
 def build_demo_table(folder: Path, *, ds: str) -> str:
     """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`; returns a summary.
 
-    Documents share queries as rows share documents. Rows are in a fixed order that isn't grouped by
-    document. One environment always gives the same bytes; an older file is replaced in one step.
+    Documents are descriptions of installed distributions; their queries are the headings that recur
+    most across all of them ("Installation", "Usage", ...), so that rows share documents as well as
+    queries. Rows are in a fixed order that isn't grouped by document. One environment always gives
+    the same bytes; an older file is replaced in one step.
 
     Raises:
-        TableError: `ds` can't name a partition, or no installed distribution has a description.
+        TableError: `ds` can't name a partition, or no installed distribution has a
+            description with headings.
     """
     if not ds or "/" in ds or ds.startswith("."):
         raise TableError(f"demo table {folder}: {ds!r} can't name a partition; use 2026-01-31")
-    documents = list(islice(demo_documents().items(), _MAX_DOCUMENTS))
-    if not documents:
+    chosen = _choose(demo_documents())
+    if not chosen:
         raise TableError(
-            f"demo table {folder}: no Python distribution installed here has a long description, so"
-            " there is nothing to make a table of"
+            f"demo table {folder}: no Python distribution installed here has a long description"
+            " with headings, so there is nothing to make a table of"
         )
-    step = len(_QUERIES) // _QUERIES_PER_DOCUMENT
     rows = [
         {
-            "snippet_id": f"{package}:{idx}",
-            "package": package,
-            "document": text,
-            "query": _QUERIES[(number + step * idx) % len(_QUERIES)],
+            "snippet_id": f"{document.package}:{idx}",
+            "package": document.package,
+            "document": document.text,
+            "query": query,
         }
-        for number, (package, text) in enumerate(documents)
-        for idx in range(_QUERIES_PER_DOCUMENT)
+        for document, queries in chosen
+        for idx, query in enumerate(queries)
     ]
     # An order that is independent of the row's document.
     rows.sort(key=lambda row: hashlib.sha256(row["snippet_id"].encode()).digest())
@@ -75,36 +70,29 @@ def build_demo_table(folder: Path, *, ds: str) -> str:
         unfinished.replace(partition_path / "part-0.parquet")
     finally:
         unfinished.unlink(missing_ok=True)
-    return (
-        f"{counted(len(rows), 'row')} ({counted(len(documents), 'document')}) in {partition_path}"
-    )
+    queries = counted(len({row["query"] for row in rows}), "different query", "different queries")
+    documents = counted(len(chosen), "document")
+    return f"{counted(len(rows), 'row')} ({documents}, {queries}) in {partition_path}"
 
 
-def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> dict[str, str]:
-    """Long descriptions of the installed distributions by normalised name, without equal texts.
+def _choose(documents: Sequence[DemoDocument]) -> list[tuple[DemoDocument, tuple[str, ...]]]:
+    """Documents with the queries that most others share, and their queries."""
+    spellings = Counter(heading for document in documents for heading in document.headings)
+    recurrence = Counter(h.casefold() for document in documents for h in document.headings)
+    # One spelling for all documents ("Quick Start", "Quick start"), so that queries are shared.
+    canonical: dict[str, str] = {}
+    for heading, _ in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
+        canonical.setdefault(heading.casefold(), heading)
 
-    Texts are cut at a line break. The same environment always gives the same documents, in the
-    order of their names. This package's own description is left out, so that editing the README
-    doesn't change the demo.
-    """
-    # setuptools adds its `_vendor` folder to sys.path when it is imported.
-    folders = [folder for folder in sys.path if Path(folder).name != "_vendor"]
-    descriptions: dict[str, str] = {}
-    for distribution in metadata.distributions(path=folders):
-        fields = distribution.metadata.json
-        name, text = fields.get("name"), fields.get("description")
-        if isinstance(name, str) and isinstance(text, str):  # else it is broken, or has none
-            text = "\n".join(line.rstrip() for line in text.strip().splitlines())
-            # The first on sys.path is in use.
-            descriptions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), text)
-    descriptions.pop("batchllm-operator", None)
-    packages: dict[str, str] = {}  # the first of those with one text
-    for package, text in sorted(descriptions.items()):
-        if len(text) >= _MIN_DOCUMENT_CHARS:
-            packages.setdefault(text, package)
-    return {package: _clip(text, max_chars) for text, package in packages.items()}
-
-
-def _clip(text: str, max_chars: int) -> str:
-    head = text[:max_chars]
-    return head if head == text else head[: head.rfind("\n") if "\n" in head else None].rstrip()
+    by_text: dict[str, DemoDocument] = {}
+    for document in documents:
+        if document.headings:
+            by_text.setdefault(document.text, document)
+    candidates = []
+    for document in by_text.values():
+        ranked = sorted((-recurrence[h.casefold()], h.casefold()) for h in document.headings)
+        queries = tuple(canonical[heading] for _, heading in ranked[:_MAX_QUERIES])
+        num_shared = sum(count < -1 for count, _ in ranked[:_MAX_QUERIES])
+        candidates.append((-num_shared, document.package, document, queries))
+    candidates.sort(key=lambda candidate: candidate[:2])
+    return [(document, queries) for _, _, document, queries in candidates[:_MAX_DOCUMENTS]]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from batchllm_operator.demo.documents import demo_documents
 from batchllm_operator.demo.model import build_demo_model
-from batchllm_operator.demo.table import demo_documents
 from batchllm_operator.errors import ModelError
 
-DOCUMENTS = list(demo_documents().values())[:40]
+DOCUMENTS = [document.text for document in demo_documents()[:40]]
 PROMPTS = [f"{text}\n\nQuery: {query}" for text in DOCUMENTS[:4] for query in ("License", "Usage")]
 
 

@@ -1,6 +1,4 @@
-import sys
 from collections import Counter
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchllm_operator.demo import table
-from batchllm_operator.demo.table import DEMO_SCHEMA, build_demo_table, demo_documents
+from batchllm_operator.demo.documents import DemoDocument
+from batchllm_operator.demo.table import DEMO_SCHEMA, build_demo_table
 from batchllm_operator.errors import TableError
 
 DS = "2026-01-31"
@@ -41,8 +40,12 @@ def test_table_has_a_few_hundred_rows_with_unique_keys(folder: Path) -> None:
 
 def test_documents_have_several_queries_and_queries_recur(folder: Path) -> None:
     rows = read_rows(folder)
-    assert set(Counter(row["document"] for row in rows).values()) == {5}
-    assert min(Counter(row["query"] for row in rows).values()) > 1
+    queries_per_document = Counter(row["document"] for row in rows)
+    documents_per_query = Counter(row["query"] for row in rows)
+    assert sum(count >= 3 for count in queries_per_document.values()) > 0.8 * len(
+        queries_per_document
+    )
+    assert sum(count for count in documents_per_query.values() if count > 1) > 0.5 * len(rows)
 
 
 def test_rows_are_not_grouped_by_document(folder: Path) -> None:
@@ -60,26 +63,30 @@ def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path) -> 
     assert summary.startswith(f"{len(read_rows(tmp_path))} rows (")
 
 
-def test_documents_are_sorted_cut_and_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What setuptools carries is on sys.path once it is imported, and isn't the environment's."""
-    setuptools = find_spec("setuptools")
-    assert setuptools is not None and setuptools.origin is not None
-    carried = str(Path(setuptools.origin).with_name("_vendor"))
-    assert Path(carried).is_dir()
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != carried])
-    documents = demo_documents(max_chars=1_000)
-    monkeypatch.setattr(sys, "path", [carried, *sys.path])
-    assert demo_documents(max_chars=1_000) == documents
-    assert list(documents) == sorted(documents) and "batchllm-operator" not in documents
-    assert len(documents) >= 50
-    for package, whole in demo_documents(10**9).items():
-        cut = documents[package]
-        assert len(cut) <= 1_000 and whole.startswith(cut)
-        assert cut == whole or "\n" in whole[len(cut) :] or "\n" not in cut
+def test_spellings_of_one_heading_are_one_query(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = (
+        DemoDocument("a", "text of a", ("Quick Start", "Only here")),
+        DemoDocument("b", "text of b", ("Quick start",)),
+        DemoDocument("c", "text of c", ("Quick start",)),
+        DemoDocument("d", "text of c", ("Quick start",)),
+        DemoDocument("e", "text of e", ()),
+    )
+    monkeypatch.setattr(table, "demo_documents", lambda: documents)
+    monkeypatch.setattr(table, "_MAX_QUERIES", 1)
+    summary = build_demo_table(tmp_path, ds=DS)
+    rows = sorted(read_rows(tmp_path), key=lambda row: row["snippet_id"])
+    assert [(row["snippet_id"], row["query"]) for row in rows] == [
+        ("a:0", "Quick start"),
+        ("b:0", "Quick start"),
+        ("c:0", "Quick start"),
+    ]
+    assert summary.startswith("3 rows (3 documents, 1 different query) in ")
 
 
 def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "demo_documents", dict)
+    monkeypatch.setattr(table, "demo_documents", lambda: ())
     with pytest.raises(TableError, match="nothing to make a table of"):
         build_demo_table(tmp_path / "documents", ds=DS)
     assert not (tmp_path / "documents").exists()
