@@ -23,8 +23,7 @@ from batchllm_operator.commit.report import read_timeline
 from batchllm_operator.report.timelines import condense
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import Timeline
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
-from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+from batchllm_operator.vllm_plugin.scheduler.trace import StepRow, StepTrace
 
 CHUNK = 1000
 

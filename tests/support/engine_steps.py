@@ -211,7 +211,7 @@ class EngineSteps:
             for block in self.blocks(name)
         )
         if isinstance(self.scheduler, BatchLLMScheduler):
-            groups = self.scheduler._reservations.groups._pinned.values()
+            groups = self.scheduler._reservations._pinned.values()
             pinned = [block for group in groups for block in group.pinned]
             assert len(pinned) == self.scheduler.num_held_blocks
             held.update(block.block_id for block in pinned)
@@ -231,8 +231,8 @@ class EngineSteps:
         """No request is left in our scheduler's books, and nothing is held or counted for one."""
         reservations = self.ours._reservations
         assert not reservations._entries and not self.ours._prefilling
-        assert reservations.num_waiting == reservations.projection.num_blocks() == 0
-        assert not reservations.groups._groups and not reservations.groups._pinned
+        assert reservations.num_left == reservations.projection.num_blocks() == 0
+        assert not reservations._groups and not reservations._pinned
 
     def _deferred(self) -> list[Any]:
         return list(getattr(self.scheduler, "deferred_frees", ()))

@@ -7,36 +7,39 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import PoolingParams
+from vllm import PoolingParams, SamplingParams
 
 from batchllm_operator.errors import SpecError
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
 
-
-def through_json(value: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(value)))
+Settings = type[SchedulerSettings] | type[AttentionSettings]
 
 
-def test_hints_come_out_as_they_went_in() -> None:
+def hints_of(extra_args: Any, *, is_pooled: bool = False) -> RequestHints | None:
+    """The hints of a request with these extra arguments, after a way as JSON."""
+    extra_args = json.loads(json.dumps(extra_args))
+    pooled, sampled = PoolingParams(extra_kwargs=extra_args), SamplingParams(extra_args=extra_args)
+    request: Any = SimpleNamespace(
+        pooling_params=pooled if is_pooled else None,
+        sampling_params=None if is_pooled else sampled,
+    )
+    return RequestHints.of(request)
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_hints_come_out_as_they_went_in(is_pooled: bool) -> None:
     hints = RequestHints(group_id=7, num_prefix_tokens=1100, group_size=12, num_output_tokens=90)
-    assert RequestHints.from_extra_args(through_json(hints.to_extra_args())) == hints
-
-
-def test_hints_of_a_request_that_pools() -> None:
-    hints = RequestHints(group_id=7, num_prefix_tokens=64, group_size=3, num_output_tokens=1)
-    params = PoolingParams(task="embed", extra_kwargs=hints.to_extra_args())
-    request: Any = SimpleNamespace(sampling_params=None, pooling_params=params)
-    assert RequestHints.of(request) == hints
-    request.pooling_params = PoolingParams(task="embed")
-    assert RequestHints.of(request) is None
+    assert hints_of(hints.to_extra_args(), is_pooled=is_pooled) == hints
 
 
 @pytest.mark.parametrize("carrier", [None, {}, {"somebody": "else's"}])
 def test_without_ours_there_are_no_hints_and_the_default_settings(
     carrier: dict[str, Any] | None,
 ) -> None:
-    assert RequestHints.from_extra_args(carrier) is None
-    assert SchedulerSettings.from_additional_config(carrier) == SchedulerSettings()
+    assert hints_of(carrier) is None
+    for settings in (SchedulerSettings, AttentionSettings):
+        assert settings.from_additional_config(carrier) == settings()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_without_ours_there_are_no_hints_and_the_default_settings(
 )
 def test_hints_that_are_not_ours_are_refused(value: object, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
-        RequestHints.from_extra_args({"batchllm": value})
+        hints_of({"batchllm": value})
 
 
 def test_settings_come_out_as_they_went_in() -> None:
@@ -61,23 +64,36 @@ def test_settings_come_out_as_they_went_in() -> None:
         num_requests=3000,
         trace_path="/tmp/trace.parquet",
     )
-    config = through_json(settings.to_additional_config())
+    config = json.loads(json.dumps(settings.to_additional_config()))
+    given = {"decode_graphs": True, "prefill": "batchllm", "decode_threshold": 8, "impl": "triton"}
+    config["batchllm_attention"] = given
     assert SchedulerSettings.from_additional_config(config) == settings
+    attention = AttentionSettings.from_additional_config(config)
+    assert attention == AttentionSettings(True, "batchllm", 8, "triton")
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    ("settings", "value", "reason"),
     [
-        ({"memory_threshold": 0}, "memory_threshold"),
-        ({"memory_threshold": 1.5}, "memory_threshold"),
-        ({"chunk_size": 0}, "chunk_size"),
-        ({"thershold": 1}, "thershold: "),
-        ({"step_cost": 3}, "step_cost: .*dictionary"),
-        ({"step_cost": {"token_s": "fast"}}, "step_cost.token_s: "),
-        ({"memory_threshold": "all"}, "memory_threshold: .*number"),
-        ({"pace": "slow"}, "pace: "),
+        (SchedulerSettings, {"memory_threshold": 0}, "memory_threshold"),
+        (SchedulerSettings, {"memory_threshold": 1.5}, "memory_threshold"),
+        (SchedulerSettings, {"chunk_size": 0}, "chunk_size"),
+        (SchedulerSettings, {"thershold": 1}, "thershold: "),
+        (SchedulerSettings, {"step_cost": 3}, "step_cost: .*dictionary"),
+        (SchedulerSettings, {"step_cost": {"token_s": "fast"}}, "step_cost.token_s: "),
+        (SchedulerSettings, {"pace": "slow"}, "pace: "),
+        (AttentionSettings, 3, "dictionary"),
+        (AttentionSettings, {"graphs": True}, "graphs: "),
+        (AttentionSettings, {"decode_graphs": "yes"}, "decode_graphs: .*boolean"),
+        (AttentionSettings, {"prefill": "triton"}, "prefill: .*'flash_attention' or 'batchllm'"),
+        (AttentionSettings, {"decode_threshold": 0}, "decode_threshold: .*greater than or equal"),
+        (AttentionSettings, {"decode_threshold": True}, "decode_threshold: .*integer"),
+        (AttentionSettings, {"impl": "cuda"}, "impl: .*'triton' or 'reference'"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(value: object, reason: str) -> None:
+def test_settings_that_make_no_sense_are_refused(
+    settings: Settings, value: object, reason: str
+) -> None:
+    key = "batchllm" if settings is SchedulerSettings else "batchllm_attention"
     with pytest.raises(SpecError, match=reason):
-        SchedulerSettings.from_additional_config({"batchllm": value})
+        settings.from_additional_config({key: value})

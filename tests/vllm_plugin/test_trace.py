@@ -12,8 +12,7 @@ from support.engine_steps import EngineSteps
 
 from batchllm_operator.vllm_plugin.scheduler import trace as trace_module
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
-from batchllm_operator.vllm_plugin.scheduler.trace import TRACE_SCHEMA, StepTrace
+from batchllm_operator.vllm_plugin.scheduler.trace import TRACE_SCHEMA, StepRow, StepTrace
 
 
 def row(step: int) -> StepRow:

@@ -165,7 +165,7 @@ def test_hints_and_settings_come_through() -> None:
     scheduler = scheduler_with()
     request = add(scheduler, "a")
     assert request.sampling_params is not None
-    assert RequestHints.from_extra_args(request.sampling_params.extra_args) == RequestHints(7)
+    assert RequestHints.of(request) == RequestHints(7)
     config: Any = scheduler.vllm_config.additional_config
     assert KEY in config
     assert SchedulerSettings.from_additional_config(config).memory_threshold == 0.5

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from batchllm_operator.vllm_plugin.scheduler.hints import validated
+from batchllm_operator.vllm_plugin.scheduler.hints import read_under
 
 KEY: Final = "batchllm_attention"
 """Key in `additional_config`."""
@@ -39,9 +38,4 @@ class AttentionSettings:
         Raises:
             SpecError: the value isn't valid settings.
         """
-        if not isinstance(config, Mapping) or KEY not in config:
-            return cls()
-        return validated(_SETTINGS, KEY, config[KEY])
-
-
-_SETTINGS: Final = TypeAdapter(AttentionSettings)
+        return read_under(KEY, config, cls) or cls()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -51,20 +52,8 @@ class RequestHints:
             SpecError: they aren't valid.
         """
         if request.pooling_params is not None:
-            return cls.from_extra_args(request.pooling_params.extra_kwargs)
-        params = request.sampling_params
-        return cls.from_extra_args(params.extra_args if params is not None else None)
-
-    @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestHints | None:
-        """The hints from `to_extra_args`; None if there are none.
-
-        Raises:
-            SpecError: they aren't valid.
-        """
-        if not extra_args or KEY not in extra_args:
-            return None
-        return validated(_HINTS, KEY, extra_args[KEY])
+            return read_under(KEY, request.pooling_params.extra_kwargs, cls)
+        return read_under(KEY, getattr(request.sampling_params, "extra_args", None), cls)
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
@@ -113,24 +102,23 @@ class SchedulerSettings:
         Raises:
             SpecError: they aren't valid.
         """
-        if not isinstance(config, Mapping) or KEY not in config:
-            return cls()
-        return validated(_SETTINGS, KEY, config[KEY])
+        return read_under(KEY, config, cls) or cls()
 
 
 _Kind = TypeVar("_Kind")
-_HINTS: Final = TypeAdapter(RequestHints)
-_SETTINGS: Final = TypeAdapter(SchedulerSettings)
+_adapter = cache(TypeAdapter)
 
 
-def validated(kind: TypeAdapter[_Kind], key: str, value: object) -> _Kind:
-    """The value under a key of vLLM's, as one of our dataclasses.
+def read_under(key: str, carrier: object, kind: type[_Kind]) -> _Kind | None:
+    """What lies under a key in vLLM's arguments, as one of our dataclasses; None if nothing does.
 
     Raises:
         SpecError: it isn't valid; names the key, and all fields at fault.
     """
+    if not isinstance(carrier, Mapping) or key not in carrier:
+        return None
     try:
-        return kind.validate_python(value)
+        return cast(_Kind, _adapter(kind).validate_python(carrier[key]))
     except ValidationError as error:
         faults = error.errors(include_input=False, include_url=False)
         lines = (f"{'.'.join(map(str, (key, *fault['loc'])))}: {fault['msg']}" for fault in faults)

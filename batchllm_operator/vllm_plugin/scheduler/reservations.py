@@ -1,107 +1,77 @@
-"""KV blocks reserved for each request, in all steps until it ends."""
+"""Who waits, who runs, and the KV blocks that each request and each prefix holds in later steps."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator.vllm_plugin.compat import reads_prefix_cache
-from batchllm_operator.vllm_plugin.scheduler.groups import Group, Groups
+from batchllm_operator.vllm_plugin.scheduler.groups import Group, Member
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 from batchllm_operator.vllm_plugin.scheduler.output_estimates import OutputEstimates
 from batchllm_operator.vllm_plugin.scheduler.pacing import AverageRequest, Waiting
-from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection, Growth
+from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
 _GUESSED_OUTPUT: Final = 256  # tokens, without an estimate
 _GUESS_REQUESTS: Final = 2  # weight of the guess, in finished requests
+_RECOUNT_STEPS: Final = 64
 _SPEED_STEPS: Final = 8  # weight of the first guess of speed, in steps of one token each
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One request, waiting or admitted."""
-
-    request: Request
-    group: Group
-    num_prefix_tokens: int
-    estimate: int
-    """Output tokens, as given or guessed."""
-    estimates: OutputEstimates
-    """Predicts this request's length, and learns from it."""
-    share: Waiting
-    """Its part of the waiting sums."""
-    growth: Growth | None = None
-    """Its blocks in later steps; None while it waits."""
-    begun: int = 0
-    """Expected first decode step."""
-    outgrown: int = 0
-    """Its output's length when it last outgrew its estimate."""
-
-    def learn(self) -> None:
-        """Let the estimates learn from the output's length."""
-        num_tokens = self.request.num_output_tokens
-        self.estimates.learn(self.estimate, num_tokens, self.outgrown)
-        self.outgrown = num_tokens
-
-
 class Reservations:
-    """All requests of a scheduler: those that wait, and the blocks of those that are admitted.
+    """All requests of a scheduler, and blocks that are reserved for those that are admitted.
 
-    The projection counts the steps. vLLM's `Request` isn't changed here.
+    The projection counts the steps. vLLM's `Request` isn't changed here; prefixes are pinned in
+    its block pool.
 
     Args:
-        kv_cache_manager: vLLM's.
-        block_size: tokens of a block.
-        shares: whether requests reuse the KV of others.
-        delay: steps for which a request holds its blocks after its last one.
-        has_drafts: whether a step may give a request more than one token.
+        scheduler: vLLM's, with its KV cache.
         num_requests: requests that will come in all; None if unknown.
     """
 
-    def __init__(
-        self,
-        kv_cache_manager: Any,
-        block_size: int,
-        *,
-        shares: bool,
-        delay: int,
-        has_drafts: bool,
-        num_requests: int | None,
-    ) -> None:
-        self.block_size, self.pool = block_size, kv_cache_manager.block_pool
-        self._shares = shares
-        self._delay, self._has_drafts = delay, has_drafts
-        self.projection = BlockProjection(block_size)
-        self.groups = Groups(kv_cache_manager, self.projection, block_size)
+    def __init__(self, scheduler: Scheduler, num_requests: int | None) -> None:
+        self._manager, self._size = scheduler.kv_cache_manager, scheduler.block_size
+        self._pool = self._manager.block_pool
+        # After its last step, a request holds its blocks for another one.
+        self._delay = 1 if scheduler.scheduler_config.async_scheduling else 0
+        self._has_drafts = scheduler.num_spec_tokens > 0
+        self.projection = BlockProjection(self._size)
         self._given = OutputEstimates()
         self._guessed = OutputEstimates(_GUESS_REQUESTS)
-        self._entries: dict[str, _Entry] = {}
-        self._ends: defaultdict[int, list[_Entry]] = defaultdict(list)
+        self._entries: dict[str, Member] = {}
+        self._groups: dict[object, Group] = {}
+        self._pinned: dict[object, Group] = {}
+        self._latest: Group | None = None
+        self._ends: defaultdict[int, list[Member]] = defaultdict(list)
         self._waiting = Waiting()
         self._num_to_come = num_requests or 0
         self._num_steps, self._num_tokens = _SPEED_STEPS, _SPEED_STEPS
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait."""
-        return self._waiting.num_requests
 
     @property
     def num_left(self) -> int:
         """Requests that wait or are still to come."""
         return self._waiting.num_requests + self._num_to_come
 
-    def average_waiting(self) -> AverageRequest:
-        """The average waiting request; there must be one."""
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that nothing but a pin holds."""
+        return sum(len(group.pinned) for group in self._pinned.values())
+
+    def average_waiting(self) -> AverageRequest | None:
+        """The average of the requests that wait; None if none does."""
+        if not self._waiting.num_requests:
+            return None
         share = self._waiting.num_guessed / self._waiting.num_requests
         scale = share * self._guessed.scale + (1 - share) * self._given.scale
-        return self._waiting.average(scale, self.block_size, self._speed)
+        return self._waiting.average(scale, self._size, self._speed)
 
     # One request.
 
@@ -112,91 +82,115 @@ class Reservations:
             SpecError: its hints aren't valid. Nothing has changed then.
         """
         hints = RequestHints.of(request)
-        size = self.block_size
-        group = None
-        if hints is not None and self._shares and reads_prefix_cache(request):
-            num_shared = min(hints.num_prefix_tokens, request.num_prompt_tokens - 1) // size
-            hashes = request.block_hashes[: max(num_shared, 0)]
-            group = self.groups.join(hints.group_id, hashes, hints.group_size)
-        hints = hints or RequestHints(group_id=0)
-        if group is None:  # it shares nothing, despite its hints
-            hints = replace(hints, num_prefix_tokens=0, group_size=1)
-            group = self.groups.join(("alone", request.request_id), (), 1)
-            assert group is not None, "a request's id isn't taken"
+        group = self._join(request, hints) if hints is not None else None
+        if hints is None or group is None:  # it shares nothing, despite its hints
+            hints = replace(hints or RequestHints(0), num_prefix_tokens=0, group_size=1)
+            group = Group(("alone", request.request_id), (), num_unseen=1)
+            self._groups[group.group_id] = group
+        group.num_unseen = max(group.num_unseen - 1, 0)  # there may be more than announced
+        group.num_waiting += 1
         is_guess = hints.num_output_tokens is None
         estimate = min(hints.num_output_tokens or _GUESSED_OUTPUT, request.max_tokens)
-        part = group.num_prefix_blocks / hints.group_size
-        num_blocks = request.num_prompt_tokens / size - group.num_prefix_blocks + part
+        part = group.num_blocks / hints.group_size
+        num_blocks = request.num_prompt_tokens / self._size - group.num_blocks + part
         share = Waiting(
             num_requests=1,
             num_guessed=int(is_guess),
-            num_prefill_tokens=num_blocks * size,
+            num_prefill_tokens=num_blocks * self._size,
             num_output_tokens=estimate,
             num_prompt_blocks=num_blocks + 0.5,  # the last one isn't full
             num_prompt_block_steps=(num_blocks + 0.5) * estimate,
-            num_output_block_steps=estimate**2 / (2 * size),
+            num_output_block_steps=estimate**2 / (2 * self._size),
         )
         estimates = self._guessed if is_guess else self._given
-        self._entries[request.request_id] = _Entry(
+        self._entries[request.request_id] = Member(
             request, group, hints.num_prefix_tokens, estimate, estimates, share
         )
         self._num_to_come = max(0, self._num_to_come - 1)
         self._waiting = self._waiting.plus(share)
 
-    def group_of(self, request: Request) -> Group:
-        """The group of a request."""
-        return self._entries[request.request_id].group
+    def _join(self, request: Request, hints: RequestHints) -> Group | None:
+        """The group that the hints name; None if the request can't share its prefix."""
+        if not (self._manager.enable_caching and reads_prefix_cache(request)):
+            return None
+        num_shared = min(hints.num_prefix_tokens, request.num_prompt_tokens - 1) // self._size
+        prefix = request.block_hashes[: max(num_shared, 0)]
+        group = self._groups.get(hints.group_id)
+        if group is None:
+            group = Group(hints.group_id, list(prefix), num_unseen=hints.group_size)
+            self._groups[hints.group_id] = group
+        return group if group.has_prefix_of(prefix) else None
+
+    def may_begin(self, request: Request, prefilled: Mapping[str, int]) -> bool:
+        """Whether a request would find its group's prefix in this step, or compute it itself.
+
+        Args:
+            prefilled: tokens that requests have computed at the end of this step, by id.
+        """
+        return self._entries[request.request_id].group.is_ready(prefilled, self._size)
 
     def num_to_prefill(self, request: Request) -> int:
         """Tokens of a waiting request without KV in the cache."""
-        group = self.group_of(request)
-        num_found = group.num_prefix_blocks - self.groups.num_new_blocks(group, request)
+        group = self._entries[request.request_id].group
+        num_found = group.num_blocks - self._num_new_blocks(group, request)
         if group.num_counted and not group.is_complete:
             num_found = 0  # its leader went before the end of the prefix
-        return request.num_tokens - num_found * self.block_size
+        return request.num_tokens - num_found * self._size
 
     def num_prefix_tokens(self, request: Request) -> int:
-        """Tokens that it shares with its group; 0 if the request is unknown."""
-        entry = self._entries.get(request.request_id)
-        return entry.num_prefix_tokens if entry is not None else 0
+        """Tokens that it shares with its group."""
+        return self._entries[request.request_id].num_prefix_tokens
 
     def computed_work(self, request: Request) -> int:
         """Tokens that a running request would have to compute again after a preemption."""
-        group = self.group_of(request)
-        shared = group.num_prefix_blocks * self.block_size if group.num_running > 1 else 0
+        group = self._entries[request.request_id].group
+        shared = group.num_blocks * self._size if group.num_running > 1 else 0
         return max(request.num_computed_tokens - shared, 0)
 
     def peak_with(self, request: Request, start: int) -> int:
         """Peak of blocks in use from now on, if the request is prefilled by step `start`."""
         entry = self._entries[request.request_id]
-        num_prefix_blocks = self.groups.num_new_blocks(entry.group, request)
-        return self.projection.peak_with(self._growth(entry, start), num_prefix_blocks)
+        num_prefix_blocks = self._num_new_blocks(entry.group, request)
+        return self.projection.peak_with(
+            entry.growth_from(start, self._speed, self._delay), num_prefix_blocks
+        )
 
-    def is_admitted(self, request: Request) -> bool:
-        """Whether blocks are reserved for a request."""
-        entry = self._entries.get(request.request_id)
-        return entry is not None and entry.growth is not None
+    def reserve(self, request: Request, start: int) -> None:
+        """Reserve the blocks of a request that will be prefilled by step `start`.
 
-    def admit(self, request: Request, start: int) -> None:
-        """Reserve the blocks of a waiting request that will be prefilled by step `start`."""
+        A waiting request is admitted by that; for an admitted one, its last reservation ends.
+        """
         entry = self._entries[request.request_id]
-        end = self._reserve(entry, start)
-        self.groups.admitted(entry.group, request, end)
+        if entry.growth is None:
+            self._admit(entry)
+        else:
+            self.projection.add(entry.growth, sign=-1)
+        self._count(entry, start)
+        entry.group.bound_in(self.projection)
+
+    def _admit(self, entry: Member) -> None:
+        group = entry.group
+        if not group.num_counted and group.num_blocks:
+            group.num_counted = self._num_new_blocks(group, entry.request)
+            self.projection.hold(group.num_counted, until=None)
+            self._latest = group
+        if group.num_blocks and not group.is_complete:
+            group.leader = entry.request
+        group.num_running += 1
+        group.num_waiting -= 1
         self._waiting = self._waiting.plus(entry.share, -1)
 
-    def reschedule(self, request: Request, start: int) -> None:
-        """Reserve again: an admitted request will be prefilled by step `start`."""
+    def requeue(self, request: Request) -> bool:
+        """Give an admitted request's blocks back: it waits again. False if it has waited before."""
         entry = self._entries[request.request_id]
-        if entry.growth is not None:
-            self.projection.add(entry.growth, sign=-1)
-        self.groups.ends_at(entry.group, self._reserve(entry, start))
-
-    def requeue(self, request: Request) -> None:
-        """Give an admitted request's blocks back: it waits again."""
-        entry = self._entries[request.request_id]
+        if entry.growth is None:
+            return False
         self._release(entry)
-        self.groups.preempted(entry.group, request)
+        entry.group.num_waiting += 1
         self._waiting = self._waiting.plus(entry.share)
+        if entry.group.num_running == 0 and not entry.group.pinned:
+            entry.group.leave(self.projection)
+        return True
 
     def finish(self, request: Request, next_one: Request | None, *, aborted: bool) -> None:
         """Remove a request, waiting or admitted, that still holds its blocks.
@@ -205,81 +199,146 @@ class Reservations:
             next_one: the first waiting request.
             aborted: whether its output was cut short.
         """
-        entry = self._entries.pop(request.request_id, None)
-        if entry is None:
-            return
+        entry = self._entries.pop(request.request_id)
+        group = entry.group
         if entry.growth is None:
             self._waiting = self._waiting.plus(entry.share, -1)
-            self.groups.remove_waiting(entry.group)
+            group.num_waiting -= 1
+            if group.is_over:
+                self._unpin(group)
+            else:
+                group.bound_in(self.projection)
         else:
             if not aborted:
                 self._learn(entry)
             self._release(entry)
-            self.groups.finished(entry.group, request, next_one)
+            if group.num_running == 0:
+                if group.num_left > 0:
+                    self._pin(group, request)
+                if not group.pinned:
+                    group.leave(self.projection)
+                    self._reuse_first(group, request, next_one)
+        if group.is_over:
+            del self._groups[group.group_id]
         if not self._entries:
-            self.groups.forget_all()
+            self.unpin_all()
+            self._groups.clear()
+            self._latest = None
 
     # All requests.
 
-    def extend_overdue(self, prefilling: Iterable[str]) -> None:
-        """Extend running requests that should have ended by now."""
-        step = self.projection.now
+    def advance(self, step: int, prefilling: Mapping[str, Request]) -> None:
+        """Move to a step, and extend running requests that should have ended by now."""
+        self.projection.advance(step)
         for entry in self._ends.pop(step, ()):
             if entry.growth is None or entry.growth.end > step:
                 continue
             if entry.request.request_id not in prefilling:
                 entry.learn()
-            self.reschedule(entry.request, max(step, entry.growth.start))
+            self.reserve(entry.request, max(step, entry.growth.start))
+        if step % _RECOUNT_STEPS == 0:
+            self._recount()
 
-    def recount(self) -> None:
+    def _recount(self) -> None:
         """Count everything again with the current estimates; steps may also have been missed."""
         self.projection.clear()
         self._ends.clear()
-        admitted = [
-            (entry, entry.growth.start)
-            for entry in self._entries.values()
+        starts = {
+            name: entry.growth.start
+            for name, entry in self._entries.items()
             if entry.growth is not None
-        ]
-        for entry, _ in admitted:
-            entry.group.last_end = 0
-        for entry, start in admitted:
-            end = self._reserve(entry, max(self.projection.now, start))
-            entry.group.last_end = max(entry.group.last_end, end)
-        self.groups.recount()
+        }
+        for name in starts:
+            self._entries[name].group.last_end = 0
+        for name, start in starts.items():
+            self._count(self._entries[name], max(self.projection.now, start))
+        for group in self._groups.values():
+            if group.num_counted and group.counted_until is not None:
+                group.counted_until = group.last_end
+            self.projection.hold(group.num_counted, group.counted_until)
+
+    def unpin_taken_over(self) -> None:
+        """Unpin the prefixes of groups in which a member runs again."""
+        for group in [pinned for pinned in self._pinned.values() if pinned.num_running > 0]:
+            self._unpin(group)
+
+    def unpin_all(self, but: Request | None = None) -> None:
+        """Unpin all prefixes, or all but that of one request."""
+        kept = self._entries[but.request_id].group if but is not None else None
+        for group in [pinned for pinned in self._pinned.values() if pinned is not kept]:
+            self._unpin(group)
+
+    # Blocks of a request.
 
     @property
     def _speed(self) -> float:
         """Tokens per step of a decoding request."""
         return self._num_tokens / self._num_steps if self._has_drafts else 1.0
 
-    def _growth(self, entry: _Entry, start: int) -> Growth:
-        request, on_its_way = entry.request, entry.request.num_output_placeholders
-        num_output = request.num_output_tokens + on_its_way
-        longest = entry.estimates.rather_long(entry.estimate, request.max_tokens)
-        if longest <= num_output:
-            longest = entry.estimates.extended(num_output, request.max_tokens)
-        end = start + math.ceil((longest - num_output) / self._speed) + self._delay
-        num_tokens = request.num_tokens + on_its_way
-        return Growth(start, end, num_tokens, entry.group.num_prefix_blocks, self._speed)
-
-    def _reserve(self, entry: _Entry, start: int) -> int:
-        """Count a request's blocks in the projection, which doesn't have them; returns its end."""
+    def _count(self, entry: Member, start: int) -> None:
+        """Count a request's blocks in the projection, which doesn't have them."""
         if entry.growth is None or entry.growth.start > self.projection.now:
             entry.begun = start
-        entry.growth = self._growth(entry, start)
-        self.projection.add(entry.growth)
-        self._ends[entry.growth.end].append(entry)
-        return entry.growth.end
+        growth = entry.growth = entry.growth_from(start, self._speed, self._delay)
+        self.projection.add(growth)
+        self._ends[growth.end].append(entry)
+        entry.group.last_end = max(entry.group.last_end, growth.end)
 
-    def _release(self, entry: _Entry) -> None:
-        if entry.growth is not None:
-            self.projection.add(entry.growth, sign=-1)
+    def _release(self, entry: Member) -> None:
+        """Count an admitted request's blocks no more; it doesn't run."""
+        assert entry.growth is not None
+        self.projection.add(entry.growth, sign=-1)
         entry.growth = None
+        entry.group.num_running -= 1
+        if entry.group.leader is entry.request:
+            entry.group.leader = None
 
-    def _learn(self, entry: _Entry) -> None:
+    def _learn(self, entry: Member) -> None:
         """Learn from an output that has ended."""
         entry.learn()
         num_steps = self.projection.now - entry.begun
         if self._has_drafts and num_steps > 0:
             self._num_steps += num_steps
             self._num_tokens += max(num_steps, entry.request.num_output_tokens)
+
+    # Blocks of a prefix.
+
+    def _num_new_blocks(self, group: Group, request: Request) -> int:
+        """Blocks of the prefix that a member would bring into memory."""
+        if group.num_counted:
+            return 0
+        latest = self._latest.block_hashes if self._latest and self._latest.num_counted else ()
+        prefix = request.block_hashes[: group.num_blocks]
+        return group.num_blocks - _num_common(latest, prefix)
+
+    def _pin(self, group: Group, request: Request) -> None:
+        num_computed = request.num_computed_tokens // self._size
+        blocks = self._blocks(request, 0, min(group.num_blocks, num_computed))
+        if blocks:
+            self._pool.touch(blocks)
+            group.pinned = blocks
+            self._pinned[group.group_id] = group
+
+    def _unpin(self, group: Group) -> None:
+        if group.pinned:
+            self._pool.free_blocks(reversed(group.pinned))
+            group.pinned = []
+            del self._pinned[group.group_id]
+        if group.num_running == 0:
+            group.leave(self.projection)
+
+    def _reuse_first(self, group: Group, request: Request, next_one: Request | None) -> None:
+        """Evict the prefix from the cache: vLLM reuses blocks that aren't cached first."""
+        kept = _num_common(group.block_hashes, next_one.block_hashes) if next_one else 0
+        blocks = self._blocks(request, kept, group.num_blocks)
+        self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
+
+    def _blocks(self, request: Request, begin: int, end: int) -> list[Any]:
+        """A request's blocks [begin, end) in all KV cache groups."""
+        by_kv_group = self._manager.get_blocks(request.request_id).blocks
+        return [block for blocks in by_kv_group for block in blocks[begin:end] if not block.is_null]
+
+
+def _num_common(one: Any, other: Any) -> int:
+    """Length of the common prefix of two sequences."""
+    return sum(takewhile(bool, map(eq, one, other)))

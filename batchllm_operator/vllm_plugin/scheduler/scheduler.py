@@ -30,17 +30,11 @@ from batchllm_operator.vllm_plugin.compat import is_ready
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace
 from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
-from batchllm_operator.vllm_plugin.scheduler.step import (
-    StepState,
-    choose_victims,
-    put_decodes_first,
-)
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+from batchllm_operator.vllm_plugin.scheduler.step import StepState
 
 if TYPE_CHECKING:
-    from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+    from batchllm_operator.vllm_plugin.scheduler.trace import StepRow, StepTrace
 
-_RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step longer than planned
 
 
@@ -76,26 +70,17 @@ class BatchLLMScheduler(AsyncScheduler):
             self._trace.close()
         is_chunked = self.scheduler_config.enable_chunked_prefill
         self._paces = settings.pace and is_chunked  # a whole prompt may exceed a step's limit
-        num_blocks, threshold = (
-            self.num_plannable_tokens // self.block_size,
-            settings.memory_threshold,
-        )
-        num_spared = max(2, num_blocks // _RESERVED_PART)
-        num_planned = num_blocks - num_spared if threshold is None else int(num_blocks * threshold)
+        num_blocks = self.num_plannable_tokens // self.block_size
+        num_planned = num_blocks - max(2, num_blocks // _RESERVED_PART)
+        if settings.memory_threshold is not None:
+            num_planned = int(num_blocks * settings.memory_threshold)
         self._num_blocks = max(1, num_planned)
         self.chunk_size = self._limit
         """Most tokens of a step."""
         if settings.chunk_size is not None and is_chunked:
             self.chunk_size = min(self._limit, settings.chunk_size)
         self._step = 0
-        self._reservations = Reservations(
-            self.kv_cache_manager,
-            self.block_size,
-            shares=self.kv_cache_manager.enable_caching,
-            delay=1 if self.scheduler_config.async_scheduling else 0,
-            has_drafts=self.num_spec_tokens > 0,
-            num_requests=settings.num_requests,
-        )
+        self._reservations = Reservations(self, settings.num_requests)
         self._pace = Pace(self._num_blocks, self.chunk_size, settings.step_cost)
         self._prefilling: dict[str, Request] = {}
         self._now = StepState(self.chunk_size, self.chunk_size)
@@ -131,7 +116,7 @@ class BatchLLMScheduler(AsyncScheduler):
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._reservations.groups.unpin_all()  # vLLM refuses while blocks are held
+        self._reservations.unpin_all()  # vLLM refuses while blocks are held
         is_reset = bool(super().reset_prefix_cache(*args, **kwargs))
         for request in self.waiting:
             self._note_preempted(request)  # vLLM does that, if it is asked to
@@ -165,7 +150,7 @@ class BatchLLMScheduler(AsyncScheduler):
     @property
     def num_held_blocks(self) -> int:
         """Blocks held for future members of groups without a running one."""
-        return self._reservations.groups.num_pinned_blocks
+        return self._reservations.num_pinned_blocks
 
     # Admission.
 
@@ -191,7 +176,7 @@ class BatchLLMScheduler(AsyncScheduler):
             if request.lora_request is not None:
                 adapters.add(request.lora_request.lora_int_id)
             num_tokens = self._reservations.num_to_prefill(request)
-            self._reservations.admit(request, self._start_of(num_tokens))
+            self._reservations.reserve(request, self._start_of(num_tokens))
             now.num_prefill_ahead += num_tokens
             now.prefill(request, num_tokens, most)
         for request in reversed(not_ready):
@@ -205,8 +190,7 @@ class BatchLLMScheduler(AsyncScheduler):
             wanted = adapters | {request.lora_request.lora_int_id}
             if len(wanted) > self.lora_config.max_loras:
                 return False  # vLLM would let later ones pass it
-        group = self._reservations.group_of(request)
-        has_prefix = self._reservations.groups.has_prefix_for(group, self._now.prefilled)
+        has_prefix = self._reservations.may_begin(request, self._now.prefilled)
         return has_prefix and self._has_room_for(request)
 
     def _requeue(self, waiting: RequestQueue) -> None:
@@ -224,11 +208,8 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _note_preempted(self, request: Request) -> bool:
         """Give a waiting request's blocks back if it was running; returns whether it was."""
-        if not self._reservations.is_admitted(request):
-            return False
-        self._reservations.requeue(request)
         self._prefilling.pop(request.request_id, None)
-        return True
+        return self._reservations.requeue(request)
 
     def _has_room_for(self, request: Request) -> bool:
         start = self._start_of(self._reservations.num_to_prefill(request))
@@ -245,20 +226,41 @@ class BatchLLMScheduler(AsyncScheduler):
     def _begin_step(self) -> None:
         self._step += 1
         self._now = StepState(self.chunk_size, self.chunk_size, self._now.num_prefill_ahead)
-        self._reservations.projection.advance(self._step)
-        self._reservations.extend_overdue(self._prefilling)
-        if self._step % _RECOUNT_STEPS == 0:
-            self._reservations.recount()
-        put_decodes_first(self.running, self._prefilling)
+        self._reservations.advance(self._step, self._prefilling)
+        # vLLM schedules them in order: no decode waits for a prefill.
+        self.running.sort(key=lambda request: request.request_id in self._prefilling)
         self._limit_tokens()
         self._make_room_for_first()
-        choose_victims(
-            self.running,
-            self._prefilling,
-            self._now.prefill_budget,
-            self._reservations,
-            self._num_kv_groups,
+        self._put_victims_last()
+
+    def _put_victims_last(self) -> None:
+        """If the step would run out of blocks, choose which requests vLLM preempts: the last ones.
+
+        They have the fewest tokens to compute again, and are no more than needed. Prefixes are
+        unpinned before any preemption.
+        """
+        size, num_blocks, num_tokens = self.block_size, 0, self._now.prefill_budget
+        for request in self._prefilling.values():
+            begin = request.num_computed_tokens
+            end = min(request.num_tokens, begin + num_tokens)
+            num_blocks += -(-end // size) - -(-begin // size)
+            num_tokens -= end - begin
+        num_blocks += sum(
+            not request.num_computed_tokens % size
+            for request in self.running
+            if request.request_id not in self._prefilling
         )
+        num_needed = num_blocks * self._num_kv_groups
+        if num_needed <= self._pool.get_num_free_blocks():
+            return
+        self._reservations.unpin_all()
+        missing, victims = num_needed - self._pool.get_num_free_blocks(), list[Request]()
+        for request in sorted(self.running, key=self._reservations.computed_work)[:-1]:
+            if missing <= 0:
+                break
+            victims.insert(0, request)
+            missing -= max(1, self._reservations.computed_work(request) // size)
+        self.running[:] = [request for request in self.running if request not in victims] + victims
 
     def _make_room_for_first(self) -> None:
         """Unpin unused prefixes that block the first waiting request."""
@@ -266,24 +268,23 @@ class BatchLLMScheduler(AsyncScheduler):
         if first is None or not self.num_held_blocks:
             return
         if not self.running and self._did_nothing:  # its own group's prefix blocks it
-            self._reservations.groups.unpin_all()
+            self._reservations.unpin_all()
             return
-        group, groups = self._reservations.group_of(first), self._reservations.groups
-        if groups.is_pinned_beside(group):
-            size = self.block_size
-            num_missing = -(-first.num_tokens // size) - first.num_computed_tokens // size
-            free = self._pool.get_num_free_blocks()
-            if num_missing * self._num_kv_groups > free or not self._has_room_for(first):
-                groups.unpin_all(but=group)
+        size = self.block_size
+        num_missing = -(-first.num_tokens // size) - first.num_computed_tokens // size
+        free = self._pool.get_num_free_blocks()
+        if num_missing * self._num_kv_groups > free or not self._has_room_for(first):
+            self._reservations.unpin_all(but=first)
 
     def _limit_tokens(self) -> None:
         """Set how many tokens the step may have."""
         num_decode = (len(self.running) - len(self._prefilling)) * self._tokens_per_decode
         num_prefill = later = self.chunk_size
         # Spreading prefill pays only if its steps decode too.
-        if self._paces and self._reservations.num_waiting and (num_decode or not self._prefilling):
+        average = self._reservations.average_waiting() if self._paces else None
+        if average is not None and (num_decode or not self._prefilling):
             num_prefill, later = self._pace.tokens(
-                self._reservations.average_waiting(),
+                average,
                 self._reservations.num_left,
                 self._reservations.projection.num_blocks(),
                 is_running=bool(self.running),
@@ -306,32 +307,29 @@ class BatchLLMScheduler(AsyncScheduler):
             num_tokens = scheduled.get(request.request_id, 0)
             prefix = self._reservations.num_prefix_tokens(request)
             now.count_prefill(request.num_computed_tokens - num_tokens, num_tokens, prefix)
-            self._follow_prefill(request)
+            self._prefilling.pop(request.request_id, None)
+            num_steps = 1  # this step gives it a token
+            if request.is_prefill_chunk:
+                self._prefilling[request.request_id] = request
+                now.num_prefill_ahead += request.num_tokens - request.num_computed_tokens
+                num_steps = self._num_steps(now.num_prefill_ahead)
+            self._reservations.reserve(request, self._step + num_steps)
         self._pace.used(now.num_prefill_tokens)
-        self._reservations.groups.unpin_taken_over()
-        num_used = self._num_used_blocks() // self._num_kv_groups
-        self._num_unplanned = max(0, num_used - self._reservations.projection.num_blocks())
-
-    def _follow_prefill(self, request: Request) -> None:
-        self._prefilling.pop(request.request_id, None)
-        num_steps = 1  # this step gives it a token
-        if request.is_prefill_chunk:
-            self._prefilling[request.request_id] = request
-            self._now.num_prefill_ahead += request.num_tokens - request.num_computed_tokens
-            num_steps = self._num_steps(self._now.num_prefill_ahead)
-        self._reservations.reschedule(request, self._step + num_steps)
+        self._reservations.unpin_taken_over()
+        now.num_used_blocks = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
+        num_planned = self._reservations.projection.num_blocks()
+        self._num_unplanned = max(0, now.num_used_blocks // self._num_kv_groups - num_planned)
 
     def _num_steps(self, num_tokens: int) -> int:
         """Steps after this one that so many tokens of prefill take."""
         return -(-num_tokens // self._now.later_prefill_budget)
 
-    def _num_used_blocks(self) -> int:
-        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
-
     def _row(self, output: SchedulerOutput, begun_at: float) -> StepRow:
         now = self._now
         if self._started_at is None:
             self._started_at = begun_at
+        from batchllm_operator.vllm_plugin.scheduler.trace import StepRow  # needs pyarrow
+
         return StepRow(
             step=self._step,
             start_s=begun_at - self._started_at,
@@ -344,7 +342,7 @@ class BatchLLMScheduler(AsyncScheduler):
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_preempted=now.num_preempted,
-            num_used_blocks=self._num_used_blocks(),
+            num_used_blocks=now.num_used_blocks,
             num_held_blocks=self.num_held_blocks,
             num_blocks=self._pool.num_gpu_blocks - 1,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +15,37 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
-
 _log = logging.getLogger(__name__)
 _ROWS_IN_MEMORY: Final = 1 << 14
 CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
 """Key in the file's metadata: most tokens of a step, in decimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step, counted after it has been scheduled and before it runs."""
+
+    step: int
+    start_s: float
+    """When scheduling began, since the first step."""
+    scheduling_s: float
+    num_decode_tokens: int
+    num_distinct_tokens: int
+    """Prompt tokens after their group's prefix, and recomputed tokens of preempted requests."""
+    num_prefix_tokens: int
+    """Prompt tokens of a group's prefix."""
+    num_cached_tokens: int
+    """Tokens of requests admitted in this step that were in the cache."""
+    num_scheduled: int
+    """Requests with tokens in the step."""
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_used_blocks: int
+    num_held_blocks: int
+    """Used blocks held for future members of groups without a running one."""
+    num_blocks: int
+    """Blocks of the KV cache."""
 
 
 TRACE_SCHEMA: Final = pa.schema(
