@@ -25,7 +25,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.lake import LakeTable, Publication, StagedRows, open_table
 from batchllm_operator.secrets.masking import Masker
 from batchllm_operator.shards.group_lengths import write_lengths
-from batchllm_operator.shards.parts import ShardParts, stored_shards
+from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import (
     COMMITTED_FILE,
     REFUSED_FILE,
@@ -51,11 +51,8 @@ _log = logging.getLogger(__name__)
 def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = None) -> RunReport:
     """Publish the outputs of a finished plan, all rows or nothing.
 
-    Committing a published plan again changes nothing.
-
-    Args:
-        plan: its address, or the plan that `plan_job` returned.
-        write: writes the partition's rows, for `LakeTable.publish`; by default `write_partition`.
+    Committing a published plan again changes nothing. `write` writes the partition's rows, for
+    `LakeTable.publish`.
 
     Raises:
         PlanError: the plan is absent, corrupted or of another version, its parts don't have one
@@ -113,9 +110,7 @@ def _commit(plan: StoredPlan, write: WritePartition) -> RunReport:
 def published_plan_uri(spec: JobSpec, ds: str) -> str:
     """URI of the plan whose outputs partition `ds` of the output table holds.
 
-    Raises:
-        SpecError: `ds` can't name a partition.
-        TableError: nothing is published there, or another job's outputs are.
+    Raises `TableError`: nothing is published there, or another job's outputs are.
     """
     check_partition(ds)
     table = open_table(spec.output.uri, spec.input.partition_column)
@@ -126,7 +121,7 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
 
 
 def _finished_shards(plan: StoredPlan) -> list[ShardParts]:
-    shards = stored_shards(plan)
+    shards = [ShardParts.read(plan, shard_idx) for shard_idx in range(len(plan.manifest.shards))]
     unfinished = [
         f"shard {shard_idx} ({len(stored.entries)} of {counted(planned.num_parts, 'part')})"
         for shard_idx, (planned, stored) in enumerate(
@@ -148,10 +143,8 @@ def _publish(
     """Publish, replacing `seen` or what an older plan has published since.
 
     The older plan passed its own check before it was marked; it can't publish again, because it
-    expects another publication in the partition.
-
-    Raises:
-        ConflictError: another client has published, or is about to.
+    expects another publication in the partition. Raises `ConflictError`: another client has
+    published, or is about to.
     """
     spec, ds = plan.manifest.spec, plan.manifest.ds
     add_columns = spec.output.add_columns
@@ -177,21 +170,20 @@ def _publish(
 def _write_report(
     plan: StoredPlan, table: LakeTable, shards: Sequence[ShardParts], errors: RowErrors
 ) -> RunReport:
-    """Write the report, and only then the note that the plan is committed."""
-    plan_id = plan.manifest.plan_id
+    """Write the report and its page, and only then the note that the plan is committed."""
     report = describe_run(plan, table, shards, errors)
     plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
+    store_page(plan.folder, report)
     write_lengths(plan, shards)
     committed = Committed(
-        plan_id=plan_id,
+        plan_id=plan.manifest.plan_id,
         shards=tuple(
-            ShardReport.of_parts(plan_id, shard_idx, shard.entries, len(shard.entries))
+            ShardReport.of(plan, shard_idx, shard, len(shard.entries))
             for shard_idx, shard in enumerate(shards)
         ),
         reuse_sha256=write_index(plan, [*shards, ReusedOutputs(plan)]),
     )
     plan.folder.write_bytes(COMMITTED_FILE, committed.to_bytes())
-    store_page(plan.folder, report)
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow.compute as pc
@@ -11,10 +11,9 @@ import pyarrow.compute as pc
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 from batchllm_operator.row_error import RowError
-from batchllm_operator.shards.parts import ShardParts, part_schema, stored_shards
+from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import COMMITTED_FILE, find_committed
 from batchllm_operator.shards.row_errors import NUM_EXAMPLES, RowErrors, clip
-from batchllm_operator.shards.spills import OpenPart, read_spills
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -55,7 +54,7 @@ class FailedRows:
 def find_errors(
     plan: StoredPlan, shards: Sequence[ShardParts], num_examples: int = NUM_EXAMPLES
 ) -> RowErrors:
-    """Collect the errors of planning and of the shards' parts."""
+    """Collect the errors of planning and of the shards."""
     errors = RowErrors(num_examples)
     errors.add_rejected(plan)
     for shard in shards:
@@ -80,7 +79,8 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         found, kinds = _published(plan, limit)
         num_done = counts.num_rows
     else:
-        shards = stored_shards(plan)
+        shard_idxs = range(len(plan.manifest.shards))
+        shards = [ShardParts.read(plan, idx, with_spilled=True) for idx in shard_idxs]
         if not any(shard.entries for shard in shards) and plan.folder.exists(COMMITTED_FILE):
             raise PlanError(
                 f"plan {plan.folder.uri}: its outputs have been replaced, and its parts are gone;"
@@ -88,11 +88,7 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
             )
         errors = find_errors(plan, shards, limit)
         num_done = counts.num_rejected_rows + counts.num_reused_rows
-        for shard_idx, shard in enumerate(shards):
-            num_done += sum(entry.num_rows for entry in shard.entries)
-            for part in _spilled(plan, shard_idx, shard):
-                num_done += part.counts.num_rows
-                errors.add_all(part.errors())
+        num_done += sum(shard.counts.num_rows for shard in shards)
         found, kinds = errors.first_rows(plan), errors.counts
     return FailedRows(
         plan_uri=plan.folder.uri,
@@ -104,15 +100,6 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         errors_by_kind=dict(sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))),
         rows=tuple(FailedRow(key, error.kind, error.message or "") for key, error in found),
     )
-
-
-def _spilled(plan: StoredPlan, shard_idx: int, shard: ShardParts) -> Iterable[OpenPart]:
-    """The spilled parts of a shard."""
-    manifest, written = plan.manifest, {entry.part_idx for entry in shard.entries}
-    if len(written) == manifest.shards[shard_idx].num_parts:
-        return ()
-    place = shard.folder, manifest.plan_id, shard_idx
-    return read_spills(*place, written, part_schema(manifest.spec)).values()
 
 
 def _published(

@@ -15,11 +15,12 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import LakeTable, gather, published_schema, write_files
 from batchllm_operator.row_error import INVALID_OUTPUT
-from batchllm_operator.shards.buckets import Outputs, read_all, spread
-from batchllm_operator.shards.parts import STATUS_COLUMN, output_schema, part_schema
+from batchllm_operator.shards.buckets import Outputs, output_schema, read_all, read_bucket, spread
+from batchllm_operator.shards.parts import STATUS_COLUMN, part_schema
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.streams import ahead
 
 _BATCH_ROWS: Final = 1 << 16
 _SLICE_ROWS: Final = 1 << 13
@@ -36,36 +37,23 @@ def write_partition(
     """Write the partition's rows, in input order, to files in a folder; returns the folder.
 
     Memory is one bucket of rows and two row groups, whatever the number of rows; see `spread` and
-    `write_files`.
-
-    Args:
-        sources: the rows' outputs.
-        spool: a local folder.
-        table: where they will be published; tells how large a file may be.
-
-    Raises:
-        PlanError: a row has no output, or more than one.
+    `write_files`. The local folder `spool` holds both; `table` tells how large a file may be.
+    Raises `PlanError`: a row has no output, or more than one.
     """
     joining = Joining(plan, sources)
     num_rows = plan.manifest.counts.num_rows
-    buckets = spread(sources, part_schema(plan.manifest.spec), num_rows, spool)
+    paths, rows_each = spread(sources, part_schema(plan.manifest.spec), num_rows, spool)
     most = table.most_file_bytes
-    tables = joining.tables(plan, 0, None, buckets.num_rows_each, buckets)
+    buckets = ahead(paths, read_bucket, num_threads=1)
+    tables = joining.tables(plan, 0, None, rows_each, buckets)
     write_files(gather(tables, most), spool / "data", joining.schema, most)
     return spool / "data"
 
 
 class Joining:
-    """Puts outputs beside their rows.
+    """Puts `sources`, all outputs of a plan's rows, beside these rows.
 
-    Args:
-        sources: all outputs of the plan's rows.
-
-    Attributes:
-        schema: columns of the output table.
-
-    Raises:
-        PlanError: the plan lacks columns that the job keeps.
+    Raises `PlanError`: the plan lacks columns that the job keeps.
     """
 
     def __init__(self, plan: StoredPlan, sources: Sequence[Outputs]) -> None:
@@ -90,12 +78,8 @@ class Joining:
     ) -> Iterator[pa.Table]:
         """The published rows [first_row, end_row), in order.
 
-        Args:
-            num_rows_each: rows of a bucket, except the last.
-            buckets: outputs, each bucket's sorted by `row_idx`.
-
-        Raises:
-            PlanError: a row has no output, or more than one.
+        The outputs of a bucket, for `num_rows_each` rows but in the last, are sorted by `row_idx`.
+        Raises `PlanError`: a row has no output, or more than one.
         """
         size = min(num_rows_each, _BATCH_ROWS)
         batches = plan.row_batches(self._names, first_row, end_row, batch_size=size)

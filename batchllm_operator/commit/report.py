@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchllm_operator.commit.answer_summary import summarize_answers
+from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.commit.partition import model_name
-from batchllm_operator.errors import PlanError, StorageError, TableError
+from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import LakeTable
 from batchllm_operator.report.timelines import STEP_COLUMNS, condense
 from batchllm_operator.shards.attempts import ShardProgress, Worker, attempt_name
+from batchllm_operator.shards.buckets import Outputs, read_all
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.shards.parts import ShardParts
-from batchllm_operator.shards.reports import COMMITTED_FILE, holds_outputs
 from batchllm_operator.shards.reuse_index import ReusedOutputs
 from batchllm_operator.shards.row_errors import RowErrors
+from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.manifest import PlanManifest
@@ -32,6 +35,7 @@ from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.run_report import (
     PAGE_FILE,
     REPORT_FILE,
+    AnswerSummary,
     RunReport,
     SampleRow,
     ShardRun,
@@ -48,6 +52,9 @@ _MOST_STEPS: Final = 1_000_000
 """Earlier engines' traces beyond this are dropped; a step takes some 100 bytes of memory."""
 _MOST: Final = 1 << 40
 """Upper bound of a step's counts, and of seconds since the first step."""
+_MOST_VALUES: Final = 128
+"""Values of a column whose rows are counted, the most frequent ones."""
+_DIGITS: Final = 6
 _log = logging.getLogger(__name__)
 
 
@@ -56,11 +63,18 @@ def describe_run(
 ) -> RunReport:
     """The report of a plan whose outputs are published; `shards` are in order."""
     manifest, spec = plan.manifest, plan.manifest.spec
-    attempts = _attempts(plan)
+    try:
+        made = read_attempts(plan)
+    except StorageError as error:
+        _log.warning("plan %s: what its attempts took isn't known: %s", plan.folder.uri, error)
+        made = {}
+    for note in (note for begun in made.values() for note in begun.notes):
+        _log.warning("%s", note)
+    attempts = [made.get(shard_idx, ShardAttempts()) for shard_idx in range(len(shards))]
     runs = tuple(
         ShardRun(
             shard_idx=shard_idx,
-            done=Counts.total(shard.entries),
+            done=shard.counts,
             num_attempts=begun.num_attempts,
             # Unknown if an attempt has no progress, or none had a GPU.
             gpu_s=round(begun.gpu_s, 1) if begun.is_complete and begun.gpu_s else None,
@@ -122,26 +136,16 @@ def store_page(folder: Folder, report: RunReport) -> None:
 def load_report(plan_uri: str) -> RunReport:
     """The stored report of a committed plan.
 
-    Raises:
-        PlanError: the plan is absent, wasn't committed, or this release can't read its report.
+    Raises `PlanError`: the plan is absent, wasn't committed, or this release can't read its report.
     """
     plan = StoredPlan.open(plan_uri)
     report = RunReport.read(plan.folder, REPORT_FILE)
-    if report is not None:
-        return report
-    why = "it wasn't committed yet"
-    if plan.folder.exists(COMMITTED_FILE):
-        why = "it was committed, and the file removed since; commit makes it again"
-    elif _is_published(plan):
-        why = "its rows are published, but a report wasn't written; commit again to write it"
-    raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: {why}")
-
-
-def _is_published(plan: StoredPlan) -> bool:
-    try:
-        return holds_outputs(plan)
-    except TableError:  # another job's rows
-        return False
+    if report is None:
+        raise PlanError(
+            f"plan {plan_uri}: has no {REPORT_FILE}: it wasn't committed yet, or the file was"
+            " removed since; commit writes it"
+        )
+    return report
 
 
 def _first_committed(folder: Folder) -> datetime | None:
@@ -151,18 +155,6 @@ def _first_committed(folder: Folder) -> datetime | None:
     except PlanError:
         return None
     return None if report is None else report.committed_at
-
-
-def _attempts(plan: StoredPlan) -> list[ShardAttempts]:
-    """What attempts have left of each shard; if that can't be read, only the bill is unknown."""
-    try:
-        attempts = read_attempts(plan)
-    except StorageError as error:
-        _log.warning("plan %s: what its attempts took isn't known: %s", plan.folder.uri, error)
-        attempts = {}
-    for note in (note for begun in attempts.values() for note in begun.notes):
-        _log.warning("%s", note)
-    return [attempts.get(idx, ShardAttempts()) for idx in range(len(plan.manifest.shards))]
 
 
 def _timelines(
@@ -188,15 +180,10 @@ def read_timeline(folder: Folder, began: ShardProgress) -> Timeline | None:
     None if there is no trace (vLLM's own scheduler, a killed process), or, with a warning, no
     readable one.
     """
-    try:
-        names = folder.find()
-    except StorageError as error:
-        _log.warning("%s: its traces aren't in the report: %s", folder.uri, error)
-        return None
-    begins = f"{attempt_name(began.attempt)}/trace-"
-    paths = sorted(path for path in names if path.startswith(begins) and path.endswith(".parquet"))
-    traces = []
-    for path in paths:
+    begins, traces = f"{attempt_name(began.attempt)}/trace-", []
+    for path in folder.find():
+        if not (path.startswith(begins) and path.endswith(".parquet")):
+            continue
         try:
             trace = _read_trace(folder, path)
         except (pa.ArrowException, OSError, StorageError) as error:
@@ -255,3 +242,47 @@ def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
         if len(samples) == _NUM_SAMPLE_ROWS:
             break
     return tuple(samples)
+
+
+def summarize_answers(
+    spec: JobSpec, planned: PlannedAnswers, sources: Sequence[Outputs]
+) -> AnswerSummary:
+    """Count and average the answers of `sources`, each for the rows that its request stands for.
+
+    Memory is one part. Empty if the job asks for nothing that can be counted or averaged.
+    """
+    answers = Answers.of(spec, planned).over(partial(read_all, sources))
+    counts = {name: Counter[str]() for kind in answers.kinds for name in kind.counted}
+    # Sum of finite numbers, and the rows that have one.
+    sums = {name: np.zeros(2) for kind in answers.kinds for name in kind.averaged}
+    texts = Counter[str]()
+    names = ["row_idxs", "generated_text", "error", *(field.name for field in answers.raw_fields)]
+    for part in read_all(sources, names) if counts or sums else ():
+        answered = part.filter(pc.is_null(part["error"]))
+        if not answered.num_rows:
+            continue
+        num_rows = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
+        if spec.task == "classify":  # texts are single tokens, so there are few
+            texts.update(_rows_by_value(answered["generated_text"], num_rows))
+        columns = {"generated_text": answered["generated_text"], **answers.columns(answered)}
+        for name, counter in counts.items():
+            counter.update(_rows_by_value(columns[name], num_rows))
+        for name, total in sums.items():
+            values = columns[name].to_numpy(zero_copy_only=False)  # null becomes NaN
+            finite = np.isfinite(values)
+            total += values[finite] @ num_rows[finite], num_rows[finite].sum()
+    means = {name: round(float(s / n), _DIGITS) for name, (s, n) in sums.items() if n}
+    remarks = {k: v for kind in answers.kinds for k, v in kind.remarks(means, texts).items()}
+    most_frequent = {
+        name: dict(sorted(counter.items(), key=lambda item: (-item[1], item[0]))[:_MOST_VALUES])
+        for name, counter in counts.items()
+    }
+    return AnswerSummary(counts=most_frequent, means=means, **remarks)
+
+
+def _rows_by_value(
+    column: pa.Array | pa.ChunkedArray, num_rows: NDArray[np.int64]
+) -> dict[str, int]:
+    rows = pa.table({"value": column, "rows": num_rows}).group_by("value")
+    sums = rows.aggregate([("rows", "sum")])
+    return dict(zip(sums["value"].to_pylist(), sums["rows_sum"].to_pylist(), strict=True))

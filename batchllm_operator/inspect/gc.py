@@ -79,13 +79,11 @@ def find_garbage(
     """Find removable files among a job's plans, records and temporary files; read-only.
 
     Args:
-        spec: the job.
         before: seconds since 1970; what has changed since then is kept.
         ds: the only partition to search; None for all.
 
-    Raises:
-        SpecError: the output table's address is wrong, or the storage doesn't tell when files were
-            written.
+    Raises `SpecError`: the output table's address is wrong, or the storage doesn't tell when files
+    were written.
     """
     root = job_root(spec)
     folders = [root.child(name) for name in root.subfolder_names()]
@@ -116,8 +114,7 @@ def find_garbage(
 def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept]]:
     """Remove what hasn't changed since it was found; returns what was removed, and what was kept.
 
-    Raises:
-        StorageError: the storage fails; the rest will be found again.
+    Raises `StorageError`: the storage fails; the rest will be found again.
     """
     removed: list[Garbage] = []
     kept: list[Kept] = []

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.cost import BLOCK_SIZE, MODEL_SHAPES, EngineLimits, ModelShape, find_gpu
@@ -45,8 +46,7 @@ _DEFAULT_MODEL: Final = "Mistral-7B"
 class SimulationOptions:
     """Options of a simulation; None: as in the plan, else H100 and Mistral-7B.
 
-    Raises:
-        SpecError: a policy is unknown, or a number is out of its range.
+    Raises `SpecError`: a policy is unknown, or a number is out of its range.
     """
 
     policies: Sequence[str] = DEFAULT_POLICIES
@@ -143,13 +143,7 @@ def shard_to_simulate(
 
 
 def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workload, Machine]:
-    """Made-up requests, and the machine by the options.
-
-    Raises:
-        PlanError: the model leaves no room for KV.
-        ModelError: the model's shape is unknown.
-        SpecError: the table of GPUs is broken, or lacks the GPU.
-    """
+    """Made-up requests, and the machine by the options; raises like `shard_to_simulate`."""
     model = find_model(options.model or _DEFAULT_MODEL)
     gpu = find_gpu(options.gpu or _DEFAULT_GPU, options.gpu_table)
     limits = options.limits(EngineLimits())
@@ -163,11 +157,8 @@ def simulate_policies(
 ) -> Iterator[Run]:
     """Run the workload under each policy, one after the other.
 
-    Raises:
-        PlanError: a request doesn't fit into the KV cache.
-        SpecError: vLLM's scheduler refuses a setting.
-        MissingLibraryError: vLLM isn't installed.
-        EngineError: vLLM can't be imported, or doesn't end.
+    Raises `PlanError`: a request doesn't fit into the KV cache; `SpecError`: vLLM's scheduler
+    refuses a setting; `MissingLibraryError`, `EngineError`: vLLM isn't there, or doesn't end.
     """
     _log.info("loading vLLM's scheduler, which takes some seconds")
     try:
@@ -189,8 +180,7 @@ def simulate_policies(
 def find_model(name: str) -> ModelShape:
     """A built-in shape, or that of a folder's or hub id's `config.json`.
 
-    Raises:
-        ModelError: there is none, or its kind is unknown.
+    Raises `ModelError`: there is none, or its kind is unknown.
     """
     if name in MODEL_SHAPES:
         return MODEL_SHAPES[name]
@@ -228,18 +218,15 @@ def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
 def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:
     shard, manifest = plan.shard(shard_idx), plan.manifest
     with plan.open_shard(shard_idx) as file:
-        table = pa.concat_tables(map(file.read_row_group, range(shard.num_parts)))
+        table = file.read()
     if "num_output_tokens" not in table.column_names:
         raise PlanError(
             f"plan {plan.folder.uri}: {shard.file} has no estimated output lengths; make the plan"
             " again with this release"
         )
-    prompts = table["prompt_token_ids"].chunks
-    offsets = np.zeros(table.num_rows + 1, dtype=np.int64)
-    np.cumsum(
-        np.concatenate([part.value_lengths().to_numpy() for part in prompts]), out=offsets[1:]
-    )
-    tokens = TokenTable(np.concatenate([part.flatten().to_numpy() for part in prompts]), offsets)
+    prompts = table["prompt_token_ids"]
+    ends = np.cumsum(pc.list_value_length(prompts).to_numpy(), dtype=np.int64)
+    tokens = TokenTable(pc.list_flatten(prompts).to_numpy(), np.append(0, ends))
     if ADAPTER_FIELD.name in table.column_names:
         tokens = _with_adapters(tokens, table[ADAPTER_FIELD.name])
     outputs = table["num_output_tokens"].to_numpy()

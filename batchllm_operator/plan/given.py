@@ -33,7 +33,8 @@ from batchllm_operator.plan.rows.input_checks import (
     warn_of_control_tokens,
 )
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
-from batchllm_operator.shards.parts import STATUS_COLUMN, output_schema
+from batchllm_operator.shards.buckets import output_schema
+from batchllm_operator.shards.parts import STATUS_COLUMN
 from batchllm_operator.shards.row_errors import (
     RowErrors,
     WrittenRows,

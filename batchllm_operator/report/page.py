@@ -5,38 +5,27 @@ Its templates draw the pictures here, each with its words and its table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import cycle, pairwise
+from itertools import pairwise
 from statistics import fmean
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.amounts import clipped, counted
+from batchllm_operator.amounts import counted
 from batchllm_operator.prefixes.sharing import Histogram
-from batchllm_operator.report.pages import Trail, count, duration, ratio, render
+from batchllm_operator.report.pages import Trail, bar_name, count, duration, ratio, render
 from batchllm_operator.report.timelines import TOKEN_STACK, VALLEY_BIN
 from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.run_report import RunReport, ShardRun, Timeline
 
 _NUM_SLOWEST: Final = 10
 _MOST_BARS: Final = 40
-_MAX_BAR_NAME: Final = 32
 _TABLE_POINTS: Final = 24
 """Rows of a timeline's table."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    name: str
-    share: float
-    """Its length, as a share of the longest one."""
-    label: str
-    colour: str
-    """One of the page's CSS variables, as for all pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +58,14 @@ class Plot:
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     """The numbers behind the picture; the first cell of a row is its name."""
-    bars: Sequence[Bar] = ()
+    values: Sequence[float] = ()
+    """Lengths of bars, one for each row, of which the first are drawn."""
+    colours: Sequence[str] = ()
+    """Of the bars, by turns."""
+    longest: float | None = None
+    """A bar that fills the width; None for the longest of them."""
+    label: int = 1
+    """The cell beside a bar."""
     panels: Sequence[Panel] = ()
     duration: str = ""
     """That of the panels."""
@@ -110,14 +106,16 @@ def _saving_plot(report: RunReport) -> Plot:
         "planned": report.planned_saving,
         "achieved": report.achieved_saving,
     }
-    shown = {name: ratio(value) for name, value in values.items()}
+    rows = [(name, ratio(value)) for name, value in values.items()]
     return Plot(
         "Prompt tokens saved",
         "Bars of the share of prompt tokens that needn't be computed: "
-        + ", ".join(f"{text} {name}" for name, text in shown.items()),
+        + ", ".join(f"{text} {name}" for name, text in rows),
         ("Saving", "Share of prompt tokens"),
-        list(shown.items()),
-        _bars(shown, [value or 0.0 for value in values.values()], ("muted", "decode", "prefix"), 1),
+        rows,
+        [value or 0.0 for value in values.values()],
+        ("muted", "decode", "prefix"),
+        longest=1.0,
     )
 
 
@@ -129,50 +127,53 @@ def _token_plot(done: Counts) -> Plot:
         "prompt, computed": done.num_computed_tokens,
         "output": done.num_output_tokens,
     }
-    shown = {name: count(number) for name, number in kinds.items()}
+    rows = _shares(kinds)
     return Plot(
         "Tokens by kind",
-        "Bars of tokens: " + ", ".join(f"{number} {name}" for name, number in shown.items()),
+        "Bars of tokens: " + ", ".join(f"{number} {name}" for name, number, _ in rows),
         ("Kind", "Tokens", "Share"),
-        _shares(kinds),
-        _bars(shown, list(kinds.values()), ("saved", "prefix", "distinct", "decode")),
+        rows,
+        list(kinds.values()),
+        ("saved", "prefix", "distinct", "decode"),
     )
 
 
 def _value_plot(column: str, counts: Mapping[str, int]) -> Plot:
     """Rows by value of a column, such as its labels; `counts` has the most frequent first."""
     rows = _shares(counts)
-    bars = _bars({name: share for name, _, share in rows}, list(counts.values()), ("prefix",))
     return Plot(
         f"Rows by {column}",
         f"Bars of rows by {column}: {counted(len(counts), 'value')}, most of the rows,"
-        f" {bars[0].label}, with {bars[0].name}",
+        f" {rows[0][2]}, with {bar_name(rows[0][0])}",
         (column.capitalize(), "Rows", "Share"),
         rows,
-        bars,
+        list(counts.values()),
+        ("prefix",),
+        label=2,
     )
 
 
 def _shard_plot(shards: Sequence[ShardRun]) -> Plot:
     slowest = sorted(shards, key=lambda shard: -shard.done.engine_s)[:_MOST_BARS]
-    seconds = [shard.done.engine_s for shard in shards]
-    shown = {str(shard.shard_idx): duration(shard.done.engine_s) for shard in slowest}
+    rows = [
+        (
+            str(shard.shard_idx),
+            duration(shard.done.engine_s),
+            count(shard.done.num_rows),
+            count(shard.done.computed_tokens_per_s),
+            count(shard.done.output_tokens_per_s),
+        )
+        for shard in slowest
+    ]
+    mean_s = fmean(shard.done.engine_s for shard in shards)
     return Plot(
         "Seconds of generating, by shard",
         f"Bars of the {len(slowest)} slowest of {counted(len(shards), 'shard')}: the slowest took"
-        f" {duration(max(seconds))}, an average one {duration(fmean(seconds))}",
+        f" {rows[0][1]}, an average one {duration(mean_s)}",
         ("Shard", "Generating", "Rows", "Computed tokens/s", "Output tokens/s"),
-        [
-            (
-                str(shard.shard_idx),
-                duration(shard.done.engine_s),
-                count(shard.done.num_rows),
-                count(shard.done.computed_tokens_per_s),
-                count(shard.done.output_tokens_per_s),
-            )
-            for shard in slowest
-        ],
-        _bars(shown, [shard.done.engine_s for shard in slowest], ("distinct",)),
+        rows,
+        [shard.done.engine_s for shard in slowest],
+        ("distinct",),
     )
 
 
@@ -186,15 +187,16 @@ def _histogram_plot(
         count(low) if high == low + 1 else f"{count(low)} to {count(high - 1)}"
         for low, high in pairwise(histogram.edges)
     ]
-    shown = dict(zip(names, map(count, histogram.counts), strict=True))
-    most = int(np.argmax(histogram.counts))
+    rows = list(zip(names, map(count, histogram.counts), strict=True))
+    name, most = rows[int(np.argmax(histogram.counts))]
     return Plot(
         title,
         f"Bars of {things} by {sizes}: {count(sum(histogram.counts))} {things} in all, most of"
-        f" them, {shown[names[most]]}, with {names[most]}",
+        f" them, {most}, with {name}",
         (sizes.capitalize(), things.capitalize()),
-        list(shown.items()),
-        _bars(shown, histogram.counts, (colour,)),
+        rows,
+        histogram.counts,
+        (colour,),
     )
 
 
@@ -257,27 +259,6 @@ def _area(label: str, colour: str, shares: NDArray[np.float64]) -> Area:
     """Steps of these heights, as shares of the panel's."""
     steps = "".join(f"V{100 - 100 * share:.1f}H{end}" for end, share in enumerate(shares, start=1))
     return Area(label, colour, f"M0 100{steps}V100Z")
-
-
-def _bars(
-    labels: Mapping[str, str],
-    values: Sequence[float],
-    colours: Iterable[str],
-    longest: float | None = None,
-) -> list[Bar]:
-    """The first bars, by their names; as long as the longest value, if `longest` isn't given."""
-    most = longest or max(*values, 1e-9)
-    return [
-        Bar(
-            clipped(name if name.isprintable() else repr(name), _MAX_BAR_NAME),
-            min(max(value / most, 0.0), 1.0),
-            label,
-            colour,
-        )
-        for (name, label), value, colour in zip(
-            list(labels.items())[:_MOST_BARS], values, cycle(colours), strict=False
-        )
-    ]
 
 
 def _shares(counts: Mapping[str, int]) -> list[tuple[str, str, str]]:

@@ -9,9 +9,10 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from batchllm_operator import __version__, progress
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import clipped, counted
 
 _UNKNOWN: Final = "unknown"
+_MAX_BAR_NAME: Final = 32
 
 Trail = Sequence[tuple[str, str]]
 """Text and URL of links, such as those to the pages above, the topmost first."""
@@ -22,11 +23,8 @@ def render(template: str, *, trail: Trail = (), actions: Trail = (), **values: A
 
     `trail` are the pages above this one, `actions` its links to files, `values` its content.
     """
-    return (
-        _environment()
-        .get_template(template)
-        .render(trail=trail, actions=actions, version=__version__, **values)
-    )
+    page = _environment().get_template(template)
+    return page.render(trail=trail, actions=actions, version=__version__, **values)
 
 
 def count(value: int | float | None) -> str:
@@ -54,6 +52,11 @@ def usd(value: float | None) -> str:
     return f"${value:,.2f}" if value >= 0.01 or value == 0 else "under $0.01"
 
 
+def bar_name(text: str) -> str:
+    """Any text as the name of a bar."""
+    return clipped(text if text.isprintable() else repr(text), _MAX_BAR_NAME)
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -63,7 +66,6 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        count=count, counted=counted, mean=mean, ratio=ratio, duration=duration, usd=usd
-    )
+    filters = (count, counted, mean, ratio, duration, usd, bar_name)
+    environment.filters.update({function.__name__: function for function in filters})
     return environment

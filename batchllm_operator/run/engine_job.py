@@ -39,31 +39,21 @@ def pin_revision(manifest: PlanManifest) -> JobSpec:
 def engine_job(
     plan: StoredPlan, num_requests: int, trace_folder: Path | None, *, is_chained: bool = False
 ) -> EngineJob:
-    """What the plan says about an engine's work.
-
-    Args:
-        num_requests: those that are expected.
-        trace_folder: local folder for traces of the engine's steps; None for no traces.
-        is_chained: see `EngineJob`.
-    """
+    """What the plan says about an engine's work; for the arguments see `EngineJob`."""
+    manifest, step_cost = plan.manifest, None
+    if (estimate := manifest.estimate) is not None:
+        num_gpus = manifest.spec.engine.tensor_parallel_size
+        token_s, weights_s = matrix_seconds(estimate.model, estimate.gpu, num_gpus)
+        step_cost = StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
     return EngineJob(
-        max_model_len=plan.manifest.max_model_len,
+        max_model_len=manifest.max_model_len,
         num_requests=num_requests,
-        step_cost=_step_cost(plan.manifest),
-        profiles=StoredProfiles.of(plan.manifest.spec),
+        step_cost=step_cost,
+        profiles=StoredProfiles.of(manifest.spec),
         trace_folder=trace_folder,
-        answers=plan.manifest.answers,
+        answers=manifest.answers,
         is_chained=is_chained,
     )
-
-
-def _step_cost(manifest: PlanManifest) -> StepCost | None:
-    estimate = manifest.estimate
-    if estimate is None:
-        return None
-    num_gpus = manifest.spec.engine.tensor_parallel_size
-    token_s, weights_s = matrix_seconds(estimate.model, estimate.gpu, num_gpus)
-    return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
 
 
 @contextmanager

@@ -34,8 +34,6 @@ INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
 DEFAULT_INTERVAL_S: Final = 5.0
 _LEAST_INTERVAL_S: Final = 0.1
 _WINDOW_S: Final = 60
-_STEP_S: Final = 1
-"""Outputs within one second are one entry of the window."""
 _END_WAIT_S: Final = 5.0
 """Upper bound of the wait for the last write at the end of a run."""
 _QUIET_S: Final = 86_400.0
@@ -140,10 +138,7 @@ class LiveProgress:
 
     def start(self) -> None:
         """Start the thread, which writes at once."""
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # too many threads
-            self._warn(error)
+        self._thread.start()
 
     def hold_gpus(self) -> None:
         """Count GPU time for this attempt from now on, until it ends; a second call does nothing.
@@ -160,8 +155,8 @@ class LiveProgress:
 
     def count_output(self, output: EngineOutput, num_rows: int) -> None:
         clock = self._clock()
-        if not self._window or clock - self._window[-1][0] >= _STEP_S:
-            self._window = (*self._window[1 - _WINDOW_S // _STEP_S :], (clock, self.done))
+        if not self._window or clock - self._window[-1][0] >= 1:
+            self._window = (*self._window[1 - _WINDOW_S :], (clock, self.done))
         self.done += Counts.of([(output, num_rows)])
 
     def count_part(self) -> None:
@@ -185,8 +180,8 @@ class LiveProgress:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_END_WAIT_S)
-            if self._thread.is_alive():
-                _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
+        if self._thread.is_alive():
+            _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
 
     def snapshot(self) -> ShardProgress:
         running_at, held_at, ended_at = self._running_at, self._held_at, self._ended_at
@@ -213,11 +208,9 @@ class LiveProgress:
 
     def note(self) -> str:
         """Speed over the last minute and the saving so far, for a progress line."""
-        clock, done = self._clock(), self.done
-        running_s = 0.0 if self._running_at is None else clock - self._running_at
-        computed_per_s, output_per_s, _ = self._rates(clock, done, running_s)
-        saved = 100 * (done.saving_ratio or 0.0)
-        return f"{token_speed(computed_per_s, output_per_s)}, {saved:.0f} % of prompt tokens saved"
+        now = self.snapshot()
+        speed = token_speed(now.computed_tokens_per_s, now.output_tokens_per_s)
+        return f"{speed}, {100 * (now.done.saving_ratio or 0.0):.0f} % of prompt tokens saved"
 
     def _rates(self, clock: float, done: Counts, running_s: float) -> tuple[float, float, float]:
         """Computed prompt tokens, output tokens and rows per second, over the last minute or since

@@ -15,13 +15,7 @@ from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 class Replicas:
-    """The meetings before this worker's shards, and what they cost.
-
-    Args:
-        plan: the plan, with the number of replicas.
-        folder: see `Rounds`.
-        rank: of this replica.
-    """
+    """The meetings in `folder` before a worker's shards, and what they cost; see `Rounds`."""
 
     def __init__(self, plan: StoredPlan, folder: Path, rank: int) -> None:
         self._spec = plan.manifest.spec

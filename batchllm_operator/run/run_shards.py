@@ -56,22 +56,17 @@ def run_worker(
     Args:
         plan: its address, or the plan that `plan_job` returned.
         worker: its number, from 0. Of two with the same number, each takes other shards. One from
-            `num_workers` on came later, and only helps: it has no run of its own.
-        num_workers: may differ from one call to the next.
-        start: creates the engine.
+            `num_workers` on, which may differ between calls, only helps: it has no run of its own.
         num_gpus: GPUs of this process, for all replicas together; None for the spec's number.
-        owner: attempts of the same owner count as left, others' only once they show no sign of
-            life.
+        owner: attempts of the same owner count as left, others' once they show no sign of life.
         drain: once it has begun, no further part is opened, and no shard claimed.
-        observe: see `live_progress.Observe`.
         replica: which of the spec's replicas this worker is, in a process with its GPUs only; None
             for the only one.
         meeting_folder: where replicas meet to compute prefixes together; None for no such prefixes.
 
     Raises:
         ValueError: there is no such worker.
-        PlanError: the plan is absent, damaged or of another version, or the model isn't the one
-            that the plan was made with.
+        PlanError: the plan is absent, damaged or of another version, or has another model.
         ModelError: the model's tokenizer can't be loaded.
         SpecError: the engine doesn't know a setting, or the spec needs another number of GPUs.
         EngineError: the engine can't start, or keeps dying.
@@ -122,11 +117,7 @@ def _meeting_replicas(
 def replica_environments(plan_uri: str, num_gpus: int | None = None) -> list[dict[str, str]]:
     """Environment variables of the processes in which a worker's replicas are workers themselves.
 
-    Empty if there is one replica.
-
-    Raises:
-        PlanError: see `run_worker`.
-        SpecError: the spec's replicas don't fit the GPUs.
+    Empty if there is one replica; raises like `run_worker`.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
     spec = plan.manifest.spec

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.errors import FencedError
-from batchllm_operator.run.shard_sight import ShardReader, Sight
+from batchllm_operator.run.shard_sight import Sight, look_at
 from batchllm_operator.shards.attempts import (
     LIVE_STATES,
     Attempt,
@@ -91,7 +90,7 @@ class ShardQueue:
         self._run_of = runs_of(self._work, num_workers)
         self._sights: dict[int, Sight] = {}
         self._finished: dict[int, ShardReport] = {}
-        self._reader = ShardReader(plan)
+        self._damaged: set[int] = set()
         self._mine: dict[int, _Begun] = {}
         """Shards that this process runs."""
         self._last: tuple[_Begun, float] | None = None
@@ -112,9 +111,7 @@ class ShardQueue:
     def take(self) -> Claimed | None:
         """Claim the next shard; None if there is none now.
 
-        Raises:
-            PlanError: a report or a ledger entry is of another version.
-            StorageError: the lake can't be read or written.
+        Raises `PlanError`: a report or a ledger entry is of another version.
         """
         while (shard_idx := self.next_shard()) is not None:
             sight = self._sights.get(shard_idx)
@@ -218,9 +215,8 @@ class ShardQueue:
         old = [sight for sight in old if sight.is_old(self._now())]
         return max((sight.watch_s - (now - sight.seen_at) for sight in old), default=0.0)
 
-    def give_up(self, shard_idx: int, error: FencedError) -> None:
+    def give_up(self, shard_idx: int) -> None:
         """Note that a later attempt has taken over a shard."""
-        _log.warning("shard %d is left to another worker: %s", shard_idx, error)
         del self._mine[shard_idx]
 
     def ended(self, report: ShardReport) -> None:
@@ -247,7 +243,8 @@ class ShardQueue:
     def _read(self, shard_idx: int) -> ShardReport | Sight | None:
         # What was finished before this run may have been damaged. Each worker checks its own run's.
         is_checked = self._is_first_look and self._run_of[shard_idx] == self.worker
-        return self._reader.read(shard_idx, self._clock(), is_checked=bool(is_checked))
+        seen_at, is_checked = self._clock(), bool(is_checked)
+        return look_at(self._plan, shard_idx, seen_at, self._damaged, is_checked=is_checked)
 
     def _is_left(self, shard_idx: int) -> bool:
         """Whether nobody works on a shard that was begun.
@@ -281,10 +278,8 @@ def predicted_work(plan: StoredPlan) -> npt.NDArray[np.float64]:
 def runs_of(work: npt.NDArray[np.float64], num_workers: int) -> npt.NDArray[np.int64]:
     """The worker in whose run each shard is: int64 [num_shards], ascending.
 
-    Runs are consecutive shards of about equal work: each shard is where its middle falls.
-
-    Args:
-        work: float64 [num_shards], >= 0.
+    Runs are consecutive shards of about equal `work`, float64 [num_shards], >= 0: each shard is
+    where its middle falls.
     """
     weights = work if work.sum() > 0 else np.ones_like(work)
     ends = np.cumsum(weights)

@@ -4,58 +4,122 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from typing import Final
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
-from batchllm_operator.row_error import RowError
 from batchllm_operator.run.live_progress import Holder, LiveProgress
-from batchllm_operator.run.open_parts import OpenParts
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.shards.attempts import Attempt
-from batchllm_operator.shards.parts import (
-    PartEntry,
-    ShardParts,
-    part_schema,
-    read_ledger,
-    write_part,
-)
+from batchllm_operator.shards.parts import PartOutputs, ShardFiles, ShardParts
 from batchllm_operator.shards.reports import REPORT_FILE, ShardReport
-from batchllm_operator.shards.spills import OpenPart, read_spills, write_spill
-from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _log = logging.getLogger(__name__)
+SPILL_ROWS: Final = 1_000
+SPILL_S: Final = 20.0
+"""Finished rows of open parts are spilled when there are so many that no file holds, or one has
+waited for so long. `kill -9` loses no more than that, and nothing that is 30 s old: the time is
+looked at every few seconds."""
 
 
-class StoredShard(NamedTuple):
-    """What all attempts at a shard have stored so far."""
+class OpenParts:
+    """Parts with requests in the engine or with outputs in spills; for one thread at a time."""
 
-    folder: Folder
-    entries: dict[int, PartEntry]
-    """The ledger, by part_idx."""
-    spilled: dict[int, OpenPart]
-    """Spilled outputs of other parts, by part_idx."""
+    def __init__(self, spilled: Mapping[int, PartOutputs]) -> None:
+        self.parts = dict(spilled)
+        """By part_idx; at first what earlier attempts have finished of unfinished parts."""
+        self.in_engine: set[int] = set()
+        """Those that the engine works on."""
+        self._part_of: dict[int, int] = {}
+        """request_idx -> part_idx, for requests in the engine."""
+        self._new: dict[int, PartOutputs] = {}
+        """Outputs that no spill holds, by part_idx."""
+        self._new_since = 0.0
+        """When the first of them was added."""
+        self._suspects: dict[int, int] = {}
+        """Requests that the engine couldn't serve, since it has served one, with their rows."""
 
-    @classmethod
-    def read(cls, plan: StoredPlan, shard_idx: int) -> StoredShard:
-        """Raises `PlanError` if an entry is of another version."""
-        folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
-        entries, schema = read_ledger(folder, plan_id), part_schema(plan.manifest.spec)
-        return cls(folder, entries, read_spills(folder, plan_id, shard_idx, entries, schema))
+    def __contains__(self, output: EngineOutput) -> bool:
+        """Whether the output's request is from here."""
+        return output.request_idx in self._part_of
 
-    def errors(self) -> Iterator[tuple[RowError, list[int]]]:
-        """The error and the rows of each request that has failed."""
-        yield from ShardParts(self.folder, list(self.entries.values())).failed()
-        for part in self.spilled.values():
-            yield from part.errors()
+    @property
+    def num_suspect_rows(self) -> int:
+        """Rows that the engine couldn't serve, since it has served one: it may be at fault."""
+        return sum(self._suspects.values())
+
+    def feed(self, part_idx: int, row_idxs: Mapping[int, list[int]]) -> None:
+        """Note that the engine gets these requests of a part; `row_idxs` are their rows."""
+        self.parts.setdefault(part_idx, PartOutputs()).row_idxs.update(row_idxs)
+        self.in_engine.add(part_idx)
+        self._part_of.update(dict.fromkeys(row_idxs, part_idx))
+
+    def add(self, output: EngineOutput) -> tuple[int, int | None]:
+        """Add an engine's output; its number of rows, and its part_idx if that is whole now."""
+        request_idx = output.request_idx
+        part_idx = self._part_of.pop(request_idx)
+        part = self.parts[part_idx]
+        row_idxs = part.row_idxs[request_idx]
+        self._new_since = self._new_since if self._new else time.monotonic()
+        new = self._new.setdefault(part_idx, PartOutputs())
+        part.outputs[request_idx] = new.outputs[request_idx] = output
+        new.row_idxs[request_idx] = row_idxs
+        if output.is_served:
+            self._suspects.clear()
+        else:
+            self._suspects[request_idx] = len(row_idxs)
+        return len(row_idxs), part_idx if len(part.outputs) == len(part.row_idxs) else None
+
+    def close(self, part_idx: int) -> None:
+        """Remove a part that is written."""
+        del self.parts[part_idx]
+        self._new.pop(part_idx, None)
+        self.in_engine.discard(part_idx)
+
+    def stop(self) -> None:
+        """Forget what no file holds, and what the engine works on."""
+        for part_idx, new in self._new.items():
+            for request_idx in new.outputs:
+                del self.parts[part_idx].outputs[request_idx]
+        self._new.clear()
+        self.in_engine.clear()
+
+    @property
+    def is_spill_due(self) -> bool:
+        num_rows = sum(len(rows) for new in self._new.values() for rows in new.row_idxs.values())
+        has_waited = bool(self._new) and time.monotonic() - self._new_since >= SPILL_S
+        return has_waited or num_rows >= SPILL_ROWS
+
+    def unspilled(self, *, with_suspects: bool) -> dict[int, PartOutputs]:
+        """The outputs that no spill holds, by part_idx; all but suspects if not `with_suspects`."""
+        left_out = () if with_suspects else self._suspects
+        chosen = {
+            part_idx: PartOutputs(
+                {idx: out for idx, out in new.outputs.items() if idx not in left_out}, new.row_idxs
+            )
+            for part_idx, new in self._new.items()
+        }
+        return {part_idx: part for part_idx, part in chosen.items() if part.outputs}
+
+    def note_spilled(self, spilled: Mapping[int, PartOutputs], engine_s: float) -> None:
+        """Note that a spill holds these outputs, and `engine_s` seconds, which its parts share."""
+        num_outputs = sum(len(part.outputs) for part in spilled.values())
+        for part_idx, part in spilled.items():
+            self.parts[part_idx].engine_s += engine_s * len(part.outputs) / num_outputs
+            new = self._new[part_idx]
+            for request_idx in part.outputs:
+                del new.outputs[request_idx], new.row_idxs[request_idx]
+            if not new.outputs:
+                del self._new[part_idx]
+        self._new_since = time.monotonic()
 
 
 class ShardRun:
@@ -67,6 +131,7 @@ class ShardRun:
 
     Attributes:
         work: what is left to generate; set by `begin`.
+        open_parts: what isn't written yet.
         is_given_up: a later attempt has taken over; nothing is fed any more.
     """
 
@@ -75,34 +140,34 @@ class ShardRun:
     def __init__(self, plan: StoredPlan, shard_idx: int, attempt: Attempt, holder: Holder) -> None:
         self.shard_idx, self.attempt, self.shard = shard_idx, attempt, plan.shard(shard_idx)
         self.is_given_up = False
-        self._plan, self._holder, self._plan_id = plan, holder, plan.manifest.plan_id
-        self._schema = part_schema(plan.manifest.spec)
+        self._plan, self._holder = plan, holder
         self._answers = Answers.of(plan.manifest.spec)
+        self._files = ShardFiles.of(plan, shard_idx)
         # An earlier attempt may have finished parts until it saw the claim.
-        folder, self._entries, spilled = StoredShard.read(plan, shard_idx)
-        self._folder, self._num_resumed = folder, len(self._entries)
-        self._open = OpenParts(spilled)
+        self._entries = self._files.ledger()
+        self._num_resumed = len(self._entries)
+        self.open_parts = OpenParts(self._files.spilled(self._entries))
+        self._lock = threading.RLock()
         self.progress = LiveProgress(
-            *(plan, shard_idx, attempt, holder, self._stored(), self._num_resumed),
+            *(plan, shard_idx, attempt, holder, self.finished.counts, self._num_resumed),
             also=self._spill_while_waiting,
         )
         self._context = ExitStack()
-        self._spill_idxs, self._spilling = count(), threading.Lock()
+        self._spill_idxs = count()
 
     def begin(self) -> None:
         """Show progress, and open the shard's file.
 
-        Raises:
-            PlanError: the file is damaged or missing.
+        Raises `PlanError`: the file is damaged or missing.
         """
-        spilled = dict(self._open.items())
+        spilled = self.open_parts.parts.values()
         if self.attempt.number > 1:
             _log.info(
                 "shard %d, attempt %d: earlier attempts have finished %s, and %s of others",
                 self.shard_idx,
                 self.attempt.number,
                 counted(self._num_resumed, "part"),
-                counted(sum(part.counts.num_rows for part in spilled.values()), "row"),
+                counted(sum(part.counts.num_rows for part in spilled), "row"),
             )
         if self._holder.observe is not None:
             self._context.enter_context(self._holder.observe(self.progress))
@@ -115,7 +180,7 @@ class ShardRun:
             has_estimates=spec.planner.estimated_output_tokens is not None
             or spec.sampling.ignore_eos,
             first=self.shard.replicas.first_groups if self.shard.replicas else [],
-            finished=[idx for part in spilled.values() for idx in part.outputs],
+            finished=[idx for part in spilled for idx in part.outputs],
         )
 
     def end(self, error: BaseException | None = None) -> None:
@@ -125,8 +190,9 @@ class ShardRun:
                 if error is not None and not isinstance(error, FencedError):
                     self._keep_finished(error)
             finally:
-                self._open.stop()
-                self.progress.end(error, self._stored())
+                with self._lock:
+                    self.open_parts.stop()
+                self.progress.end(error, self.finished.counts)
 
     def _keep_finished(self, why: BaseException) -> None:
         is_trusted = isinstance(why, (KeyboardInterrupt, FailedRowsError))
@@ -138,24 +204,17 @@ class ShardRun:
         except (BatchLLMError, OSError) as error:
             _log.warning("finished rows of shard %d are lost: %s", self.shard_idx, error)
 
-    def _stored(self) -> Counts:
-        parts = (part.counts for _, part in self._open.items())
-        return Counts.total([*self._entries.values(), *parts])
-
     @property
     def num_failed_rows(self) -> int:
         """Rows that have failed in all attempts, without those for which the engine may be at
         fault."""
-        return self.progress.done.num_failed_rows - self._open.num_suspect_rows
-
-    def errors(self) -> Iterator[tuple[RowError, list[int]]]:
-        """The error and the rows of each request that has failed in any attempt."""
-        return StoredShard(self._folder, self._entries, dict(self._open.items())).errors()
+        return self.progress.done.num_failed_rows - self.open_parts.num_suspect_rows
 
     @property
-    def num_open_parts(self) -> int:
-        """Parts that the engine works on."""
-        return self._open.num_in_engine
+    def finished(self) -> ShardParts:
+        """What all attempts have finished."""
+        entries, open_parts = list(self._entries.values()), list(self.open_parts.parts.values())
+        return ShardParts(self._files.folder, entries, open_parts)
 
     @property
     def num_left(self) -> int:
@@ -174,7 +233,8 @@ class ShardRun:
             part_idx, table = part
             request_idxs = table["request_idx"].to_pylist()
             rows = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
-            self._open.feed(part_idx, rows)
+            with self._lock:
+                self.open_parts.feed(part_idx, rows)
             hints = table.drop_columns(["row_idxs", "prompt_token_ids"]).to_pylist()
             for hint, token_ids in zip(hints, table["prompt_token_ids"], strict=True):
                 if self.is_given_up:
@@ -184,93 +244,80 @@ class ShardRun:
     def _may_open_part(self) -> bool:
         return not (self._holder.drain.has_begun or self.is_given_up)
 
-    def takes(self, output: EngineOutput) -> bool:
-        """Whether the output's request is from here."""
-        return output in self._open
-
     def take(self, output: EngineOutput) -> int:
         """Keep an output; its part is written after the last one. Returns its number of rows.
 
-        Raises:
-            FencedError: a later attempt has taken over.
+        Raises `FencedError`: a later attempt has taken over.
         """
         if output.is_served and output.text is not None:
             fault = self._answers.fault(output.text, output.raw)
             output = output if fault is None else replace(output, error=fault)
-        num_rows, finished = self._open.add(output)
-        if self.is_given_up:
-            return 0
-        self.progress.count_output(output, num_rows)
-        if finished is None:
-            self._spill_if_due()
-        else:
-            part_idx, part = finished
-            self._write(part_idx, part, self._holder.lap() + part.engine_s)
+        with self._lock:
+            num_rows, whole_part = self.open_parts.add(output)
+            if self.is_given_up:
+                return 0
+            self.progress.count_output(output, num_rows)
+            if whole_part is not None:
+                self._write(whole_part, self._holder.lap())
+            elif self.open_parts.is_spill_due:
+                self.spill()
         return num_rows
 
     def write_spilled_parts(self) -> None:
         """Write the parts of which earlier attempts have spilled all outputs.
 
-        Raises:
-            FencedError: a later attempt has taken over.
+        Raises `FencedError`: a later attempt has taken over.
         """
-        for part_idx, part in sorted(self._open.items()):
+        for part_idx, part in sorted(self.open_parts.parts.items()):
             if len(part.outputs) == self.work.num_requests_of(part_idx):
-                self._write(part_idx, part, part.engine_s)
+                self._write(part_idx)
 
-    def _write(self, part_idx: int, part: OpenPart, part_s: float) -> None:
-        outputs = list(part.outputs.values())
-        self._entries[part_idx] = write_part(
-            self.attempt, self._plan_id, part_idx, outputs, part.row_idxs, part_s, self._schema
-        )
+    def _write(self, part_idx: int, engine_s: float = 0.0) -> None:
+        part = self.open_parts.parts[part_idx]
+        whole = replace(part, engine_s=part.engine_s + engine_s)
+        self._entries[part_idx] = self._files.write_part(self.attempt, part_idx, whole)
         self.progress.count_part()
-        self._open.close(part_idx)
-
-    def _spill_if_due(self) -> None:
-        if self._open.is_spill_due and self._spilling.acquire(blocking=False):
-            try:
-                self.spill()
-            finally:
-                self._spilling.release()
+        self.open_parts.close(part_idx)
 
     def _spill_while_waiting(self) -> None:
         """Spill what is due while the engine finishes nothing; for another thread.
 
         What fails here fails again in `take`, where it is raised.
         """
+        if not self._lock.acquire(blocking=False):
+            return
         try:
-            self._spill_if_due()
+            if self.open_parts.is_spill_due:
+                self.spill()
         except (BatchLLMError, OSError) as error:
             _log.debug("shard %d: no spill: %s", self.shard_idx, error)
+        finally:
+            self._lock.release()
 
     def spill(self, *, with_suspects: bool = False) -> None:
-        """Write the outputs of open parts that no file holds to one; see `OpenParts.new_outputs`.
+        """Write the outputs of open parts that no file holds to one; see `OpenParts.unspilled`.
 
-        Raises:
-            FencedError: a later attempt has taken over.
+        Raises `FencedError`: a later attempt has taken over.
         """
-        outputs, row_idxs = self._open.new_outputs(with_suspects=with_suspects)
-        if not outputs:
-            return
-        # The number first: a signal may end the writing, and leave the entry.
-        place = self.attempt, self._plan_id, self.shard_idx, next(self._spill_idxs)
-        engine_s = self._holder.lap()
-        write_spill(*place, outputs, row_idxs, engine_s, self._schema)
-        self._open.spilled(outputs, engine_s)
+        with self._lock:
+            if parts := self.open_parts.unspilled(with_suspects=with_suspects):
+                # The number first: a signal may end the writing, and leave the entry.
+                spill_idx, engine_s = next(self._spill_idxs), self._holder.lap()
+                self._files.write_spill(self.attempt, spill_idx, parts, engine_s)
+                self.open_parts.note_spilled(parts, engine_s)
 
     def give_up(self) -> None:
         """Feed and write nothing any more: a later attempt has taken over."""
         self.is_given_up = True
-        self._open.stop()
+        with self._lock:
+            self.open_parts.stop()
 
     def report(self) -> ShardReport:
         """Write the report of the finished shard.
 
-        Raises:
-            FencedError: a later attempt has taken over.
+        Raises `FencedError`: a later attempt has taken over.
         """
         self.attempt.check_current()
-        parts = [self._entries[part_idx] for part_idx in sorted(self._entries)]
-        report = ShardReport.of_parts(self._plan_id, self.shard_idx, parts, self._num_resumed)
-        self._folder.write_bytes(REPORT_FILE, report.to_bytes())
+        report = ShardReport.of(self._plan, self.shard_idx, self.finished, self._num_resumed)
+        self._files.folder.write_bytes(REPORT_FILE, report.to_bytes())
         return report

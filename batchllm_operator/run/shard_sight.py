@@ -18,9 +18,8 @@ from batchllm_operator.shards.attempts import (
     read_claim,
     read_progress,
 )
-from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import REPORT_FILE, ShardReport, read_report
-from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _log = logging.getLogger(__name__)
@@ -61,56 +60,50 @@ class Sight:
         return _WATCHED_INTERVALS * min(self.progress.interval_s, MOST_INTERVAL_S)
 
 
-class ShardReader:
-    """Reads the shards of a plan, and remembers those that are damaged."""
+def look_at(
+    plan: StoredPlan, shard_idx: int, seen_at: float, damaged: set[int], *, is_checked: bool
+) -> ShardReport | Sight | None:
+    """The report of a finished shard, or its latest attempt; None without an attempt.
 
-    def __init__(self, plan: StoredPlan) -> None:
-        self._plan = plan
-        self._damaged: set[int] = set()
-        """Shards with a report that can't be read, or whose parts it doesn't count."""
+    Args:
+        damaged: shards with a report that can't be read, or whose parts it doesn't count. They
+            aren't finished; the shard is added if it is one.
+        is_checked: whether to check the parts of a finished shard.
 
-    def read(
-        self, shard_idx: int, seen_at: float, *, is_checked: bool
-    ) -> ShardReport | Sight | None:
-        """The report of a finished shard, or its latest attempt; None without an attempt.
+    Raises `PlanError`: the report or a ledger entry is of another version.
+    """
+    folder = plan.run_folder(shard_idx)
+    number = max(attempt_numbers(folder), default=0)
+    try:
+        progress = read_progress(folder, number) if number else None
+    except PlanError as error:
+        _log.warning("%s", error)
+        progress = None
+    is_at_work = progress is not None and progress.state in LIVE_STATES
+    report = None if is_at_work else _report(plan, shard_idx, damaged, is_checked)
+    if report is not None:
+        return report
+    return Sight(number, read_claim(folder, number), progress, seen_at) if number else None
 
-        `is_checked`: whether to check the parts of a finished shard. A damaged one isn't finished.
 
-        Raises:
-            PlanError: the report or a ledger entry is of another version.
-        """
-        folder = self._plan.run_folder(shard_idx)
-        number = max(attempt_numbers(folder), default=0)
-        try:
-            progress = read_progress(folder, number) if number else None
-        except PlanError as error:
-            _log.warning("%s", error)
-            progress = None
-        is_at_work = progress is not None and progress.state in LIVE_STATES
-        if not is_at_work and (report := self._report(shard_idx, is_checked)) is not None:
-            return report
-        return Sight(number, read_claim(folder, number), progress, seen_at) if number else None
-
-    def _report(self, shard_idx: int, is_checked: bool) -> ShardReport | None:
-        """The report of a shard; None if there is none, or the shard is damaged."""
-        if shard_idx in self._damaged:
-            return None
-        try:
-            report = read_report(self._plan, shard_idx)
-        except DamagedFileError as error:
-            _log.warning("%s", error)
-        else:
-            if report is None or not is_checked or self._is_whole(report):
-                return report
-        self._damaged.add(shard_idx)
+def _report(
+    plan: StoredPlan, shard_idx: int, damaged: set[int], is_checked: bool
+) -> ShardReport | None:
+    if shard_idx in damaged:
         return None
-
-    def _is_whole(self, report: ShardReport) -> bool:
-        """Whether the ledger has all parts of a shard, and its report counts them."""
-        folder = self._plan.run_folder(report.shard_idx)
-        stored = Counts.total(read_ledger(folder, report.plan_id).values())
-        counts = report.counts
-        if (stored.num_requests, stored.num_rows) == (counts.num_requests, counts.num_rows):
-            return True
-        _log.warning("%s/%s doesn't count: the ledger says otherwise", folder.uri, REPORT_FILE)
-        return False
+    try:
+        report = read_report(plan, shard_idx)
+    except DamagedFileError as error:
+        _log.warning("%s", error)
+        damaged.add(shard_idx)
+        return None
+    if report is None or not is_checked:
+        return report
+    stored, counts = ShardParts.read(plan, shard_idx), report.counts
+    found = stored.counts
+    if (found.num_requests, found.num_rows) == (counts.num_requests, counts.num_rows):
+        return report
+    name = f"{stored.folder.uri}/{REPORT_FILE}"
+    _log.warning("%s doesn't count: the ledger says otherwise", name)
+    damaged.add(shard_idx)
+    return None

@@ -14,15 +14,11 @@ class ShardWork:
     """The parts of a shard that are still to be generated, and the sizes of their groups.
 
     Args:
-        file: the shard's file.
         part_idxs: the parts, ascending.
         has_estimates: whether the engine gets the planned output lengths.
         first: groups to start with, in this order: their parts come first, and their requests
             first in these. All others follow in file order.
         finished: request_idxs in these parts that have an output, in any order.
-
-    Attributes:
-        sizes: number of requests by group_id.
     """
 
     def __init__(
@@ -42,6 +38,7 @@ class ShardWork:
         group_ids, counts = np.unique(table["group_id"].to_numpy(), return_counts=True)
         self._group_ids, self._counts = group_ids, counts
         self.sizes: dict[int, int] = dict(zip(group_ids.tolist(), counts.tolist(), strict=True))
+        """Number of requests by group_id."""
         self._turns = {group_id: turn for turn, group_id in enumerate(first)}
         self._parts_of = {
             group_id: table.filter(pc.equal(table["group_id"], group_id))["part_idx"].to_pylist()

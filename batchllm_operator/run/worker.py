@@ -16,7 +16,8 @@ from batchllm_operator.progress import Progress
 from batchllm_operator.run.engine_job import engine_job, pin_revision, stream_with_retries, traced
 from batchllm_operator.run.live_progress import Holder
 from batchllm_operator.run.shard_queue import ShardQueue
-from batchllm_operator.run.shard_run import ShardRun, StoredShard
+from batchllm_operator.run.shard_run import ShardRun
+from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.spec import JobSpec
@@ -43,13 +44,9 @@ class Worker:
     it starts again, without what a chain takes.
 
     Args:
-        shards: where shards come from.
         holder: what all shards of this process share.
         replicas: the other replicas of this worker; None if they compute nothing together.
         clock: monotonic seconds.
-
-    Attributes:
-        reports: of the shards that it has finished, by shard_idx.
     """
 
     def __init__(
@@ -67,6 +64,7 @@ class Worker:
         self._runs: list[ShardRun] = []
         """Those with requests in the engine, or yet to be fed, in the order of their claims."""
         self._given_up: list[ShardRun] = []
+        """Those that others have taken over, until the engine has ended their requests."""
         self._fault: PlanError | None = None
         """Why the next shard can't be run: raised once the engine has ended the others."""
         self._engine: Engine | None = None
@@ -75,18 +73,16 @@ class Worker:
         self._watches = Answers.of(plan.manifest.spec).watches()
         self._progress: Progress | None = None
         self.reports: dict[int, ShardReport] = {}
-        holder.drain.num_open_parts = lambda: sum(run.num_open_parts for run in self._runs)
+        """Of the shards that it has finished, by shard_idx."""
+        holder.drain.num_open_parts = lambda: sum(
+            len(run.open_parts.in_engine) for run in self._runs
+        )
 
     def steps(self) -> Generator[float, None, None]:
         """Run shards until none is left; the caller may do other things between the steps.
 
-        Yields:
-            Seconds to pause: 0 after each output, more where only others' shards are left.
-
-        Raises:
-            Interrupted: draining has begun, and work is left.
-            FailedRowsError: so many rows have failed that commit will refuse the plan.
-            EngineError, SpecError: see `run_worker`.
+        Yields seconds to pause: 0 after each output, more where only others' shards are left.
+        Raises like `run_worker`.
         """
         with ExitStack() as lines:
             try:
@@ -174,12 +170,14 @@ class Worker:
         for output in stream_with_retries(engine, self._requests(run), spec):
             self._keep(output)
             yield 0.0
+        for given_up in self._given_up:
+            self._shards.give_up(given_up.shard_idx)
         self._given_up.clear()
         if self._fault is not None:
             raise self._fault
         self._holder.drain.end()
         for open_run in self._runs:
-            assert not open_run.num_open_parts, "the engine left requests without an output"
+            assert not open_run.open_parts.in_engine, "the engine left requests without an output"
             self._holder.drain.check(num_left=open_run.num_left)
 
     def _meet(self, run: ShardRun | None) -> None:
@@ -199,8 +197,9 @@ class Worker:
             yield from requests if self._replicas is None else self._replicas.noted(requests)
             try:
                 run = self._claim() if self._replicas is None else None
-            except PlanError as error:  # the engine still works on the shards before
-                self._fault = error
+            except PlanError as error:
+                self._plan.check_stays()
+                self._fault = error  # the engine still works on the shards before
                 return
             if run is not None and self._progress is not None:
                 self._progress.expect(self._num_rows_left())
@@ -212,7 +211,7 @@ class Worker:
         return sum(self._plan.shard(idx).num_rows - begun.get(idx, 0) for idx in idxs)
 
     def _keep(self, output: EngineOutput) -> None:
-        run = next(run for run in (*self._runs, *self._given_up) if run.takes(output))
+        run = next(run for run in (*self._runs, *self._given_up) if output in run.open_parts)
         num_failed = run.num_failed_rows
         if self._replicas is not None:
             output = self._replicas.charged(output)
@@ -243,9 +242,13 @@ class Worker:
         self._shards.ended(report)
 
     def _give_up(self, run: ShardRun, error: FencedError) -> None:
-        self._shards.give_up(run.shard_idx, error)
+        """Leave a shard to another; it may come back once the engine has ended its requests."""
+        _log.warning("shard %d is left to another worker: %s", run.shard_idx, error)
+        if run.open_parts.in_engine:
+            self._given_up.append(run)
+        else:
+            self._shards.give_up(run.shard_idx)
         run.give_up()
-        self._given_up.append(run)
         self._remove(run, error)
 
     def _remove(self, run: ShardRun, error: FencedError | None) -> None:
@@ -258,8 +261,7 @@ class Worker:
         """Check that commit can still publish: by the rows that planning has rejected, those of
         this worker's runs, and those of other shards as they were last seen.
 
-        Raises:
-            FailedRowsError: more rows have failed than the spec allows.
+        Raises `FailedRowsError`: more rows have failed than the spec allows.
         """
         plan, spec, counts = self._plan, self._plan.manifest.spec, self._plan.manifest.counts
         others = {idx: done.num_failed_rows for idx, done in self._shards.elsewhere().items()}
@@ -267,13 +269,14 @@ class Worker:
         num_failed = counts.num_rejected_rows + num_own + num_others
         if not are_too_many(spec, num_failed, counts.num_rows):
             return
-        shown: list[ShardRun | StoredShard] = [*self._runs]
+        shown = [run.finished for run in self._runs]
         if not num_own:  # another shard tells the kinds
             shard_idx = max(others, key=lambda idx: others[idx])
-            shown, num_others = [StoredShard.read(plan, shard_idx)], num_others - others[shard_idx]
+            shown = [ShardParts.read(plan, shard_idx, with_spilled=True)]
+            num_others -= others[shard_idx]
         errors = RowErrors()
         for shard in shown:
-            errors.add_all(shard.errors())
+            errors.add_all(shard.failed())
         if counts.num_rejected_rows:
             errors.add_rejected(plan)
         raise too_many_failed(

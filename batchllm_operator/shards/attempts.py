@@ -1,7 +1,5 @@
 """Attempts at a shard: each has a folder of its own, and a later one fences the earlier (ADR 19).
 
-Its progress is a small object in the folder, replaced every few seconds.
-
 A process that its cluster believes dead may run beside its successor, and can't be stopped from
 outside. So before its work counts, an attempt checks whether a higher number has been claimed.
 """
@@ -110,7 +108,6 @@ class ShardProgress(StoredJson):
 
     @property
     def maker(self) -> Worker:
-        """The worker that makes the attempt."""
         return self.worker, self.host
 
     @property
@@ -148,8 +145,8 @@ class Attempt:
 
     def check_current(self) -> None:
         """Raise `FencedError` if a later attempt has begun."""
-        folder, numbers = self.shard_folder, reversed(attempt_numbers(self.shard_folder))
-        later = (number for number in numbers if number > self.number)
+        folder = self.shard_folder
+        later = (number for number in reversed(attempt_numbers(folder)) if number > self.number)
         latest = next((n for n in later if folder.exists(f"{attempt_name(n)}/{CLAIM_FILE}")), None)
         if latest is None:
             return
@@ -157,7 +154,7 @@ class Attempt:
         if claim is not None:
             who = f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
         raise FencedError(
-            f"{self.shard_folder.uri}: attempt {latest} ({who}) has taken over from"
+            f"{folder.uri}: attempt {latest} ({who}) has taken over from"
             f" attempt {self.number}, which stops; the parts that it has finished are kept"
         )
 
@@ -169,11 +166,7 @@ def attempt_name(number: int) -> str:
 def claim_number(
     shard_folder: Folder, number: int, owner: str | None, worker: int
 ) -> Attempt | None:
-    """Begin the attempt with this number; None if another process has claimed it.
-
-    Raises:
-        StorageError: the claim can't be written.
-    """
+    """Begin the attempt with this number; None if another process has claimed it."""
     claim = Claim(
         token=secrets.token_hex(16),
         host=socket.gethostname(),
@@ -200,10 +193,7 @@ def read_progress(shard_folder: Folder, number: int, **belongs: object) -> Shard
 
 
 def has_ended(claim: Claim) -> bool:
-    """Whether the attempt's process is known to have ended: it ran here, and isn't there any more.
-
-    False says nothing: it may run elsewhere, or another process may have its number.
-    """
+    """Whether the attempt's process ran here, and isn't there any more. False says nothing."""
     if claim.processes is None or claim.processes != _processes():
         return False
     try:

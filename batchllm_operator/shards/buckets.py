@@ -1,4 +1,4 @@
-"""Sorts outputs on disk, from plan order into input order.
+"""Outputs by row: their columns, and sorting them on disk from plan order into input order.
 
 They are spread over files of neighbouring rows, and each file is sorted in memory.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -16,13 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.errors import PlanError
-from batchllm_operator.streams import ahead, batches_of
+from batchllm_operator.shards.parts import PART_SCHEMA
+from batchllm_operator.spec import JobSpec
 
 BUCKET_ROWS: Final = 1 << 16
 _MAX_BUCKETS: Final = 256
 _SLICE_ROWS: Final = 1 << 14
-_SLICE_BYTES: Final = 32 << 20
 
 
 def _large(field: pa.Field) -> pa.Field:
@@ -39,6 +38,22 @@ def output_fields(parts: pa.Schema) -> list[pa.Field]:
     return [_large(field) for field in parts if field.name not in _KEYS]
 
 
+def output_schema(spec: JobSpec, rows_schema: pa.Schema, planned: PlannedAnswers) -> pa.Schema:
+    """Columns of the output table: key, the job's own, carried ones.
+
+    `rows_schema` holds the key and the carried columns.
+    """
+    own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(spec, planned).fields)}
+    carried = [name for name in spec.kept_columns if name not in spec.input.key]
+    return pa.schema(
+        [
+            *(rows_schema.field(name).remove_metadata() for name in spec.input.key),
+            *(own.get(name, pa.field(name, pa.string())) for name in spec.output_columns),
+            *(rows_schema.field(name).remove_metadata() for name in carried),
+        ]
+    )
+
+
 class Outputs(Protocol):
     """Finished outputs of a plan's rows."""
 
@@ -46,33 +61,22 @@ class Outputs(Protocol):
         """Read these columns of parts in batches of requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """Files of outputs, each of `num_rows_each` neighbouring rows."""
-
-    paths: Sequence[Path]
-    num_rows_each: int
-
-    def __iter__(self) -> Iterator[pa.Table]:
-        """Yield each bucket's outputs, sorted by `row_idx`: that column, then `output_fields`."""
-        return ahead(self.paths, _read_bucket, num_threads=1)
-
-
-def spread(sources: Sequence[Outputs], parts: pa.Schema, num_rows: int, folder: Path) -> Buckets:
+def spread(
+    sources: Sequence[Outputs], parts: pa.Schema, num_rows: int, folder: Path
+) -> tuple[list[Path], int]:
     """Spread outputs, repeated for each row that they stand for, over files in `folder`.
 
-    Memory is a few parts, whatever the number of rows. Above 16 million rows buckets grow, so that
-    there are at most 256 files. `parts` is the schema of the sources' parts.
-
-    Raises:
-        PlanError: an output is for a row beyond `num_rows`.
+    Returns the files, each of neighbouring rows, and their number of rows. Memory is a few parts,
+    whatever the number of rows. Above 16 million rows buckets grow, so that there are at most 256.
+    `parts` is the schema of the sources' parts. Raises `PlanError`: an output is for a row beyond
+    `num_rows`.
     """
     bucket_rows = max(BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
     paths = [folder / f"bucket-{idx}" for idx in range(-(-num_rows // bucket_rows))]
     schema = pa.schema([ROW_FIELD, *output_fields(parts)])
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(path, schema)) for path in paths]
-        for part in _merged(sources, schema.names[1:]):
+        for part in read_all(sources, ["row_idxs", *schema.names[1:]]):
             for outputs in one_per_row(part, schema):
                 of_bucket = outputs["row_idx"].to_numpy() // bucket_rows
                 bucket_idxs, starts = np.unique(of_bucket, return_index=True)
@@ -81,10 +85,11 @@ def spread(sources: Sequence[Outputs], parts: pa.Schema, num_rows: int, folder: 
                     if not 0 <= idx < len(writers):
                         raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
                     writers[idx].write_table(outputs.slice(start, end - start))
-    return Buckets(paths, bucket_rows)
+    return paths, bucket_rows
 
 
-def _read_bucket(path: Path) -> pa.Table:
+def read_bucket(path: Path) -> pa.Table:
+    """A bucket's outputs, sorted by `row_idx`: that column, then `output_fields`."""
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
         outputs = reader.read_all().combine_chunks()
         return outputs.take(pc.sort_indices(outputs["row_idx"]))
@@ -94,14 +99,6 @@ def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.
     """The parts of all sources; see `Outputs.parts`."""
     for source in sources:
         yield from source.parts(columns)
-
-
-def _merged(sources: Sequence[Outputs], names: Sequence[str]) -> Iterator[pa.Table]:
-    """The parts of all sources; small ones are merged, as each costs as much as a large one."""
-    parts = read_all(sources, ["row_idxs", *names])
-    rows = (_SLICE_ROWS, attrgetter("num_rows"))
-    size = (_SLICE_BYTES, pa.Table.get_total_buffer_size)
-    yield from map(pa.concat_tables, batches_of(parts, rows, size))
 
 
 def one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:

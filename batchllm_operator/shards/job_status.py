@@ -76,8 +76,7 @@ class ShardAttempts:
 def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
     """URI of the job's latest plan for a partition; None if there is none.
 
-    Raises:
-        SpecError: the partition's name is wrong.
+    Raises `SpecError`: the partition's name is wrong.
     """
     parent = job_folder(spec, ds)
     folders = [parent.child(n) for n in parent.subfolder_names() if PLAN_FOLDER.fullmatch(n)]
@@ -118,12 +117,7 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
     A shard with a report is finished, unless a live attempt works on it again. After a commit all
     are finished, with the counts in the commit's note.
 
-    Args:
-        plan: a plan or its URI.
-        now: the current time, for tests.
-
-    Raises:
-        PlanError: there is no plan, or it is corrupted, foreign or of another version.
+    Raises `PlanError`: there is no plan, or it is corrupted, foreign or of another version.
     """
     plan, now = StoredPlan.open(plan), now or datetime.now(UTC)
     manifest, num_shards = plan.manifest, len(plan.manifest.shards)

@@ -7,14 +7,13 @@ plan's folder that it has published, or why it hasn't.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Self
 
 from pydantic import AwareDatetime
 
 from batchllm_operator.errors import MissingLibraryError, PlanError, SpecError
 from batchllm_operator.lake import open_table
-from batchllm_operator.shards.parts import PartEntry
+from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.stored_plan.counts import Count, Counts
 from batchllm_operator.stored_plan.publications import check_publisher
 from batchllm_operator.stored_plan.run_report import ErrorKind
@@ -45,24 +44,21 @@ class ShardReport(StoredJson):
     """Over all attempts."""
 
     @classmethod
-    def of_parts(
-        cls, plan_id: str, shard_idx: int, entries: Sequence[PartEntry], num_resumed_parts: int
-    ) -> ShardReport:
-        """Add up the ledger entries of a finished shard."""
+    def of(cls, plan: StoredPlan, shard_idx: int, shard: ShardParts, num_resumed: int) -> Self:
+        """The report of a shard that has all parts, of which earlier attempts wrote some."""
         return cls(
-            plan_id=plan_id,
+            plan_id=plan.manifest.plan_id,
             shard_idx=shard_idx,
-            num_parts=len(entries),
-            num_resumed_parts=num_resumed_parts,
-            counts=Counts.total(entries),
+            num_parts=len(shard.entries),
+            num_resumed_parts=num_resumed,
+            counts=shard.counts,
         )
 
 
 def read_report(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
     """The report of a shard; None if there is none yet.
 
-    Raises:
-        PlanError: see `StoredJson.read`.
+    Raises `PlanError`: see `StoredJson.read`.
     """
     folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
     return ShardReport.read(folder, REPORT_FILE, plan_id=plan_id, shard_idx=shard_idx)
@@ -131,10 +127,8 @@ def find_committed(plan: StoredPlan) -> Committed | None:
     """The note, if there is one and the output table still holds the plan's rows.
 
     The note alone doesn't prove it: a later plan may have replaced the rows, or a user dropped them
-    to generate them again. An unreadable note doesn't count.
-
-    Raises:
-        TableError: the output partition holds what another job or program wrote.
+    to generate them again. An unreadable note doesn't count. Raises `TableError`: the output
+    partition holds what another job or program wrote.
     """
     manifest = plan.manifest
     try:
@@ -144,20 +138,11 @@ def find_committed(plan: StoredPlan) -> Committed | None:
         return None
     if committed is None or len(committed.shards) != len(manifest.shards):
         return None
-    return committed if holds_outputs(plan) else None
-
-
-def holds_outputs(plan: StoredPlan) -> bool:
-    """Whether the output table holds the plan's rows; False if it can't be opened here.
-
-    Raises:
-        TableError: the output partition holds what another job or program wrote.
-    """
-    spec = plan.manifest.spec
+    spec = manifest.spec
     try:
         table = open_table(spec.output.uri, spec.input.partition_column)
     except (MissingLibraryError, SpecError) as error:
         # Images for GPUs lack the tables' libraries; the worker has checked before.
         _log.info("Whether the plan is committed can't be seen from here: %s", error)
-        return False
-    return check_publisher(table, spec, plan.manifest.ds) == plan.publication
+        return None
+    return committed if check_publisher(table, spec, manifest.ds) == plan.publication else None

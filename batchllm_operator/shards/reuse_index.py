@@ -79,7 +79,6 @@ def reuse_identity(
 
 
 def index_schema(spec: JobSpec) -> pa.Schema:
-    """The schema of a job's index."""
     return pa.schema([*INDEX_SCHEMA, *Answers.of(spec).raw_fields])
 
 
@@ -166,9 +165,7 @@ def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
     """Write the index of a plan's published outputs, and return its SHA-256 (hex).
 
     Memory is one part, whatever the number of rows. None if the spec doesn't ask for an index.
-
-    Raises:
-        PlanError: a data file of the plan is missing or altered.
+    Raises `PlanError`: a data file of the plan is missing or altered.
     """
     manifest = plan.manifest
     if not manifest.spec.reuse_outputs:

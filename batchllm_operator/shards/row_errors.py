@@ -144,9 +144,7 @@ def too_many_failed(
     """The error for more failed rows than `max_failed_fraction` allows.
 
     Args:
-        num_rows: all rows of the plan.
-        rows: where the keys of examples are read.
-        verdict: what follows.
+        verdict: what follows for the plan of `num_rows` rows.
         cure: what to do to go on with so many.
         num_others: failed rows that `errors` lacks.
     """

@@ -73,8 +73,7 @@ def readable_dag(request: Request, user: CurrentUser) -> None:
 def check_readable(user: BaseUser, dag_id: str, *ids: str) -> None:
     """Check that the user may read the DAG; `ids` are the request's other ids.
 
-    Raises:
-        PageError: 404 if an id is invalid; 403 without permission.
+    Raises `PageError`: 404 if an id is invalid; 403 without permission.
     """
     if not all(map(_can_be_id, (dag_id, *ids))):
         raise PageError(404, NO_PAGE)

@@ -36,6 +36,8 @@ _NUM_RUNS: Final = 30
 """Runs shown of a job: those of the newest partitions."""
 _NUM_CANDIDATES: Final = 300
 """Latest runs of a job from which these are chosen."""
+_TOLD_FIRST: Final = (*FAILED, *reversed(ACTIVE), "none", "success")
+"""Of a mapped task, the first of these states that one of its instances has is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +177,13 @@ def job_state(session: Session, job: JobRun) -> JobState:
     tasks = [row for row in rows if group_of(row.task_id) == group_of(ref.task_id)]
     if sum(row.operator in PLANS for row in tasks) > 1:
         return JobState("planned")
-    by_operator = {row.operator: row for row in tasks}
     for operator, doing, done in (
         (COMMIT, "committing", "committed"),
         (GENERATE, "generating", "generated"),
     ):
-        if (row := by_operator.get(operator)) is not None:
-            state = state_name(row.state)
+        if by_state := {state_name(row.state): row for row in tasks if row.operator == operator}:
+            state = next(state for state in (*_TOLD_FIRST, *by_state) if state in by_state)
+            row = by_state[state]
             if state in ("success", "failed", *ACTIVE) or operator == GENERATE:
                 return _stage(doing, done, state, (row.task_id, row.map_index))
     return JobState("planned")

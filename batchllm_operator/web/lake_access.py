@@ -95,109 +95,90 @@ class Kept(Generic[_T]):
             entry.lock.release()
 
 
-_PLANS: Final[Kept[tuple[StoredPlan, frozenset[str]]]] = Kept(30.0)
-"""Each with the secrets that opened it, to mask them in later messages."""
 _LOOKS: Final[Kept[RunReport | JobStatus]] = Kept(2.0)
 
 
-class LakeReader:
-    """Reads one plan, if it is below one of `roots`."""
+def look(uri: PlanURI, roots: tuple[str, ...]) -> RunReport | JobStatus:
+    """The status of a plan below one of `roots` until the commit, its report afterwards.
 
-    def __init__(self, uri: PlanURI, roots: tuple[str, ...]) -> None:
-        self._uri, self._roots = uri, roots
-        self._secrets: frozenset[str] = frozenset()
-
-    def look(self) -> RunReport | JobStatus:
-        """The run's status until the commit, its report afterwards. Blocks: call it in a thread.
-
-        Raises:
-            PageError: 404 if the plan or the report is missing, 409 if a file is wrong, 503 if the
-                lake can't be read.
-        """
-        try:
-            return _LOOKS.get(self._key, self._guarded_look)
-        except TimeoutError:
-            raise PageError(503, _SLOW) from None
-
-    @property
-    def _key(self) -> tuple[PlanURI, tuple[str, ...]]:
-        """A cached plan is shared only by DAGs with the same roots."""
-        return self._uri, self._roots
-
-    def _guarded_look(self) -> RunReport | JobStatus:
-        if not _READERS.acquire(timeout=_READER_WAIT_S):
-            raise PageError(503, _SLOW)
-        try:
-            plan, self._secrets = _PLANS.get(self._key, self._open_plan)
-            if plan.folder.exists(COMMITTED_FILE):  # the status would open the output table
-                return self._read_report(plan)
-            if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
-                raise PlanError(_LINKS)
-            return read_status(plan)
-        except StorageError as error:
-            text = f"The lake can't be read: {error}"
-            raise PageError(503, text, secrets=self._secrets) from error
-        except (BatchLLMError, AirflowException) as error:
-            raise PageError(409, f"{error}", secrets=self._secrets) from error
-        finally:
-            _READERS.release()
-
-    def _read_report(self, plan: StoredPlan) -> RunReport:
-        try:
-            data = _bounded(plan.folder, REPORT_FILE)
-        except FileNotFoundError:
-            raise PageError(
-                404, f"The plan is committed, but its {REPORT_FILE} isn't there any more."
-            ) from None
-        report = RunReport.from_bytes(data, source=self._uri.uri)
-        if report.run_id != plan.manifest.run_id:
-            raise PlanError(f"report of plan {self._uri.uri}: belongs elsewhere")
-        return report
-
-    def _open_plan(self) -> tuple[StoredPlan, frozenset[str]]:
-        folder = Folder.open(self._uri.place(self._roots), **self._options())
-        if self._uri.local_path is not None:
-            folder = Folder(_FilesWithoutLinks(), folder.path)
-        try:
-            data = _bounded(folder, MANIFEST_FILE)
-        except FileNotFoundError:
-            raise PageError(
-                404,
-                "The plan of this run isn't in the lake any more: `batchllm gc` removes plans that"
-                " are no longer needed, or it was removed by hand.",
-            ) from None
-        manifest = PlanManifest.from_bytes(data, source=self._uri.uri)
-        where = (manifest.spec.name, manifest.ds, manifest.plan_id)
-        if where != (self._uri.job, self._uri.ds, self._uri.plan_id):
-            raise PlanError(f"plan {self._uri.uri}: belongs elsewhere")
-        return StoredPlan(folder, manifest), self._secrets
-
-    def _options(self) -> dict[str, Any]:
-        """Options for S3 that override the API server's own environment."""
-        conn_id = os.environ.get(_CONNECTION_SETTING)
-        if not conn_id or self._uri.local_path is not None:
-            return {}
-        from batchllm_operator.operators.credentials import Credentials  # a second to import
-
-        connection = Connection.get_connection_from_secrets(conn_id)
-        credentials = Credentials.from_connection(conn_id, connection)
-        self._secrets = credentials.secrets
-        variables = dict(credentials.variables)
-        options: dict[str, Any] = {
-            option: variables[name] for name, option in _S3_OPTIONS if name in variables
-        }
-        if region := variables.get("AWS_DEFAULT_REGION"):
-            options["client_kwargs"] = {"region_name": region}
-        return options
+    Blocks: call it in a thread. DAGs share what is kept of a plan only if they have the same roots.
+    Raises `PageError`: 404 if the plan or the report is missing, 409 if a file is wrong, 503 if the
+    lake can't be read.
+    """
+    try:
+        return _LOOKS.get((uri, roots), lambda: _look(uri, roots))
+    except TimeoutError:
+        raise PageError(503, _SLOW) from None
 
 
-def _bounded(folder: Folder, name: str) -> bytes:
-    """The content of a file of at most 64 MiB."""
+def _look(uri: PlanURI, roots: tuple[str, ...]) -> RunReport | JobStatus:
+    if not _READERS.acquire(timeout=_READER_WAIT_S):
+        raise PageError(503, _SLOW)
+    secrets = frozenset[str]()
+    try:
+        place = uri.place(roots)
+        options, secrets = _s3_options(uri)
+        plan = _open_plan(uri, Folder.open(place, **options))
+        if plan.folder.exists(COMMITTED_FILE):  # the status would open the output table
+            return _read_report(plan)
+        if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
+            raise PlanError(_LINKS)
+        return read_status(plan)
+    except StorageError as error:
+        raise PageError(503, f"The lake can't be read: {error}", secrets=secrets) from error
+    except (BatchLLMError, AirflowException) as error:
+        raise PageError(409, f"{error}", secrets=secrets) from error
+    finally:
+        _READERS.release()
+
+
+def _open_plan(uri: PlanURI, folder: Folder) -> StoredPlan:
+    if uri.local_path is not None:
+        folder = Folder(_FilesWithoutLinks(), folder.path)
+    gone = (
+        "The plan of this run isn't in the lake any more: `batchllm gc` removes plans that are no"
+        " longer needed, or it was removed by hand."
+    )
+    manifest = PlanManifest.from_bytes(_bounded(folder, MANIFEST_FILE, gone), source=uri.uri)
+    if (manifest.spec.name, manifest.ds, manifest.plan_id) != (uri.job, uri.ds, uri.plan_id):
+        raise PlanError(f"plan {uri.uri}: belongs elsewhere")
+    return StoredPlan(folder, manifest)
+
+
+def _read_report(plan: StoredPlan) -> RunReport:
+    gone = f"The plan is committed, but its {REPORT_FILE} isn't there any more."
+    data = _bounded(plan.folder, REPORT_FILE, gone)
+    report = RunReport.from_bytes(data, source=plan.folder.uri)
+    if report.run_id != plan.manifest.run_id:
+        raise PlanError(f"report of plan {plan.folder.uri}: belongs elsewhere")
+    return report
+
+
+def _s3_options(uri: PlanURI) -> tuple[dict[str, Any], frozenset[str]]:
+    """Options for S3 that override the API server's own environment, and the secrets in them."""
+    conn_id = os.environ.get(_CONNECTION_SETTING)
+    if not conn_id or uri.local_path is not None:
+        return {}, frozenset()
+    from batchllm_operator.operators.credentials import Credentials  # a second to import
+
+    connection = Connection.get_connection_from_secrets(conn_id)
+    credentials = Credentials.from_connection(conn_id, connection)
+    variables = dict(credentials.variables)
+    options: dict[str, Any] = {
+        option: variables[name] for name, option in _S3_OPTIONS if name in variables
+    }
+    if region := variables.get("AWS_DEFAULT_REGION"):
+        options["client_kwargs"] = {"region_name": region}
+    return options, credentials.secrets
+
+
+def _bounded(folder: Folder, name: str, gone: str) -> bytes:
+    """The content of a file of at most 64 MiB; a `PageError` says `gone` if it is missing."""
     try:
         with folder.open_file(name) as file:
             data = file.read(_MAX_BYTES + 1)
-    except (FileNotFoundError, StorageError):
-        raise
+    except FileNotFoundError:
+        raise PageError(404, gone) from None
     except OSError as error:
         raise StorageError(f"{folder.uri}/{name}: {error}") from error
     if len(data) > _MAX_BYTES:

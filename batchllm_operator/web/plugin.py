@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-_building = threading.Lock()
-
-
 async def lazy_app(scope: Scope, receive: Receive, send: Send) -> None:
     """The pages as an ASGI application that is built at the first request.
 
@@ -27,13 +23,8 @@ async def lazy_app(scope: Scope, receive: Receive, send: Send) -> None:
     await app(scope, receive, send)
 
 
-def _pages() -> ASGIApp:
-    with _building:
-        return _build()
-
-
 @cache
-def _build() -> ASGIApp:
+def _pages() -> ASGIApp:
     from batchllm_operator.web.access import with_security_headers
     from batchllm_operator.web.routes import create_app
 

@@ -39,11 +39,10 @@ from batchllm_operator.web.access import (
     readable_dag,
 )
 from batchllm_operator.web.jobs import job_state, list_jobs
-from batchllm_operator.web.lake_access import LakeReader
+from batchllm_operator.web.lake_access import look
 from batchllm_operator.web.links import Links
 from batchllm_operator.web.plan_uri import PlanURI
-from batchllm_operator.web.roots import report_roots
-from batchllm_operator.web.runs import JobRef, JobRun, job_of_task, jobs_of_run
+from batchllm_operator.web.runs import JobRef, JobRun, job_of_task, jobs_of_run, report_roots
 
 _log = logging.getLogger(__name__)
 _RELOAD: Final = 205
@@ -184,9 +183,8 @@ def show_task(
 def _look(job: JobRun) -> RunReport | JobStatus | None:
     """The job's report, before the commit its status, before there is a plan None.
 
-    Raises:
-        PageError: see `LakeReader.look`; 409 if the plan task's XCom isn't a plan's URI, or there
-            are no roots for this DAG.
+    Raises `PageError`: see `lake_access.look`; 409 if the plan task's XCom isn't a plan's URI, or
+    there are no roots for this DAG.
     """
     if job.noted is None:
         return None
@@ -196,7 +194,7 @@ def _look(job: JobRun) -> RunReport | JobStatus | None:
             roots = report_roots(session, job.ref)
     except PlanError as error:
         raise PageError(409, f"This run's plan can't be shown: {error}.") from error
-    return LakeReader(uri, roots).look()
+    return look(uri, roots)
 
 
 def _job_view(job: JobRun, links: Links) -> RunReport | views.LivePage:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.engine.protocol import EngineOutput, EngineRequest
-from batchllm_operator.run import live_progress, open_parts, shard_queue, shard_sight, worker
+from batchllm_operator.run import live_progress, shard_queue, shard_run, shard_sight, worker
 from batchllm_operator.run.live_progress import DEFAULT_INTERVAL_S, INTERVAL_VARIABLE
 from batchllm_operator.run.shard_run import ShardRun
 from batchllm_operator.shards import attempts as shard_progress
@@ -26,7 +26,7 @@ def watch_engine(log: Path) -> None:
     """Note each request whose answer the run has taken (`a 7 PID`), and when a spill is written
     (`w 1 PID`, then `w -1 PID`). Spills are as small as `SPILL_ROWS`.
     """
-    setattr(open_parts, "SPILL_ROWS", SPILL_ROWS)  # noqa: B010 - it is final
+    setattr(shard_run, "SPILL_ROWS", SPILL_ROWS)  # noqa: B010 - it is final
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     stream, spill, pid = FakeEngine.stream, ShardRun.spill, os.getpid()
 
@@ -81,7 +81,7 @@ def hurry(pace: float) -> None:
         (shard_sight, "SILENT_AFTER_S"),
         (worker, "MOST_WAIT_S"),
         (worker, "_POLL_S"),
-        (open_parts, "SPILL_S"),
+        (shard_run, "SPILL_S"),
     ):
         setattr(module, name, getattr(module, name) / pace)
 

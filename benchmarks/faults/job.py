@@ -12,7 +12,7 @@ from typing import Any, Final
 _NUM_PATTERNS: Final = 4
 MAX_IN_FLIGHT: Final = 4
 SPILL_ROWS: Final = 3
-"""In place of `open_parts.SPILL_ROWS`; parts have more."""
+"""In place of `shard_run.SPILL_ROWS`; parts have more."""
 
 Rows = Sequence[Mapping[str, Any]]
 Truth = Mapping[str, tuple[str | None, str]]

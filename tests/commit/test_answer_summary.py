@@ -18,9 +18,8 @@ from support.fake_job import DS, document_rows, expected_prompt, write_table
 from batchllm_operator.answers import PlannedAnswers
 from batchllm_operator.answers.fakes import fake_logprobs, fake_text
 from batchllm_operator.answers.vectors import FAKE_SIZE
-from batchllm_operator.commit.answer_summary import summarize_answers
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.commit.report import load_report
+from batchllm_operator.commit.report import load_report, summarize_answers
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report.comparison import compare
 from batchllm_operator.report.page import render_report

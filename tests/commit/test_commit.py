@@ -21,7 +21,7 @@ from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanEr
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import buckets
-from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.parts import ShardFiles
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -241,9 +241,7 @@ def test_parts_of_another_plan_are_not_published(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows())
     plan = run_job(fake_spec(tmp_path))
     folder, other = plan.run_folder(0), plan.run_folder(1)
-    for entry in read_ledger(
-        other, plan.manifest.plan_id
-    ).values():  # whole parts, but not this shard's rows
+    for entry in ShardFiles.of(plan, 1).ledger().values():  # whole parts of other rows
         folder.write_bytes(entry.path, other.read_bytes(entry.path))
         name = f"attempt-00001/part-{entry.part_idx:05d}.json"
         folder.write_bytes(name, other.read_bytes(name))

@@ -30,7 +30,7 @@ from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Counts
-from batchllm_operator.stored_plan.run_report import PAGE_FILE, RunReport, Timeline
+from batchllm_operator.stored_plan.run_report import PAGE_FILE, REPORT_FILE, RunReport, Timeline
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -202,6 +202,22 @@ def test_committing_again_keeps_the_report_and_brings_the_page_back(tmp_path: Pa
     assert page.exists()
 
 
+def test_the_note_of_a_commit_is_written_after_the_report_and_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a commit that is killed before the note leaves out, the next one writes."""
+    write_bytes, before_note = Folder.write_bytes, list[bool]()
+
+    def write(folder: Folder, name: str, data: bytes) -> None:
+        if name == COMMITTED_FILE:
+            before_note.extend(folder.exists(made) for made in (REPORT_FILE, PAGE_FILE))
+        write_bytes(folder, name, data)
+
+    monkeypatch.setattr(Folder, "write_bytes", write)
+    commit_job(tmp_path, document_rows())
+    assert before_note == [True, True]
+
+
 def test_a_page_that_is_as_it_should_be_is_not_written_again(tmp_path: Path) -> None:
     report = commit_job(tmp_path, document_rows())
     page = Path(report.plan_uri) / PAGE_FILE
@@ -242,10 +258,7 @@ def test_a_commit_needs_no_progress(
 def test_a_report_that_was_removed_is_made_again(tmp_path: Path) -> None:
     report = commit_job(tmp_path, document_rows())
     Path(report.report_uri).unlink()
-    with pytest.raises(PlanError, match="removed since; commit makes it again"):
-        load_report(report.plan_uri)
-    (Path(report.plan_uri) / COMMITTED_FILE).unlink()
-    with pytest.raises(PlanError, match="rows are published, but a report wasn't written; commit"):
+    with pytest.raises(PlanError, match="removed since; commit writes it"):
         load_report(report.plan_uri)
     again = commit_run(report.plan_uri)
     assert again == report.model_copy(update={"committed_at": again.committed_at})

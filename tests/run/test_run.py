@@ -16,7 +16,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.engine_job import pin_revision, traced
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.parts import ShardFiles
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -33,7 +33,7 @@ def outputs(plan: StoredPlan) -> dict[int, str]:
     """Texts of all finished parts, by row_idx."""
     folder = plan.run_folder(0)
     texts: dict[int, str] = {}
-    for entry in read_ledger(folder, plan.manifest.plan_id).values():
+    for entry in ShardFiles.of(plan, 0).ledger().values():
         for row in pq.read_table(folder.full_path(entry.path)).to_pylist():
             for row_idx in row["row_idxs"]:
                 assert row_idx not in texts
@@ -104,7 +104,7 @@ def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 
     def counted(self: pq.ParquetFile, part_idx: int) -> object:
         read.append(part_idx)
-        ahead.append(len(read) - len(read_ledger(plan.run_folder(0), plan.manifest.plan_id)))
+        ahead.append(len(read) - len(ShardFiles.of(plan, 0).ledger()))
         return original(self, part_idx)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)

@@ -21,15 +21,20 @@ from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError, Interrupted, StorageError
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.run import open_parts, shard_run
+from batchllm_operator.run import shard_run
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE, Holder
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import Attempt
 from batchllm_operator.shards.job_status import read_status
-from batchllm_operator.shards.parts import part_schema, read_ledger
+from batchllm_operator.shards.parts import (
+    PART_SCHEMA,
+    PartOutputs,
+    ShardFiles,
+    ShardParts,
+    SpillEntry,
+)
 from batchllm_operator.shards.reports import ShardReport
-from batchllm_operator.shards.spills import SpillEntry, read_spills, write_spill
 from batchllm_operator.spec import parse_spec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -55,18 +60,13 @@ def entries(plan: StoredPlan, shard_idx: int = 0) -> list[SpillEntry]:
 
 def stored_rows(plan: StoredPlan) -> int:
     """Rows in parts and in spills of other parts."""
-    parts = read_ledger(plan.run_folder(0), plan.manifest.plan_id)
-    schema = part_schema(plan.manifest.spec)
-    spilled = read_spills(plan.run_folder(0), plan.manifest.plan_id, 0, parts, schema)
-    return sum(each.num_rows for each in parts.values()) + sum(
-        each.counts.num_rows for each in spilled.values()
-    )
+    return ShardParts.read(plan, 0, with_spilled=True).counts.num_rows
 
 
 def answers(plan: StoredPlan) -> list[dict[str, Any]]:
     """What parts hold, without what the cache happened to hold."""
     folder, rows = plan.run_folder(0), []
-    for entry in read_ledger(folder, plan.manifest.plan_id).values():
+    for entry in ShardFiles.of(plan, 0).ledger().values():
         rows += pq.read_table(folder.full_path(entry.path)).drop("num_cached_tokens").to_pylist()
     return rows
 
@@ -131,10 +131,10 @@ def test_counts_of_a_run_in_pieces_are_those_of_a_run_at_once(tmp_path: Path) ->
 
 def test_engine_seconds_are_counted_once(plan: StoredPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Holder, "lap", lambda holder: 7.0)
-    monkeypatch.setattr(open_parts, "SPILL_ROWS", 4)
+    monkeypatch.setattr(shard_run, "SPILL_ROWS", 4)
     stop(plan, 14)  # a spill, a part, a spill at 9, a part, a spill at the end
     spilled = sum(entry.engine_s for entry in entries(plan))
-    written = read_ledger(plan.run_folder(0), plan.manifest.plan_id).values()
+    written = ShardFiles.of(plan, 0).ledger().values()
     assert spilled == 7 * len(entries(plan)) == 21
     assert sum(entry.engine_s for entry in written) == pytest.approx(2 * 7 + 2 * 7)
     report = run_worker(plan).shards[0]
@@ -152,7 +152,7 @@ def test_what_was_all_spilled_needs_no_engine(
     with monkeypatch.context() as patch:
         patch.setattr(shard_run.ShardRun, "_write", write_none)
         assert stop(plan, -1).num_answers == NUM_ROWS
-    assert read_ledger(plan.run_folder(0), plan.manifest.plan_id) == {}
+    assert ShardFiles.of(plan, 0).ledger() == {}
     engines = Engines()
     report = run_worker(plan, start=engines).shards[0]
     assert engines.started == []
@@ -233,8 +233,8 @@ def test_kill_9_loses_what_was_finished_since_the_last_spill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, seconds: float, lost: int
 ) -> None:
     plan = plan_one_shard(str(tmp_path), planner={"num_shards": 1, "part_rows": 10})
-    monkeypatch.setattr(open_parts, "SPILL_ROWS", rows)
-    monkeypatch.setattr(open_parts, "SPILL_S", seconds)
+    monkeypatch.setattr(shard_run, "SPILL_ROWS", rows)
+    monkeypatch.setattr(shard_run, "SPILL_S", seconds)
     with monkeypatch.context() as patch:  # as if there were no time for it
         patch.setattr(shard_run.ShardRun, "_keep_finished", lambda *_: None)
         stop(plan, 19)
@@ -248,7 +248,7 @@ def test_kill_9_loses_what_was_finished_since_the_last_spill(
 def test_rows_are_spilled_while_the_engine_finishes_nothing(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_parts, "SPILL_S", 0.05)
+    monkeypatch.setattr(shard_run, "SPILL_S", 0.05)
     monkeypatch.setenv(INTERVAL_VARIABLE, "0.1")
     slow = Engines(8, lambda: wait_until(lambda: stored_rows(plan) == 8, "all rows are stored"))
     run_worker(plan, start=slow)
@@ -262,13 +262,13 @@ def test_rows_are_spilled_while_the_engine_finishes_nothing(
 def test_a_signal_while_something_is_written_loses_nothing(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch, stem: str, step: str, when: str
 ) -> None:
-    monkeypatch.setattr(open_parts, "SPILL_ROWS", 3)
+    monkeypatch.setattr(shard_run, "SPILL_ROWS", 3)
     original = getattr(Folder, step)
     hit: list[str] = []
 
     def signalled(folder: Folder, *args: Any) -> Any:
         name = next(arg for arg in args if isinstance(arg, str))
-        is_it = name.startswith(stem) and not hit
+        is_it = f"/{stem}" in name and not hit
         hit.extend([name] if is_it else [])
         if is_it and when == "before":
             interrupt()
@@ -293,7 +293,7 @@ def test_a_signal_while_something_is_written_loses_nothing(
 def test_a_fenced_attempt_spills_nothing_more_and_its_spills_count(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_parts, "SPILL_ROWS", 3)
+    monkeypatch.setattr(shard_run, "SPILL_ROWS", 3)
     successor = Engines()
     zombie = Engines(4, lambda: run_worker(plan, owner="task", start=successor))
     assert run_worker(plan, owner="task", start=zombie).shards == {}
@@ -359,21 +359,19 @@ def test_a_request_that_was_spilled_twice_counts_once(tmp_path: Path) -> None:
     """The first attempt was about to write the entry when the second claimed its number."""
     folder = Folder.open(str(tmp_path / "shard"))
     attempts = [claim_attempt(folder) for _ in range(3)]
-    schema = part_schema(fake_spec(tmp_path))
+    files = ShardFiles(folder, "plan", 0, PART_SCHEMA)
 
     def write(attempt: Attempt, text: str) -> None:
         output = EngineOutput(5, text, "stop", 10, 4, 2, None)
-        write_spill(attempt, "plan", 0, 0, {2: [output]}, {5: [50, 51]}, 8.0, schema)
+        files.write_spill(attempt, 0, {2: PartOutputs({5: output}, {5: [50, 51]})}, 8.0)
 
-    late = Attempt(folder, 1)
-    object.__setattr__(late, "number", attempts[2].number)
     write(attempts[2], "new")
     with pytest.raises(FencedError):
         write(attempts[0], "old")
-    found = read_spills(folder, "plan", 0, {}, schema)
+    found = files.spilled({})
     assert [each.text for each in found[2].outputs.values()] == ["new"]
     assert found[2].counts.num_rows == 2
-    assert read_spills(folder, "plan", 0, {2}, schema) == {}
+    assert files.spilled({2}) == {}
 
 
 def test_a_storage_that_takes_no_spill_keeps_the_reason_of_the_stop(
@@ -383,7 +381,7 @@ def test_a_storage_that_takes_no_spill_keeps_the_reason_of_the_stop(
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_run, "write_spill", fail)
+        patch.setattr(ShardFiles, "write_spill", fail)
         stop(plan, 8)
     assert "finished rows of shard 0 are lost: the disk is full" in caplog.text
     assert read_status(plan).done.num_rows == 5

@@ -334,9 +334,9 @@ def test_two_tries_of_one_task_do_not_fence_each_other_in_turn(
     heir = second.take()
     assert heir is not None and (heir.shard_idx, heir.attempt.number) == (0, 2)
     write_progress(plan, heir, clock.now())
-    with pytest.raises(FencedError) as fenced:
+    with pytest.raises(FencedError):
         claimed.attempt.check_current()
-    first.give_up(0, fenced.value)
+    first.give_up(0)
     other = first.take()
     assert other is not None and other.shard_idx == 1
     write_progress(plan, other, clock.now())
@@ -350,7 +350,7 @@ def test_failed_shards_come_last_and_once(plan: StoredPlan, clock: Time) -> None
     assert taken(queue) == [*range(1, NUM_SHARDS), 0]
     again = Claimed(0, claim_attempt(plan.run_folder(0)))
     write_progress(plan, again, clock.now(), state="failed")
-    queue.give_up(0, FencedError("taken"))
+    queue.give_up(0)
     assert queue.take() is None
     assert queue.others() == []
 
@@ -369,38 +369,39 @@ def test_one_engine_runs_all_shards(plan: StoredPlan) -> None:
     assert run_worker(plan.folder.uri, 0, 1).num_finished == NUM_SHARDS  # committed
 
 
+class Ahead(Engines):
+    """Engines that get the next request when one of eight is answered, request 6 last of all."""
+
+    def __call__(self, spec: Any, job: Any) -> Any:
+        engine = super().__call__(spec, job)
+        stream = engine.stream
+
+        def ahead(requests: Iterator[Any]) -> Iterator[Any]:
+            held = list(itertools.islice(requests, 8))
+            while held:
+                others = (idx for idx, each in enumerate(held) if each.request_idx != 6)
+                yield from stream(iter([held.pop(next(others, 0))]))
+                held += itertools.islice(requests, 1)
+
+        engine.stream = ahead  # type: ignore[method-assign]
+        return engine
+
+
 def test_the_engine_is_not_drained_between_shards(plan: StoredPlan) -> None:
-    open_shards: list[int] = []
     progresses: list[Any] = []
-
-    class Two(Engines):
-        """Answers a request once the next one has been fed."""
-
-        def __call__(self, spec: Any, job: Any) -> Any:
-            engine = super().__call__(spec, job)
-            stream = engine.stream
-
-            def ahead(requests: Iterator[Any]) -> Iterator[Any]:
-                held: list[Any] = []
-                for request in requests:
-                    held.append(request)
-                    open_shards.append(
-                        sum(each.snapshot().state == "running" for each in progresses)
-                    )
-                    if len(held) > 1:
-                        yield from stream(iter([held.pop(0)]))
-                yield from stream(iter(held))
-
-            engine.stream = ahead  # type: ignore[method-assign]
-            return engine
 
     @contextmanager
     def observe(progress: Any) -> Iterator[None]:
         progresses.append(progress)
         yield
+        assert progress.snapshot().state == "finished", "it is left after the last state"
 
-    run_worker(plan.folder.uri, 0, 1, start=Two(), observe=observe)
-    assert max(open_shards) == 2
+    def check_open_shards() -> None:
+        assert [each.snapshot().state for each in progresses[:2]] == ["running", "running"]
+
+    last_of_first = plan.shard(0).num_requests - 1
+    run_worker(plan, start=Ahead(at=last_of_first, act=check_open_shards), observe=observe)
+    assert len(progresses) == NUM_SHARDS
     held = [each.snapshot().gpu_held_s for each in progresses]
     whole = progresses[-1].snapshot().updated_at - progresses[0].snapshot().started_at
     assert sum(held) <= whole.total_seconds() + 1e-3  # the GPU is counted once
@@ -443,6 +444,36 @@ def test_a_shard_that_was_taken_over_between_its_parts_is_fed_no_more(
     assert list(worker.reports) == [1]
     first_part = plan.manifest.spec.planner.part_rows
     assert engines.num_answers == first_part + plan.shard(1).num_requests
+
+
+def test_a_shard_that_is_left_again_comes_back_once_the_engine_has_ended_its_requests(
+    lake_uri: str, clock: Time
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    asked: dict[str, Any] = {
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "sampling": {"temperature": 1.0},
+        "retry_invalid": 1,
+    }
+    plan = plan_one_shard(lake_uri, planner={"num_shards": 2}, **asked)
+
+    def take_over_and_stop() -> None:
+        heir = Claimed(0, claim_attempt(plan.run_folder(0)))
+        write_progress(plan, heir, clock.now(), state="stopped")
+
+    engines, queue = Ahead(at=0, act=take_over_and_stop), queue_of(plan, 0, 1, clock)
+    worker = Worker(plan, queue, engines, holder(), clock=clock)
+    for pause_s in worker.steps():
+        clock.s += pause_s
+    assert sorted(worker.reports) == [0, 1]
+    assert queue.num_left == 0
+
+
+def test_a_run_ends_at_its_next_claim_once_its_plan_is_gone(plan: StoredPlan) -> None:
+    engines = Ahead(at=0, act=lambda: plan.folder.remove("manifest.json"))
+    with pytest.raises(PlanError, match="has just removed it; make the plan again"):
+        run_worker(plan, start=engines)
+    assert engines.num_answers < plan.shard(0).num_requests
 
 
 def test_a_damaged_shard_is_refused_once_the_one_before_is_finished(plan: StoredPlan) -> None:

@@ -34,7 +34,7 @@ from batchllm_operator.run import shard_queue as queue_module
 from batchllm_operator.run.live_progress import LiveProgress
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import CLAIM_FILE, Attempt, claim_number
-from batchllm_operator.shards.parts import read_ledger
+from batchllm_operator.shards.parts import ShardFiles
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -50,8 +50,7 @@ def shard_files(plan: StoredPlan) -> dict[str, bytes]:
 
 
 def attempts_of_parts(plan: StoredPlan) -> list[int]:
-    ledger = read_ledger(plan.run_folder(0), plan.manifest.plan_id)
-    return [entry.attempt for entry in ledger.values()]
+    return [entry.attempt for entry in ShardFiles.of(plan, 0).ledger().values()]
 
 
 # Claims

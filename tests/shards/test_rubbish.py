@@ -21,7 +21,7 @@ from batchllm_operator.inspect.verify import record_plan, verify_plan
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import Claim, ShardProgress
-from batchllm_operator.shards.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.shards.parts import PART_SCHEMA, PartEntry, PartOutputs, ShardFiles
 from batchllm_operator.shards.reports import Committed, ShardReport
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan import manifest as plan_module
@@ -73,29 +73,31 @@ def rubbish(draw: st.DrawFn, whole: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def shard(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def shard(tmp_path_factory: pytest.TempPathFactory) -> ShardFiles:
     """Two attempts that have the same part, of which the later one's entry is to be spoilt."""
     folder = Folder.open(str(tmp_path_factory.mktemp("rubbish") / "shard-00000"))
+    files = ShardFiles(folder, "0123456789abcdef", 0, PART_SCHEMA)
     for _ in range(2):
         output = EngineOutput(7, "text", "stop", 10, 4, 2, None)
-        write_part(claim_attempt(folder), "0123456789abcdef", 0, [output], {7: [3, 4]}, 1.25)
+        files.write_part(claim_attempt(folder), 0, PartOutputs({7: output}, {7: [3, 4]}, 1.25))
     folder.write_bytes("whole.json", folder.read_bytes("attempt-00002/part-00000.json"))
-    return folder
+    return files
 
 
 @given(data=st.data())
 @settings(max_examples=examples(300))
-def test_a_ledger_of_rubbish_is_right_or_refused(shard: Folder, data: st.DataObject) -> None:
-    whole = shard.read_bytes("whole.json")
+def test_a_ledger_of_rubbish_is_right_or_refused(shard: ShardFiles, data: st.DataObject) -> None:
+    folder = shard.folder
+    whole = folder.read_bytes("whole.json")
     content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
-    shard.write_bytes("attempt-00002/part-00000.json", content)
+    folder.write_bytes("attempt-00002/part-00000.json", content)
     try:
-        [(part_idx, entry)] = read_ledger(shard, "0123456789abcdef").items()
+        [(part_idx, entry)] = shard.ledger().items()
     except PlanError as error:  # of another version, or another program's
         assert "attempt-00002/part-00000.json: is" in str(error)
         return
     assert (part_idx, entry.part_idx, entry.plan_id) == (0, 0, "0123456789abcdef")
-    file = shard.read_bytes(entry.path)
+    file = folder.read_bytes(entry.path)
     assert hashlib.sha256(file).hexdigest() == entry.sha256
     assert 0 <= entry.num_failed_rows < 1 << 63 and entry.engine_s >= 0
 

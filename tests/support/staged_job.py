@@ -12,7 +12,6 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, writ
 from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.fake import FakeEngine
-from batchllm_operator.errors import FencedError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.live_progress import Holder, interval_s
@@ -94,8 +93,8 @@ class _SomeShards(ShardQueue):
         taken = self._finished.keys() | self._mine
         return next((idx for idx in self._wanted if idx not in taken), None)
 
-    def give_up(self, shard_idx: int, error: FencedError) -> None:
-        super().give_up(shard_idx, error)
+    def give_up(self, shard_idx: int) -> None:
+        super().give_up(shard_idx)
         self._wanted = [idx for idx in self._wanted if idx != shard_idx]
 
     def others(self) -> list[int]:

@@ -96,8 +96,7 @@ def client(served: Any) -> Any:
     """The same; it remembers nothing of earlier tests."""
     from batchllm_operator.web import lake_access
 
-    for name in ("_PLANS", "_LOOKS"):
-        setattr(lake_access, name, lake_access.Kept(0.0))
+    lake_access._LOOKS = lake_access.Kept(0.0)
     return served
 
 

@@ -226,6 +226,24 @@ def test_the_stage_of_a_job(
     assert f">{shown}</span>" in anna.page("/")
 
 
+@pytest.mark.parametrize(
+    ("states", "shown"),
+    [
+        (("failed", "running", "success"), "generating failed"),
+        (("success", "running", "queued"), "generating"),
+        (("success", None, "success"), "waiting for generating"),
+        (("success", "success", "skipped"), "generated"),
+    ],
+)
+def test_a_mapped_generate_task_is_done_once_all_are(
+    anna: Browser, records: Records, states: tuple[str | None, ...], shown: str
+) -> None:
+    records.run().task("j.plan", plan_uri=uri(0))
+    for idx, state in enumerate(states):
+        records.task("j.generate", state, map_index=idx)
+    assert f">{shown}</span>" in anna.page("/")
+
+
 def test_what_xcoms_hold_need_not_be_what_we_wrote(anna: Browser, records: Records) -> None:
     for day, noted in enumerate((17, None, ["x"], {"plan_uri": 1}, "/etc/passwd", "[" * 5000)):
         records.run(run_id=f"r{day}", day=day)

@@ -180,7 +180,7 @@ def test_a_storage_that_does_not_answer_holds_few_threads(
         return judge(uri, roots)
 
     monkeypatch.setattr(PlanURI, "place", note)
-    monkeypatch.setattr(lake_access, "_PLANS", Kept(60.0))
+    monkeypatch.setattr(lake_access, "_LOOKS", Kept(60.0))
     with lake_access._READERS:
         answer = anna.get("/dags/job/runs/a")
         assert answer.status_code == 503 and "takes long" in answer.text

@@ -75,10 +75,10 @@ def test_the_setting_names_roots_by_dag_and_by_team(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from batchllm_operator.web import roots
+    from batchllm_operator.web import runs
 
     ads = SimpleNamespace(get_team_name=lambda dag_id: "ads")
-    monkeypatch.setattr(roots, "DagModel", ads)
+    monkeypatch.setattr(runs, "DagModel", ads)
     records.run().job(committed.folder.uri, outcome={})
     lake = str(tmp_path)
     settings: list[tuple[Any, int]] = [
