@@ -28,7 +28,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.named_file import write_file
 from batchllm_operator.plan.estimate import engine_limits, read_shape, shape_of
 from batchllm_operator.prefixes import PromptClasses, TokenTable
-from batchllm_operator.report.timelines import can_draw, draw_runs
+from batchllm_operator.report.timelines import draw_runs
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.workload import Shape, Workload
@@ -192,9 +192,10 @@ def find_model(name: str) -> ModelShape:
 
 def make_folder(folder: Path) -> None:
     """Create a writable folder for timelines and their picture, with its parents."""
-    if not can_draw():
-        error = ModuleNotFoundError(name="matplotlib")
-        raise MissingLibraryError.of(error, f"the picture in {folder}")
+    try:
+        import matplotlib as matplotlib
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, f"the picture in {folder}") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

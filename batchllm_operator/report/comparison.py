@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,7 +16,6 @@ Verdict = Literal["better", "worse", "same", "changed", ""]
 """`changed`: neither better nor worse, such as more rows. A tiny change counts as `same`. Empty if
 either figure is unknown."""
 
-_UNKNOWN: Final[Verdict] = ""
 _NOTABLE: Final = 0.01
 _NOTABLE_FAILURES: Final = 0.001
 """Share of the rows; even a few failures are notable."""
@@ -33,18 +32,13 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    title: str
-    measures: tuple[Measure, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Run `after` compared with run `before`."""
 
     before: RunReport
     after: RunReport
-    sections: tuple[Section, ...]
+    sections: Mapping[str, Sequence[Measure]]
+    """By title."""
     cautions: tuple[str, ...]
     """Reasons why the two may not be comparable."""
 
@@ -54,8 +48,8 @@ class Comparison:
         return [
             f"{measure.name.lower()} {measure.verdict}: {measure.change}"
             for verdict in ("worse", "better")
-            for section in self.sections
-            for measure in section.measures
+            for measures in self.sections.values()
+            for measure in measures
             if measure.verdict == verdict
         ]
 
@@ -88,18 +82,16 @@ class _Figure:
 
     def measure(self, before: RunReport, after: RunReport) -> Measure:
         old, new = self.of(before), self.of(after)
-        text, verdict = "", _UNKNOWN
+        text = ""
+        verdict: Verdict = ""
         if old is not None and new is not None:
             text, change = self.change(old, new)
-            verdict = self._verdict(change)
+            verdict = "better" if (change > 0) == self.more_is_better else "worse"
+            if abs(change) < self.notable:
+                verdict = "same"
+            elif self.more_is_better is None:
+                verdict = "changed"
         return Measure(self.name, self.show(old), self.show(new), text, verdict)
-
-    def _verdict(self, change: float) -> Verdict:
-        if abs(change) < self.notable:
-            return "same"
-        if self.more_is_better is None:
-            return "changed"
-        return "better" if (change > 0) == self.more_is_better else "worse"
 
 
 _share = partial(_Figure, show=ratio, change=_in_points)
@@ -174,11 +166,11 @@ def compare(before: RunReport, after: RunReport) -> Comparison:
     return Comparison(
         before=before,
         after=after,
-        sections=tuple(
-            Section(title, tuple(figure.measure(before, after) for figure in of_title))
+        sections={
+            title: [figure.measure(before, after) for figure in of_title]
             for title, of_title in figures.items()
             if of_title
-        ),
+        },
         cautions=_cautions(before, after),
     )
 
@@ -186,14 +178,14 @@ def compare(before: RunReport, after: RunReport) -> Comparison:
 def format_comparison(comparison: Comparison) -> str:
     before, after = comparison.before, comparison.after
     rows = [["", f"{before.job} {before.ds}", f"{after.job} {after.ds}", "change", ""]]
-    for section in comparison.sections:
-        for measure in section.measures:
+    for measures in comparison.sections.values():
+        for measure in measures:
             verdict = measure.verdict if measure.verdict in ("better", "worse") else ""
             rows.append([measure.name, measure.before, measure.after, measure.change, verdict])
     head, *figures = text_table(rows, left=(0, 4), indent="  ")
     lines, figure = [head], iter(figures)
-    for section in comparison.sections:
-        lines += [section.title, *islice(figure, len(section.measures))]
+    for title, measures in comparison.sections.items():
+        lines += [title, *islice(figure, len(measures))]
     return "\n".join([*lines, *(f"note: {caution}" for caution in comparison.cautions)])
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -112,35 +109,26 @@ def _largest(
     return tuple(np.round(largest, 4).tolist())
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed, which comes with the extra `report`."""
-    try:
-        return find_spec("matplotlib") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def draw_runs(runs: Sequence[Run], machine: Machine) -> bytes:
     """A PNG with a panel for each simulated run, of one workload on one machine."""
-    with quiet_matplotlib():
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-        height = _PNG_INCHES[1] * len(runs) + 0.8
-        figure = Figure(figsize=(_PNG_INCHES[0], height), layout="constrained")
-        FigureCanvasAgg(figure)  # without pyplot, which keeps figures and needs a display
-        ratios = [3, 1.2] * len(runs)
-        axes = figure.subplots(2 * len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)
-        for run, (upper, lower) in zip(runs, axes.reshape(-1, 2), strict=True):
-            _paint(upper, lower, _simulated(run, machine))
-            title = f"{run.policy}: {run.steps:,} steps, {run.predicted_s:,.1f} s"
-            upper.set_title(title, loc="left", fontsize="medium")
-        lower.set_xlabel(f"predicted time on {machine.gpu.name} (s)")
-        lower.set_xlim(0, max(run.predicted_s for run in runs))
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
+    height = _PNG_INCHES[1] * len(runs) + 0.8
+    figure = Figure(figsize=(_PNG_INCHES[0], height), layout="constrained")
+    FigureCanvasAgg(figure)  # without pyplot, which keeps figures and needs a display
+    ratios = [3, 1.2] * len(runs)
+    axes = figure.subplots(2 * len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    for run, (upper, lower) in zip(runs, axes.reshape(-1, 2), strict=True):
+        _paint(upper, lower, _simulated(run, machine))
+        title = f"{run.policy}: {run.steps:,} steps, {run.predicted_s:,.1f} s"
+        upper.set_title(title, loc="left", fontsize="medium")
+    lower.set_xlabel(f"predicted time on {machine.gpu.name} (s)")
+    lower.set_xlim(0, max(run.predicted_s for run in runs))
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
     return picture.getvalue()
 
 
@@ -183,15 +171,3 @@ def _paint(upper: Axes, lower: Axes, line: Timeline) -> None:
     lower.set_ylim(0, 105)
     lower.set_ylabel("% of KV blocks")
     lower.set_xlim(0, edges[-1])
-
-
-@contextmanager
-def quiet_matplotlib() -> Iterator[None]:
-    """Silence matplotlib's warnings about an unwritable home, which is harmless."""
-    logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -100,7 +100,10 @@ def stream_with_retries(
     while True:
         for output in engine.stream(fed(requests)):
             request = running.pop(output.request_idx)
-            if request.num_tries == spec.retry_invalid or not _is_invalid(answers, output):
+            is_text = output.is_served and output.text is not None
+            fault = answers.fault(output.text or "", output.raw) if is_text else None
+            is_invalid = fault is not None and fault.kind == INVALID_OUTPUT
+            if request.num_tries == spec.retry_invalid or not is_invalid:
                 yield output
                 continue
             num_retries, num_tokens = num_retries + 1, num_tokens + output.num_output_tokens
@@ -118,10 +121,3 @@ def stream_with_retries(
             counted(num_retries, "time"),
             counted(num_tokens, "token"),
         )
-
-
-def _is_invalid(answers: Answers, output: EngineOutput) -> bool:
-    if not output.is_served or output.text is None:
-        return False
-    fault = answers.fault(output.text, output.raw)
-    return fault is not None and fault.kind == INVALID_OUTPUT

@@ -208,9 +208,10 @@ class LiveProgress:
 
     def note(self) -> str:
         """Speed over the last minute and the saving so far, for a progress line."""
-        now = self.snapshot()
-        speed = token_speed(now.computed_tokens_per_s, now.output_tokens_per_s)
-        return f"{speed}, {100 * (now.done.saving_ratio or 0.0):.0f} % of prompt tokens saved"
+        clock, done = self._clock(), self.done
+        running_s = 0.0 if self._running_at is None else clock - self._running_at
+        speed = token_speed(*self._rates(clock, done, running_s)[:2])
+        return f"{speed}, {100 * (done.saving_ratio or 0.0):.0f} % of prompt tokens saved"
 
     def _rates(self, clock: float, done: Counts, running_s: float) -> tuple[float, float, float]:
         """Computed prompt tokens, output tokens and rows per second, over the last minute or since
@@ -247,22 +248,18 @@ class LiveProgress:
             self._wake.clear()
             is_last = self._ended.is_set()
             try:
-                self._write_news(is_last=is_last)
+                progress = self.snapshot()
+                seen = (progress.state, progress.done.num_rows)
+                if self._news is None or self._news[0] != seen:
+                    self._news = (seen, progress.elapsed_s)
+                if is_last or progress.elapsed_s - self._news[1] <= _QUIET_S:
+                    self._folder.write_bytes(PROGRESS_FILE, progress.to_bytes())
             # Any error: without this thread, the attempt would look dead.
             except Exception as error:  # noqa: BLE001
                 self._warn(error)
             if not is_last:
                 self._also()
                 self._wake.wait(self._every_s)
-
-    def _write_news(self, *, is_last: bool) -> None:
-        progress = self.snapshot()
-        seen = (progress.state, progress.done.num_rows)
-        if self._news is None or self._news[0] != seen:
-            self._news = (seen, progress.elapsed_s)
-        elif progress.elapsed_s - self._news[1] > _QUIET_S and not is_last:
-            return
-        self._folder.write_bytes(PROGRESS_FILE, progress.to_bytes())
 
     def _warn(self, error: Exception) -> None:
         """Warn once: the next write may succeed, and no result depends on it."""

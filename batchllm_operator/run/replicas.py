@@ -43,7 +43,12 @@ class Replicas:
         together = self._rounds.meet(engine.chain, groups, measure=measure, is_stopped=is_stopped)
         self._costs |= {group.group_id: sum(group.split) for group in together}
         if measure and self._rounds.measured is not None:
-            self._keep_profile(*self._rounds.measured)
+            bytes_per_s, steps = self._rounds.measured
+            subject = chain_subject(self._spec)
+            profile = ChainProfile(
+                subject=subject, link_bytes_per_s=bytes_per_s, steps=tuple(steps)
+            )
+            StoredProfiles.of(self._spec).keep(profile)
 
     def noted(self, requests: Iterable[EngineRequest]) -> Iterator[EngineRequest]:
         """The requests; the first one of a chained group pays for its prefix."""
@@ -62,9 +67,3 @@ class Replicas:
     def close(self) -> None:
         """Let no other replica wait for this one."""
         self._rounds.close()
-
-    def _keep_profile(self, bytes_per_s: float, steps: list[tuple[int, int, float]]) -> None:
-        profile = ChainProfile(
-            subject=chain_subject(self._spec), link_bytes_per_s=bytes_per_s, steps=tuple(steps)
-        )
-        StoredProfiles.of(self._spec).keep(profile)

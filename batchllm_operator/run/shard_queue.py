@@ -154,24 +154,20 @@ class ShardQueue:
         return next(iter([*resumable, *again]), None)
 
     def _leaves_to_others(self, num_free: int) -> bool:
-        """Whether it is too slow for one of the last shards; see `stands_back`."""
-        stood_back = self.stands_back
-        self.stands_back = num_free > 0 and self._is_behind(num_free, len(self.others()))
-        if self.stands_back and not stood_back:
-            _log.info("this worker is slow: others run the last %s", counted(num_free, "shard"))
-        return self.stands_back
-
-    def _is_behind(self, num_free: int, num_begun: int) -> bool:
         """Whether others will finish all shards before this worker would finish one more.
 
         They go on as since the claim of the shard that it finished last.
         """
-        if self._last is None or not num_begun:
-            return False
-        claim, took_s = self._last
-        num_meanwhile = len(self._finished) - self._num_ended - claim.num_by_others
-        since_s = self._clock() - claim.at
-        return num_meanwhile * took_s > (num_free + _MARGIN * num_begun) * since_s
+        stood_back, num_begun = self.stands_back, len(self.others())
+        self.stands_back = False
+        if self._last is not None and num_free and num_begun:
+            claim, took_s = self._last
+            num_meanwhile = len(self._finished) - self._num_ended - claim.num_by_others
+            rest = (num_free + _MARGIN * num_begun) * (self._clock() - claim.at)
+            self.stands_back = num_meanwhile * took_s > rest
+        if self.stands_back and not stood_back:
+            _log.info("this worker is slow: others run the last %s", counted(num_free, "shard"))
+        return self.stands_back
 
     def own(self) -> list[int]:
         """Shards of this worker's own run that aren't finished."""

@@ -44,17 +44,13 @@ class OpenParts:
         """Outputs that no spill holds, by part_idx."""
         self._new_since = 0.0
         """When the first of them was added."""
-        self._suspects: dict[int, int] = {}
-        """Requests that the engine couldn't serve, since it has served one, with their rows."""
+        self.suspects: dict[int, int] = {}
+        """Requests that the engine couldn't serve, since it has served one, with their numbers of
+        rows: the engine may be at fault."""
 
     def __contains__(self, output: EngineOutput) -> bool:
         """Whether the output's request is from here."""
         return output.request_idx in self._part_of
-
-    @property
-    def num_suspect_rows(self) -> int:
-        """Rows that the engine couldn't serve, since it has served one: it may be at fault."""
-        return sum(self._suspects.values())
 
     def feed(self, part_idx: int, row_idxs: Mapping[int, list[int]]) -> None:
         """Note that the engine gets these requests of a part; `row_idxs` are their rows."""
@@ -73,9 +69,9 @@ class OpenParts:
         part.outputs[request_idx] = new.outputs[request_idx] = output
         new.row_idxs[request_idx] = row_idxs
         if output.is_served:
-            self._suspects.clear()
+            self.suspects.clear()
         else:
-            self._suspects[request_idx] = len(row_idxs)
+            self.suspects[request_idx] = len(row_idxs)
         return len(row_idxs), part_idx if len(part.outputs) == len(part.row_idxs) else None
 
     def close(self, part_idx: int) -> None:
@@ -100,7 +96,7 @@ class OpenParts:
 
     def unspilled(self, *, with_suspects: bool) -> dict[int, PartOutputs]:
         """The outputs that no spill holds, by part_idx; all but suspects if not `with_suspects`."""
-        left_out = () if with_suspects else self._suspects
+        left_out = () if with_suspects else self.suspects
         chosen = {
             part_idx: PartOutputs(
                 {idx: out for idx, out in new.outputs.items() if idx not in left_out}, new.row_idxs
@@ -208,7 +204,7 @@ class ShardRun:
     def num_failed_rows(self) -> int:
         """Rows that have failed in all attempts, without those for which the engine may be at
         fault."""
-        return self.progress.done.num_failed_rows - self.open_parts.num_suspect_rows
+        return self.progress.done.num_failed_rows - sum(self.open_parts.suspects.values())
 
     @property
     def finished(self) -> ShardParts:

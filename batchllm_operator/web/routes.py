@@ -125,7 +125,7 @@ def show_run(links: PageLinks, dag_id: str, run_id: str) -> Response:
 @_dag_pages.get("/jobs/{task_id}/{map_index}")
 def show_job(links: PageLinks, job: PathJob) -> Response:
     """A job: live progress until the commit, then its report."""
-    shown = _job_view(job, links)
+    shown = _view(job, links)
     if isinstance(shown, RunReport):
         actions = (("Download this report", f"{links.job(job.ref)}/report.html"),)
         return HTMLResponse(render_report(shown, trail=links.trail(job.ref), actions=actions))
@@ -135,7 +135,7 @@ def show_job(links: PageLinks, job: PathJob) -> Response:
 @_dag_pages.get("/jobs/{task_id}/{map_index}/live")
 def show_job_news(links: PageLinks, job: PathJob) -> Response:
     """The part of a job's page that changes; 205 once there is a report."""
-    return _news(_job_view(job, links))
+    return _news(_view(job, links))
 
 
 @_dag_pages.get("/jobs/{task_id}/{map_index}/report.html")
@@ -152,7 +152,7 @@ def download_report(job: PathJob) -> Response:
 @_dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}")
 def show_shard(links: PageLinks, job: PathJob, shard_idx: ShardIdx) -> Response:
     """A shard's live progress; after the commit, the job's report."""
-    shown = _shard_view(job, shard_idx, links)
+    shown = _view(job, links, shard_idx)
     if isinstance(shown, RunReport):
         return RedirectResponse(links.job(job.ref), status_code=302)
     return _live_page(shown)
@@ -161,7 +161,7 @@ def show_shard(links: PageLinks, job: PathJob, shard_idx: ShardIdx) -> Response:
 @_dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}/live")
 def show_shard_news(links: PageLinks, job: PathJob, shard_idx: ShardIdx) -> Response:
     """The part of a shard's page that changes; 205 once there is a report."""
-    return _news(_shard_view(job, shard_idx, links))
+    return _news(_view(job, links, shard_idx))
 
 
 @_dag_pages.get("/tasks/{task_id}/{map_index}")
@@ -197,19 +197,15 @@ def _look(job: JobRun) -> RunReport | JobStatus | None:
     return look(uri, roots)
 
 
-def _job_view(job: JobRun, links: Links) -> RunReport | views.LivePage:
+def _view(job: JobRun, links: Links, shard_idx: int | None = None) -> RunReport | views.LivePage:
+    """The job's report, or before the commit a live page of it, or of one of its shards."""
     seen = _look(job)
     if isinstance(seen, RunReport):
         return seen
-    with create_session(scoped=False) as session:
-        stage = job_state(session, job)
-    return views.live_job(job, stage, seen, links)
-
-
-def _shard_view(job: JobRun, shard_idx: int, links: Links) -> RunReport | views.LivePage:
-    seen = _look(job)
-    if isinstance(seen, RunReport):
-        return seen
+    if shard_idx is None:
+        with create_session(scoped=False) as session:
+            stage = job_state(session, job)
+        return views.live_job(job, stage, seen, links)
     if seen is None:
         raise PageError(404, "Nothing is planned yet, so there are no shards.")
     if shard_idx >= len(seen.shards):

@@ -35,6 +35,15 @@ def tab(look: Look, chromium: Any) -> Iterator[Tab]:
     context.close()
 
 
+@pytest.fixture
+def report_tab(tab: Tab, tmp_path: Path) -> Tab:
+    """With the report's file."""
+    file = tmp_path / "report.html"
+    file.write_text(PAGES["report-file"]())
+    tab.page.goto(file.as_uri())
+    return tab
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_it_can_be_read_by_everybody_everywhere(tab: Tab, name: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
@@ -55,11 +64,8 @@ def test_it_can_be_read_by_everybody_everywhere(tab: Tab, name: str, tmp_path: P
     tab.check()
 
 
-def test_each_picture_can_be_seen_and_its_words_read(tab: Tab, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(PAGES["report-file"]())
-    tab.page.goto(file.as_uri())
-    figures = tab.page.locator("figure").all()
+def test_each_picture_can_be_seen_and_its_words_read(report_tab: Tab) -> None:
+    figures = report_tab.page.locator("figure").all()
     assert len(figures) == 7
     for figure in figures:
         for picture in figure.locator("[role=img]").all():
@@ -71,47 +77,38 @@ def test_each_picture_can_be_seen_and_its_words_read(tab: Tab, tmp_path: Path) -
         assert min(sizes) >= 9, "letters can be read"
 
 
-def test_the_numbers_behind_a_picture_are_reached_by_the_keyboard(tab: Tab, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(PAGES["report-file"]())
-    tab.page.goto(file.as_uri())
-    table = tab.page.get_by_role("region", name="Prompt tokens saved")
+def test_the_numbers_behind_a_picture_are_reached_by_the_keyboard(report_tab: Tab) -> None:
+    table = report_tab.page.get_by_role("region", name="Prompt tokens saved")
     assert not table.is_visible()
-    tab.page.keyboard.press("Tab")
-    focused = tab.page.evaluate("document.activeElement.textContent")
+    report_tab.page.keyboard.press("Tab")
+    focused = report_tab.page.evaluate("document.activeElement.textContent")
     assert focused == "Numbers: Prompt tokens saved"
-    tab.page.keyboard.press("Enter")
+    report_tab.page.keyboard.press("Enter")
     assert table.is_visible()
     assert "planned" in table.inner_text()
 
 
-def test_tables_scroll_in_boxes_that_show_it(tab: Tab, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(PAGES["report-file"]())
-    tab.page.goto(file.as_uri())
-    box = tab.page.get_by_role("region", name="Slowest shards")
+def test_tables_scroll_in_boxes_that_show_it(report_tab: Tab) -> None:
+    box = report_tab.page.get_by_role("region", name="Slowest shards")
     box.scroll_into_view_if_needed()
     more_px = box.evaluate("box => box.scrollWidth - box.clientWidth")
-    assert (more_px > 0) == (tab.page.viewport_size["width"] < 500)
+    assert (more_px > 0) == (report_tab.page.viewport_size["width"] < 500)
     before = box.screenshot()
     box.evaluate("box => { box.style.background = 'none'; }")
     assert (box.screenshot() != before) == (more_px > 0), "a shadow where there is more"
     box.focus()
-    assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == (
+    assert report_tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == (
         "Slowest shards"
     )
 
 
-def test_on_paper_pictures_are_dark_on_white(tab: Tab, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(PAGES["report-file"]())
-    tab.page.goto(file.as_uri())
-    tab.page.emulate_media(media="print")
-    colours = tab.page.evaluate(
+def test_on_paper_pictures_are_dark_on_white(report_tab: Tab) -> None:
+    report_tab.page.emulate_media(media="print")
+    colours = report_tab.page.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
     )
     assert colours == ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]
-    assert tab.page.locator("figure [role=img]:visible").count() == 9
+    assert report_tab.page.locator("figure [role=img]:visible").count() == 9
 
 
 def test_these_checks_notice_what_they_are_for(chromium: Any) -> None:

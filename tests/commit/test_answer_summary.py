@@ -180,6 +180,6 @@ def test_embeddings_are_told_by_their_size(tmp_path: Path) -> None:
     assert report.answers.embedding_size == FAKE_SIZE
     assert f"  embeddings     {FAKE_SIZE} numbers each\n" in format_summary(report)
     assert report.sample_rows == ()
-    [section] = [each for each in compare(report, report).sections if each.title == "Answers"]
-    assert [measure.name for measure in section.measures] == ["Embedding size"]
+    measures = compare(report, report).sections["Answers"]
+    assert [measure.name for measure in measures] == ["Embedding size"]
     assert "numbers each" in render_report(report)

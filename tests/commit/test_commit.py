@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from decimal import Decimal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import Batchllm
-from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec, planned, write_table
 from support.staged_job import run_only
 
 from batchllm_operator.answers.fakes import fake_text
@@ -71,9 +72,13 @@ def test_rows_come_out_in_input_order(
     assert report.plan.num_duplicate_rows == 1
 
 
-def test_with_a_staging_folder_the_output_folder_holds_partitions_only(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
+def test_readers_of_the_output_folder_see_the_partition_only(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 2))
+    commit_run(run_job(fake_spec(tmp_path)).folder.uri)
+    table = pq.read_table(tmp_path / "out")  # readers that skip names with an underscore
+    assert (table.num_rows, set(table["ds"].to_pylist())) == (4, {DS})
     spec = fake_spec(tmp_path, output={"staging_uri": str(tmp_path / "staging")})
+    shutil.rmtree(tmp_path / "out")
     commit_run(run_job(spec).folder.uri)
     files = [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
     assert files == [tmp_path / "out" / f"ds={DS}" / "data.parquet"], (
@@ -81,17 +86,8 @@ def test_with_a_staging_folder_the_output_folder_holds_partitions_only(tmp_path:
     )
 
 
-def test_a_whole_dataset_reader_sees_the_partition_only(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(2, 2))
-    commit_run(run_job(fake_spec(tmp_path)).folder.uri)
-    table = pq.read_table(tmp_path / "out")
-    assert table.num_rows == 4
-    assert set(table["ds"].to_pylist()) == {DS}
-
-
 def test_commit_before_run_names_the_shards(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, document_rows())
     run_only(plan, 1)
     missing = r"unfinished: shard 0 \(0 of 3 parts\); run `batchllm run --plan /.*`, then commit"
     with pytest.raises(IncompleteRunError, match=missing):
@@ -122,27 +118,6 @@ def test_a_later_run_replaces_the_partition_and_no_other(tmp_path: Path) -> None
     assert published_plan_uri(spec, DS) == first.folder.uri
     assert published(tmp_path).num_rows == 30
     assert published_plan_uri(spec, "2026-02-01") == other.folder.uri
-
-
-def test_a_late_commit_of_an_older_plan_brings_nothing_back(tmp_path: Path) -> None:
-    """It was planned and run, but never committed, when a newer one was."""
-    write_table(tmp_path / "documents", document_rows(4, 5))
-    older = run_job(fake_spec(tmp_path))
-    write_table(tmp_path / "documents", document_rows(2, 3))
-    newer = run_job(fake_spec(tmp_path))
-    commit_run(newer.folder.uri)
-    with pytest.raises(PlanError, match="a later plan's outputs have replaced"):
-        commit_run(older.folder.uri)
-    assert len(published(tmp_path)) == 6
-    commit_run(newer.folder.uri)  # again
-    write_table(tmp_path / "documents", document_rows(4, 5))
-    assert (
-        run_job(fake_spec(tmp_path)).folder == older.folder
-    )  # planned once more: it is newest now
-    commit_run(older.folder.uri)
-    assert len(published(tmp_path)) == 20
-    with pytest.raises(PlanError, match="a later plan's outputs have replaced"):
-        commit_run(newer.folder.uri)
 
 
 def test_two_inputs_that_take_turns(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import document_rows, fake_spec, finish, planned, write_table
 from support.run_reports import make_timeline
 from support.staged_job import run_only
 
@@ -34,15 +34,8 @@ from batchllm_operator.stored_plan.run_report import PAGE_FILE, REPORT_FILE, Run
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
-def run_job(spec: JobSpec) -> StoredPlan:
-    plan = plan_job(spec, DS)
-    run_worker(plan)
-    return plan
-
-
 def commit_job(lake: Path, rows: list[dict[str, Any]], **changes: Any) -> RunReport:
-    write_table(lake / "documents", rows)
-    return commit_run(run_job(fake_spec(lake, **changes)).folder.uri)
+    return finish(planned(lake, rows, **changes))
 
 
 def test_tokens_and_shards_add_up(tmp_path: Path) -> None:
@@ -65,8 +58,7 @@ def test_without_a_gpu_there_is_no_bill(tmp_path: Path) -> None:
 
 
 def test_the_bill_counts_gpus_of_all_attempts(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, document_rows())
 
     def start(spec: JobSpec, job: EngineJob) -> Engine:
         time.sleep(0.2)  # of two GPUs
@@ -87,8 +79,7 @@ def test_the_bill_counts_gpus_of_all_attempts(tmp_path: Path) -> None:
 
 
 def test_an_attempt_that_left_no_sign_leaves_the_bill_open(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, document_rows())
     run_worker(plan, num_gpus=2)
     (plan.run_folder(1).child("attempt-00001")).remove("progress.json")
     report = commit_run(plan.folder.uri)
@@ -108,8 +99,7 @@ def test_workers_are_counted_and_their_engines_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker 4 runs shards 2 and 1, also begun by another 4; shard 0 has left no sign."""
-    write_table(tmp_path / "documents", document_rows(9, 5))
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 3}), DS)
+    plan = planned(tmp_path, document_rows(9, 5), planner={"num_shards": 3})
 
     def start(spec: JobSpec, job: EngineJob) -> Engine:
         raise EngineError("no device")
@@ -165,32 +155,23 @@ def test_errors_have_the_keys_of_their_first_rows(tmp_path: Path) -> None:
     assert report.errors_by_kind == {"null_value": 4, "prompt_too_long": 1}
 
 
-def test_errors_of_the_engine_are_found_whatever_their_order(tmp_path: Path) -> None:
+def test_kinds_of_errors_are_cut_and_have_their_first_rows_whatever_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     errors = RowErrors()
     errors.add(RowError("engine_error", "b"), [9, 30])
     errors.add(RowError("engine_error", "a"), [4])
     errors.add(RowError("engine_error", "long " * 500), [2])
     errors.add(RowError("other"), [1])
     rows = document_rows(8, 5)
-    write_table(tmp_path / "documents", rows)
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, rows)
     engine, other = errors.kinds(plan)
-    assert engine.num_rows == 4
-    assert [key["row_key"] for key in engine.example_keys] == [
-        rows[idx]["row_key"] for idx in (2, 4, 9)
-    ]
+    assert (engine.num_rows, other.kind, errors.num_rows) == (4, "other", 5)
+    keys = [key["row_key"] for key in engine.example_keys]
+    assert keys == [rows[idx]["row_key"] for idx in (2, 4, 9)]
     assert len(engine.example_error) == 300
-    assert other.kind == "other"
-
-
-def test_kinds_beyond_number_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_errors, "_NUM_KINDS", 2)
-    write_table(tmp_path / "documents", document_rows(8, 5))
-    errors = RowErrors()
-    for idx, kind in enumerate(["a", "b", "b", "c"]):
-        errors.add(RowError(kind, "x"), [idx])
-    assert [each.kind for each in errors.kinds(plan_job(fake_spec(tmp_path), DS))] == ["b", "a"]
-    assert errors.num_rows == 4
+    monkeypatch.setattr(row_errors, "_NUM_KINDS", 1)
+    assert [each.kind for each in errors.kinds(plan)] == ["engine_error"]
 
 
 def test_committing_again_keeps_the_report_and_brings_the_page_back(tmp_path: Path) -> None:

@@ -15,13 +15,8 @@ import pytest
 import yaml
 from conftest import Batchllm
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
-from support.staged_job import (
-    Engines,
-    check_published,
-    claim_attempt,
-    plan_one_shard,
-    put_table,
-)
+from support.shard_progress import leave_progress
+from support.staged_job import Engines, check_published, claim_attempt, plan_one_shard, put_table
 
 from batchllm_operator.commands.tools import parse_age
 from batchllm_operator.commit import commit_run as commit_module
@@ -118,27 +113,13 @@ def test_without_its_rows_a_collected_plan_is_made_again(local_plan: StoredPlan)
     check_published(plan)
 
 
-def test_damaged_parts_of_a_committed_plan_cost_nothing(local_plan: StoredPlan) -> None:
-    run_and_commit(local_plan)
-    for part in Path(local_plan.folder.path).rglob("part-*"):
-        part.write_bytes(b"")
-    engines = Engines()
-    run_worker(local_plan, start=engines)
-    assert engines.started == []
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"plan_id": "another", "shards": []}'])
-def test_a_note_of_a_commit_that_cannot_be_read_is_none(
-    local_plan: StoredPlan, content: bytes
-) -> None:
+def test_a_published_plan_whose_note_cannot_be_read_stays(local_plan: StoredPlan) -> None:
     plan = run_and_commit(local_plan)
-    whole = plan.folder.read_bytes(COMMITTED_FILE)
-    plan.folder.write_bytes(COMMITTED_FILE, content)
+    plan.folder.write_bytes(COMMITTED_FILE, b"{}")
     garbage, [kept] = find_garbage(plan.manifest.spec, before=time.time() + DAY_S)
     assert garbage == []
     assert kept.why == "it is published, without a committed.json: commit it once more"
     commit_run(plan.folder.uri)
-    assert plan.folder.read_bytes(COMMITTED_FILE) == whole
     [removed], _ = collect(plan.manifest.spec)
     assert removed.folder == plan.folder
 
@@ -221,13 +202,6 @@ def test_a_plan_of_another_output_table_is_asked_about_there(tmp_path: Path) -> 
     assert list(plan.folder.find()) == KEPT
 
 
-def test_a_folder_without_a_manifest_goes(plan: StoredPlan) -> None:
-    plan.folder.remove("manifest.json")
-    [removed], _ = collect(plan.manifest.spec)
-    assert removed.what == "was never completed"
-    assert not plan.folder.exists()
-
-
 def test_a_published_plan_without_its_manifest_stays(plan: StoredPlan) -> None:
     run_and_commit(plan)
     plan.folder.remove("manifest.json")
@@ -269,6 +243,9 @@ def test_a_run_in_progress_keeps_its_plan(local_plan: StoredPlan) -> None:
     make_old(path)
     (path / "runs" / "shard-00000" / "report.json").unlink()
     claim_attempt(local_plan.run_folder(0))
+    assert collect(spec, age_s=DAY_S) == ([], [])
+    make_old(path)
+    leave_progress(local_plan, 0)
     assert collect(spec, age_s=DAY_S) == ([], [])
     make_old(path)
     plan_job(spec, DS)  # its files are written anew
@@ -482,13 +459,8 @@ def test_without_times_nothing_is_taken_for_old(
 
 
 def test_ages(batchllm: Batchllm, job: Path) -> None:
-    assert [parse_age(text) for text in ("0s", "90m", "36h", "7d", "2w")] == [
-        0,
-        5400,
-        129_600,
-        604_800,
-        1_209_600,
-    ]
+    ages = [parse_age(text) for text in ("0s", "90m", "36h", "7d", "2w")]
+    assert ages == [0, 5400, 129_600, 604_800, 1_209_600]
     for text in ("7", "d", "-1d", "1.5h", "7 d", ""):
         outcome = batchllm("gc", "--job", job, f"--older-than={text}")
         assert outcome.code == 2 and "isn't an age" in outcome.err

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from support.answers_job import asking
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, planned, write_table
 
 from batchllm_operator.commands import simulate as simulate_command
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
@@ -96,8 +96,7 @@ def test_what_a_plan_cannot_answer_is_an_error(tmp_path: Path, plan_uri: str) ->
 
 
 def test_a_plan_without_a_model_needs_one(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    uri = plan_job(fake_spec(tmp_path), DS).folder.uri
+    uri = planned(tmp_path, document_rows()).folder.uri
     with pytest.raises(ModelError, match="no model; name one"):
         shard_to_simulate(uri, 0, SimulationOptions())
     _, machine = shard_to_simulate(uri, 0, SimulationOptions(model="Mistral-7B"))

@@ -5,20 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, planned
 from support.staged_job import run_only
 
 from batchllm_operator.errors import IncompleteRunError, PlanError
 from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_worker
-from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 @pytest.fixture
 def plan_uri(tmp_path: Path) -> str:
-    write_table(tmp_path / "documents", document_rows())
-    return plan_job(fake_spec(tmp_path), DS).folder.uri
+    return planned(tmp_path, document_rows()).folder.uri
 
 
 def shard_folder(plan_uri: str) -> Path:
@@ -41,8 +39,6 @@ def test_a_finished_plan_is_what_its_reports_say(plan_uri: str) -> None:
 @pytest.mark.parametrize(
     ("damaged", "damage", "warning"),
     [
-        ("part-00001-*.parquet", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "was altered"),
-        ("part-00001-*.parquet", None, "is missing"),
         ("report.json", None, None),
         ("report.json", lambda data: data[:50], "isn't JSON"),
         ("report.json", lambda data: changed(data, plan_id="another"), "belongs elsewhere"),

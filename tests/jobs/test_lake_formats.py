@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
 from batchllm_operator.commit.partition import write_partition
 from batchllm_operator.commit.report import load_report
-from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.errors import (
     ConflictError,
     EmptyPartitionError,
@@ -27,8 +25,6 @@ from batchllm_operator.errors import (
     SpecError,
     TableError,
 )
-from batchllm_operator.inspect.gc import find_garbage, remove_garbage
-from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.lake import Publication
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
@@ -215,27 +211,6 @@ def test_more_carried_columns_need_leave(lakes: tuple[Lake, Lake]) -> None:
     assert read(lakes[1], ["price"])[0] == {"price": Decimal("1.50")}
 
 
-def test_a_partition_without_rows(lakes: tuple[Lake, Lake]) -> None:
-    append(lakes[0], input_rows(), "2026-01-01")
-    spec = spec_of(lakes).model_copy(update={"on_empty": "commit"})
-    plan = run_job(spec)
-    for _ in range(2):
-        report = commit_run(plan.folder.uri)
-        assert (report.plan.num_rows, report.sample_rows) == (0, ())
-    assert read(lakes[1], ["row_key"]) == []
-
-
-def test_a_missing_partition_is_not_an_empty_one(lakes: tuple[Lake, Lake]) -> None:
-    for ds in ("10", "9", "100", "2"):
-        append(lakes[0], input_rows(), ds)
-    with pytest.raises(EmptyPartitionError) as refused:
-        plan_job(spec_of(lakes), "11")
-    assert str(refused.value) == (
-        f"table {lakes[0].address}: there is no partition '11'; the newest are: '100', '10', '9'"
-        " (on_empty: fail)"
-    )
-
-
 @pytest.mark.parametrize(
     ("names", "ds", "nearest"),
     [
@@ -301,22 +276,3 @@ def test_input_and_output_must_be_apart(lakes: tuple[Lake, Lake]) -> None:
     with pytest.raises(SpecError, match=r"output\.uri"):
         plan_job(spec_of((lakes[0], lakes[0])), DS)
     assert Folder.open(lakes[0].staging).find() == files
-
-
-def test_a_collected_plan_is_not_paid_for_again(lakes: tuple[Lake, Lake]) -> None:
-    """Each format says for itself whose rows a partition holds."""
-    append(lakes[0], input_rows())
-    spec = spec_of(lakes, carry=["query"])
-    plan = run_job(spec)
-    report = commit_run(plan.folder.uri)
-    garbage, kept = find_garbage(spec, before=time.time() + 60)
-    assert [each.what for each in garbage] == ["is published: parts and shards"] and kept == []
-    remove_garbage(garbage)
-    assert not plan.folder.exists("runs")
-
-    def start(spec: JobSpec, job: EngineJob) -> Engine:
-        raise AssertionError("no engine is needed")
-
-    assert run_worker(plan, start=start) == verify_worker(plan.folder.uri)
-    assert commit_run(plan.folder.uri) == report
-    assert len(read(lakes[1], ["row_key"])) == 30

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -35,23 +30,3 @@ def test_a_png_is_drawn_of_runs_of_any_length(num_steps: int) -> None:
     height = int.from_bytes(data[20:24], "big")
     data = draw_runs([make_run("static", 3)], MACHINE)
     assert int.from_bytes(data[20:24], "big") < height, "a panel less"
-
-
-def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
-    (tmp_path / "home").write_text("not a folder")
-    code = (
-        "import logging, numpy as np; logging.basicConfig();"
-        "from batchllm_operator.report.timelines import quiet_matplotlib\n"
-        "with quiet_matplotlib():\n import matplotlib.figure\n print(matplotlib.get_cachedir())"
-    )
-    unset = ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
-    assert not Path(done.stdout.strip()).exists(), "the folder that it made is gone again"

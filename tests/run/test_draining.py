@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.demo_job import wait_until
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, planned, write_table
 from support.fork_server import ForkServer
 from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, plan_one_shard
 
@@ -151,8 +151,7 @@ def with_engine(
     folder: Path, engine: dict[str, Any], planner: dict[str, Any] | None = None
 ) -> StoredPlan:
     """A plan, of which the manifest says that it is for vLLM with these settings."""
-    write_table(folder / "documents", document_rows())
-    plan = plan_job(fake_spec(folder), DS)
+    plan = planned(folder, document_rows())
     spec = fake_spec(folder, engine={"backend": "vllm", **engine}, planner=planner or {})
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, fake_spec, planned, write_table
 
-from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.errors import PlanError
 from batchllm_operator.plan.plan_job import plan_job
@@ -25,20 +24,7 @@ from batchllm_operator.stored_plan.stored_plan import StoredPlan
 @pytest.fixture
 def plan(tmp_path: Path) -> StoredPlan:
     """One shard of 40 requests in 8 parts."""
-    write_table(tmp_path / "documents", document_rows(8, 5))
-    return plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS)
-
-
-def outputs(plan: StoredPlan) -> dict[int, str]:
-    """Texts of all finished parts, by row_idx."""
-    folder = plan.run_folder(0)
-    texts: dict[int, str] = {}
-    for entry in ShardFiles.of(plan, 0).ledger().values():
-        for row in pq.read_table(folder.full_path(entry.path)).to_pylist():
-            for row_idx in row["row_idxs"]:
-                assert row_idx not in texts
-                texts[row_idx] = row["generated_text"]
-    return texts
+    return planned(tmp_path, document_rows(8, 5), planner={"num_shards": 1})
 
 
 class Watched:
@@ -78,18 +64,6 @@ def run_watched(plan: StoredPlan, stop_after: int | None = None) -> Watched:
     except KeyboardInterrupt:
         assert stop_after is not None
     return started[0]
-
-
-def test_every_request_gets_its_own_text(plan: StoredPlan) -> None:
-    report = run_worker(plan).shards[0]
-    shard = pq.read_table(plan.folder.full_path("shard-00000.parquet")).to_pylist()
-    expected = {
-        row_idx: fake_text(request["prompt_token_ids"])
-        for request in shard
-        for row_idx in request["row_idxs"]
-    }
-    assert outputs(plan) == expected and len(expected) == 40
-    assert (report.counts.num_rows, report.counts.num_failed_rows, report.num_parts) == (40, 0, 8)
 
 
 def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from support.demo_job import wait_until
-from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.fake_job import DS, document_rows, fake_spec, job_fields, planned, write_table
 from support.fork_server import ForkServer
 from support.staged_job import NUM_ROWS, Engines, check_published, claim_attempt, plan_one_shard
 
@@ -207,8 +207,7 @@ def test_workers_that_are_stopped_keep_rows_of_all_shards_that_they_have_begun(
     tmp_path: Path,
 ) -> None:
     """The engine has requests of the next shard before the last of this one have ended."""
-    write_table(tmp_path / "documents", document_rows(8, 5))
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 4, "part_rows": 500}), DS)
+    plan = planned(tmp_path, document_rows(8, 5), planner={"num_shards": 4, "part_rows": 500})
     before = 0
     for at in (13, 8):
         engines = Engines(at, interrupt)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.shard_progress import shard_progress
+from support.shard_progress import leave_progress
 from support.staged_job import Engines, check_published, claim_attempt, plan_one_shard, run_only
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -74,22 +74,8 @@ def holder(drain: Drain | None = None) -> Holder:
 
 
 def write_progress(plan: StoredPlan, claimed: Claimed, at: datetime, **changes: Any) -> None:
-    shard = plan.shard(claimed.shard_idx)
-    progress = shard_progress(
-        **{
-            "plan_id": plan.manifest.plan_id,
-            "shard_idx": claimed.shard_idx,
-            "attempt": claimed.attempt.number,
-            "started_at": at,
-            "updated_at": at,
-            "num_rows": shard.num_rows,
-            "num_rows_done": 0,
-            "num_parts": shard.num_parts,
-            "num_parts_done": 0,
-            **changes,
-        }
-    )
-    claimed.attempt.folder.write_bytes("progress.json", progress.model_dump_json().encode())
+    seen = {"started_at": at, "updated_at": at, "num_rows_done": 0, **changes}
+    leave_progress(plan, claimed.shard_idx, claimed.attempt.number, **seen)
 
 
 def finish(plan: StoredPlan, queue: ShardQueue, claimed: Claimed) -> None:

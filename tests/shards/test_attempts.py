@@ -282,7 +282,7 @@ def test_killed_between_a_parts_file_and_its_entry(plan: StoredPlan) -> None:
 def test_files_and_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each file the content, then its name; of each new folder its name, too."""
     # Another thread's files would come in between.
-    monkeypatch.setattr(LiveProgress, "_write_news", lambda self, is_last: None)
+    monkeypatch.setattr(LiveProgress, "start", lambda self: None)
     plan = plan_one_shard(str(tmp_path))
     before = {path for path in tmp_path.rglob("*") if path.is_dir()}
     synced: list[Path] = []

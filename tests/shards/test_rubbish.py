@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import DS, document_rows, planned
 from support.levels import examples
 from support.staged_job import claim_attempt
 
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.inspect.verify import record_plan, verify_plan
-from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.attempts import Claim, ShardProgress
 from batchllm_operator.shards.parts import PART_SCHEMA, PartEntry, PartOutputs, ShardFiles
@@ -106,8 +105,7 @@ def test_a_ledger_of_rubbish_is_right_or_refused(shard: ShardFiles, data: st.Dat
 def plan(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
     """A plan of one shard that is finished; it isn't committed."""
     lake = tmp_path_factory.mktemp("lake")
-    write_table(lake / "documents", document_rows(2, 2))
-    plan = plan_job(fake_spec(lake, planner={"num_shards": 1}), DS)
+    plan = planned(lake, document_rows(2, 2), planner={"num_shards": 1})
     run_worker(plan)
     return plan
 

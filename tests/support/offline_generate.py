@@ -17,7 +17,6 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import StructuredOutputsParams
 
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
@@ -111,11 +110,7 @@ def main(scheduler: str, model: str, lora: str, prompts_path: str, outputs_path:
     del llm, generate
     llm = start(scheduler, model, enable_lora=True, max_loras=1, max_lora_rank=8)
     generate = Generator(llm, prompts)
-    digits = StructuredOutputsParams(regex="[0-9]{3}-[a-z]{2}")
-    found["structured_output"] = generate(40, structured_outputs=digits)
     found["stop_strings"] = generate(40, stop=["e", "th"], max_tokens=48)
-    found["several_samples"] = generate(40, n=3, temperature=1.0, seed=5)
-    found["logprobs"] = generate(20, logprobs=3, max_tokens=6)
     found["without_lora"] = generate(40, max_tokens=12)
     # Two that can't be in one step. (vLLM's CPU kernels give an adapter to requests without one
     # if they meet in a step, so they aren't mixed here.)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from batchllm_operator.shards.attempts import ShardProgress
+from batchllm_operator.shards.attempts import PROGRESS_FILE, ShardProgress, attempt_name
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
 def counts(**fields: Any) -> Counts:
@@ -49,3 +50,13 @@ def shard_progress(**changes: Any) -> ShardProgress:
     done["num_rows"] = done.pop("num_rows_done")
     held_s = {"gpu_held_s": fields["elapsed_s"]}
     return ShardProgress(**{**held_s, **fields, "done": fields.get("done", counts(**done))})
+
+
+def leave_progress(plan: StoredPlan, shard_idx: int, attempt: int = 1, **changes: Any) -> None:
+    """Write the progress of an attempt at a shard, half done but for `changes`, as attempts do."""
+    shard = plan.shard(shard_idx)
+    of_plan = {"plan_id": plan.manifest.plan_id, "shard_idx": shard_idx, "attempt": attempt}
+    sizes = {"num_rows": shard.num_rows, "num_parts": shard.num_parts, "num_parts_done": 0}
+    progress = shard_progress(**{**of_plan, **sizes, **changes})
+    folder = plan.run_folder(shard_idx).child(attempt_name(attempt))
+    folder.write_bytes(PROGRESS_FILE, progress.to_bytes())

@@ -12,7 +12,7 @@ os.environ["AIRFLOW__API_AUTH__JWT_SECRET"] = (
 )  # a short one is warned of
 
 from support.airflow_records import Records
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fake_job import document_rows, planned
 
 ROOT_PATH = "/batchllm"
 
@@ -128,10 +128,8 @@ def nobody(client: Any) -> Browser:
 @pytest.fixture
 def plan(tmp_path: Any) -> Any:
     """A plan of two shards, of which nothing has run."""
-    from batchllm_operator.plan.plan_job import plan_job
 
-    write_table(tmp_path / "documents", document_rows())
-    return plan_job(fake_spec(tmp_path), DS)
+    return planned(tmp_path, document_rows())
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import json
 import re
 from datetime import UTC, datetime
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.airflow_records import Records
-from support.fake_job import DS, document_rows, fake_spec, write_table
-from support.shard_progress import shard_progress
+from support.fake_job import DS, document_rows, fake_spec, planned, write_table
+from support.html_page import Page
+from support.shard_progress import leave_progress
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.failed_rows import find_failed_rows
@@ -32,55 +32,33 @@ DAY_BEFORE = "2026-01-30"
 EVIL = "<script>alert(1)</script>"
 
 
-class Page(HTMLParser):
-    """The elements of a page, and its text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        """The attributes of each element with a tag."""
-        return [attributes for each, attributes in self.elements if each == tag]
-
-
 def check_accessible(html: str, num_scripts: int = 0) -> None:
     """One heading, landmarks, scopes of headers, and regions that a keyboard can scroll."""
     page = Page(html)
-    assert len(page.all("h1")) == len(page.all("main")) == len(page.all("header")) == 1
-    assert page.all("html")[0]["lang"] == "en"
-    assert all(each.get("scope") in ("col", "row") for each in page.all("th"))
-    for each in page.all("div"):
+    assert len(page.of("h1")) == len(page.of("main")) == len(page.of("header")) == 1
+    assert page.of("html")[0]["lang"] == "en"
+    assert all(each.get("scope") in ("col", "row") for each in page.of("th"))
+    for each in page.of("div"):
         if "scroll" in (each.get("class") or ""):
             assert (each["role"], each["tabindex"]) == ("region", "0") and each["aria-label"]
-    assert all(each.get("aria-label") for each in page.all("svg") + page.all("progress"))
-    assert len(page.all("script")) == num_scripts
+    assert all(each.get("aria-label") for each in page.of("svg") + page.of("progress"))
+    assert len(page.of("script")) == num_scripts
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert "<defs>" in html or len(ids) == len(set(ids))  # plots of a report have their own
     assert not any(name.startswith("on") for _, each in page.elements for name in each)
 
 
-def progress(plan: Any, shard_idx: int = 0, **changes: Any) -> ShardProgress:
+def leave(plan: Any, shard_idx: int = 0, **changes: Any) -> None:
     """What an attempt has left just now: 6 of 15 rows."""
     now = datetime.now(UTC)
     fields: dict[str, Any] = {
-        "plan_id": plan.manifest.plan_id,
-        "shard_idx": shard_idx,
-        "attempt": 1,
         "host": "host-a",
         "started_at": now,
         "updated_at": now,
         "elapsed_s": 60.0,
         "num_gpus": 0,
-        "num_rows": 15,
         "num_rows_done": 6,
         "num_failed_rows": 0,
-        "num_parts": 3,
-        "num_parts_done": 1,
         "num_logical_tokens": 1000,
         "num_prompt_tokens": 1000,
         "num_cached_tokens": 600,
@@ -88,14 +66,7 @@ def progress(plan: Any, shard_idx: int = 0, **changes: Any) -> ShardProgress:
         "output_tokens_per_s": 321.0,
         "eta_s": 90.0,
     }
-    return shard_progress(**{**fields, **changes})
-
-
-def leave(plan: Any, each: ShardProgress) -> None:
-    """Write it where an attempt does."""
-    folder = plan.run_folder(each.shard_idx).child(f"attempt-{each.attempt:05d}")
-    folder.write_bytes("claim.json", b"{}")
-    folder.write_bytes("progress.json", each.model_dump_json().encode())
+    leave_progress(plan, shard_idx, **{**fields, **changes})
 
 
 def test_a_run_shows_its_progress_until_the_commit(
@@ -103,7 +74,7 @@ def test_a_run_shows_its_progress_until_the_commit(
 ) -> None:
     monkeypatch.setattr(ShardProgress, "age_s", lambda *_: 0.0)  # the ETA stands still
     records.run().job(plan.folder.uri)
-    leave(plan, progress(plan))
+    leave(plan)
     for path in (RUN, JOB):
         html = anna.page(path)
         check_accessible(html, num_scripts=1)
@@ -112,7 +83,7 @@ def test_a_run_shows_its_progress_until_the_commit(
     assert 'data-summary="Generating, 20 % of the rows are done."' in html
     news = anna.page(f"{JOB}/live")
     assert "<html" not in news and "6 / 15" in news
-    leave(plan, progress(plan, num_rows_done=12, eta_s=3.0))
+    leave(plan, num_rows_done=12, eta_s=3.0)
     assert "12 / 15" in anna.page(f"{JOB}/live")
 
 
@@ -123,7 +94,7 @@ def test_a_live_page_has_one_script_which_the_policy_lets_through(
     nonces = set()
     for path in (JOB, JOB, f"{JOB}/shards/0"):
         answer = anna.get(path)
-        (script,) = Page(answer.text).all("script")
+        (script,) = Page(answer.text).of("script")
         policy = answer.headers["content-security-policy"]
         assert f"script-src 'nonce-{script['nonce']}';" in policy
         assert "connect-src 'self'" in policy and "'unsafe-inline'; img" in policy
@@ -219,13 +190,12 @@ def test_while_a_job_generates_its_predictions_stand_where_nothing_is_known(
 ) -> None:
     target = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
     monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: target)
-    write_table(tmp_path / "documents", document_rows())
-    plan = plan_job(fake_spec(tmp_path), DS)
+    plan = planned(tmp_path, document_rows())
     estimate = plan.manifest.estimate
     assert estimate is not None
     predicted = {"predicted_gpu_s": estimate.gpu_s, "predicted_cost_usd": 7.25, "num_rows": 30}
-    planned = {**predicted, "planned_saving_ratio": 0.125}
-    records.run().job(plan.folder.uri, planned=planned)
+    figures = {**predicted, "planned_saving_ratio": 0.125}
+    records.run().job(plan.folder.uri, planned=figures)
     for path in ("/", JOB, f"{JOB}/shards/1"):
         html = anna.page(path)
         assert "unknown" not in html.partition("<details>")[0], path
@@ -235,7 +205,7 @@ def test_while_a_job_generates_its_predictions_stand_where_nothing_is_known(
     html = anna.page(JOB)
     for shown in ("GPU time left, predicted", "Cost, predicted", "Prompt tokens saved, planned"):
         assert shown in html, shown
-    leave(plan, progress(plan, num_gpus=2))
+    leave(plan, num_gpus=2)
     assert "2 min 00 s so far" in anna.page(JOB) and "$0.10 so far" in anna.page(JOB)
 
 
@@ -244,7 +214,7 @@ def test_failed_tasks_show_why_and_lead_to_their_logs(
 ) -> None:
     records.run().task("batchllm.plan", plan_uri=plan.folder.uri)
     records.task("batchllm.generate", "failed")
-    leave(plan, progress(plan, 1, state="failed", error=f"s3://me:pass@lake/x: {EVIL}"))
+    leave(plan, 1, state="failed", error=f"s3://me:pass@lake/x: {EVIL}")
     html = anna.page(JOB)
     assert "Shard 1: s3://***@lake/x: &lt;script&gt;" in html
     log = "/dags/job/runs/a/tasks/batchllm.generate"
@@ -255,8 +225,12 @@ def test_failed_tasks_show_why_and_lead_to_their_logs(
 
 def test_a_task_leads_to_its_job(anna: Browser, records: Records, plan: Any) -> None:
     uri = plan.folder.uri
-    records.run().job(uri)
     task = f"{RUN}/tasks/batchllm.generate"
+    records.run(run_id="b").task("batchllm.plan", run_id="b", plan_uri=uri)
+    records.task("batchllm.generate", "scheduled", run_id="b")
+    waits = anna.get(f"{task.replace('runs/a', 'runs/b')}/-1")
+    assert waits.headers["location"] == f"/batchllm{JOB.replace('runs/a', 'runs/b')}"
+    records.run().job(uri)
     assert anna.get(f"{task}/-1").headers["location"] == f"/batchllm{JOB}"
     records.job(uri + "x", group="two")
     assert anna.get(f"{task}/-1").headers["location"] == f"/batchllm{JOB}"
@@ -268,17 +242,9 @@ def test_a_task_leads_to_its_job(anna: Browser, records: Records, plan: Any) -> 
         assert anna.get(f"{RUN}/tasks/{wrong}").status_code == 404
 
 
-def test_a_task_that_waits_leads_to_its_job(anna: Browser, records: Records, plan: Any) -> None:
-    uri = plan.folder.uri
-    records.run().task("batchllm.plan", plan_uri=uri)
-    records.task("batchllm.generate", "scheduled")
-    task = f"{RUN}/tasks/batchllm.generate"
-    assert anna.get(f"{task}/-1").headers["location"] == f"/batchllm{JOB}"
-
-
 def test_a_shards_page(anna: Browser, records: Records, plan: Any) -> None:
     records.run().job(plan.folder.uri)
-    leave(plan, progress(plan, state="failed", error=f"s3://me:pass@lake/x: {EVIL}"))
+    leave(plan, state="failed", error=f"s3://me:pass@lake/x: {EVIL}")
     html = anna.page(f"{JOB}/shards/0")
     check_accessible(html, num_scripts=1)
     assert "host-a" in html and "failed" in html

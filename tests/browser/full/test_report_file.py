@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser.test_report_file import (
+    report_tab,
     tab,
     test_each_picture_can_be_seen_and_its_words_read,
     test_it_can_be_read_by_everybody_everywhere,
@@ -14,6 +15,7 @@ from browser.test_report_file import (
 from support.browser import LOOKS, Look
 
 __all__ = [
+    "report_tab",
     "tab",
     "test_each_picture_can_be_seen_and_its_words_read",
     "test_it_can_be_read_by_everybody_everywhere",

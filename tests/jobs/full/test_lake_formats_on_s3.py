@@ -5,7 +5,6 @@ from __future__ import annotations
 from jobs.test_lake_formats import (
     lakes,
     test_a_changed_input_replaces_the_partition_and_teaches_the_next,
-    test_a_collected_plan_is_not_paid_for_again,
     test_a_commit_that_somebody_else_got_ahead_of,
     test_a_job_runs_from_table_to_table,
     test_a_newer_plan_wins_whenever_the_older_one_publishes,
