@@ -86,7 +86,10 @@ class ShardQueue:
         self.worker, self.num_workers, self.stands_back = worker, num_workers, False
         self._plan, self._owner, self._clock, self._now = plan, owner, clock, now
         self._first = set(first)
-        self._work = predicted_work(plan)
+        seconds = [shard.predicted_gpu_s for shard in plan.manifest.shards]
+        tokens = [shard.num_prefill_tokens for shard in plan.manifest.shards]
+        self._work = np.array(tokens if None in seconds else seconds, dtype=np.float64)
+        """Predicted GPU seconds of each shard, or its prefill tokens without an estimate."""
         self._run_of = runs_of(self._work, num_workers)
         self._sights: dict[int, Sight] = {}
         self._finished: dict[int, ShardReport] = {}
@@ -261,14 +264,6 @@ class ShardQueue:
         if self._owner is None or claim is None or claim.owner is None:
             return False
         return claim.owner == self._owner or claim.owner.startswith(f"{self._owner}/")
-
-
-def predicted_work(plan: StoredPlan) -> npt.NDArray[np.float64]:
-    """Predicted GPU seconds of each shard, or its prefill tokens without an estimate."""
-    shards = plan.manifest.shards
-    if any(shard.predicted_gpu_s is None for shard in shards):
-        return np.array([shard.num_prefill_tokens for shard in shards], dtype=np.float64)
-    return np.array([shard.predicted_gpu_s for shard in shards], dtype=np.float64)
 
 
 def runs_of(work: npt.NDArray[np.float64], num_workers: int) -> npt.NDArray[np.int64]:

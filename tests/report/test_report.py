@@ -12,7 +12,6 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.report import format_summary, share
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import usd
-from batchllm_operator.report.summary import _duration
 from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import Bill, RunReport, SampleRow
 
@@ -157,14 +156,6 @@ def test_a_saving_that_nothing_predicted_is_not_claimed() -> None:
     report = make_full_report(bill=Bill(gpu_s=7.0, usd_per_hour=None))
     assert report.figures()["predicted_saved_gpu_s"] is None
     assert "saved, predicted" not in render_report(report)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "printed"),
-    [(0.0, "0 s"), (0.0123, "0.0123 s"), (72.6, "72.6 s"), (141.6, "2.36 min"), (9000.0, "2.5 h")],
-)
-def test_durations(seconds: float, printed: str) -> None:
-    assert _duration(seconds) == printed
 
 
 @pytest.mark.parametrize(

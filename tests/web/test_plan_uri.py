@@ -138,43 +138,36 @@ def test_links_out_of_a_plan_say_nothing_of_where_they_lead(
             link.unlink()
 
 
-def test_a_link_in_place_of_a_judged_folder_is_not_followed(
-    anna: Browser, records: Records, committed: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_plan_swapped", [True, False])
+def test_a_plan_is_read_where_it_was_when_it_was_judged(
+    anna: Browser,
+    records: Records,
+    committed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    is_plan_swapped: bool,
 ) -> None:
-    """As soon as its place was judged, the plan is another one."""
-    folder = Path(committed.folder.path)
-    aside = folder.with_name("aside")
+    """Then its folder becomes a link, which isn't followed; or a link to it leads elsewhere."""
+    folder, link = Path(committed.folder.path), tmp_path / "link"
+    link.symlink_to(tmp_path)
     judge = PlanURI.place
 
     def judge_and_swap(uri: PlanURI, roots: Iterable[str]) -> str:
         place = judge(uri, roots)
-        folder.rename(aside)
-        folder.symlink_to(aside)
-        return place
-
-    monkeypatch.setattr(PlanURI, "place", judge_and_swap)
-    records.run().job(str(folder))
-    refused(anna)
-
-
-def test_a_link_to_a_plan_is_read_where_it_led_when_it_was_judged(
-    anna: Browser, records: Records, committed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = Path(committed.folder.path)
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path)
-    judge = PlanURI.place
-
-    def judge_and_flip(uri: PlanURI, roots: Iterable[str]) -> str:
-        place = judge(uri, roots)
+        if is_plan_swapped:
+            folder.rename(folder.with_name("aside"))
+            folder.symlink_to(folder.with_name("aside"))
         link.unlink()
         link.symlink_to("/absent")
         return place
 
-    monkeypatch.setattr(PlanURI, "place", judge_and_flip)
+    monkeypatch.setattr(PlanURI, "place", judge_and_swap)
     records.run().job(str(link / folder.relative_to(tmp_path)))
-    answer = anna.get("/dags/job/runs/a/jobs/batchllm.plan/-1/report.html")
-    assert answer.status_code == 200
+    path = "/jobs/batchllm.plan/-1/report.html"
+    if is_plan_swapped:
+        refused(anna, path)
+    else:
+        assert anna.get("/dags/job/runs/a" + path).status_code == 200
 
 
 def test_a_pipe_in_place_of_a_file_holds_no_thread(
