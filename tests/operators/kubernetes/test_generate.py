@@ -135,18 +135,21 @@ def test_the_last_lines_of_a_failed_pod_are_logged_where_they_stay(
     ("how", "said"),
     [
         ("oom", "OOMKilled.*raise the operator's memory"),
-        ("disk", 'its own use of disk: raise the limit.*volume "scratch" exceeds the limit "50Gi"'),
+        ("disk", 'its own use of disk: raise the limit.*volume "scratch" exceeds the limit "2Mi"'),
     ],
 )
 def test_what_a_pod_lacks_is_named_and_a_retry_goes_on(shards: Shards, how: str, said: str) -> None:
-    shards.plan(delay_s=0.05)
-    run = shards.start()
+    shards.plan(delay_s=1.0 if shards.cluster.backend.has_nodes else 0.05)
+    template = shards.pod_arguments()["pod_template_dict"]
+    scratch = {"name": "scratch", "emptyDir": {"sizeLimit": "2Mi"}}
+    template["spec"]["volumes"].append(scratch)
+    run = shards.start(pod_template_dict=template)
     name = shards.pod()
     before = shards.wait_for_parts(1)
     if how == "oom":
         shards.cluster.agent.oom_kill(name)
     else:
-        shards.cluster.agent.evict_for_own_disk(name, "scratch", "50Gi")
+        shards.cluster.agent.evict_for_own_disk(name, "scratch", "2Mi")
     error = run.failure()
     assert re.search(said, str(error))
     assert not isinstance(error, AirflowFailException)

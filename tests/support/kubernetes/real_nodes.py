@@ -18,7 +18,10 @@ from typing import Any, NoReturn
 
 import pytest
 from kubernetes import client as kube
+from support.kubernetes.images import Image
+from support.kubernetes.quantities import quantity
 
+_ENVIRONMENT = {"PATH", "PYTHONPATH", "LANG"}
 _EATER = "import time; eaten = [b'1' * (1 << 24) for _ in range(1 << 12)]; time.sleep(60)"
 
 
@@ -28,16 +31,19 @@ class RealNodes:
     def __init__(self, api: kube.CoreV1Api, namespace: str) -> None:
         self._api = api
         self._namespace = namespace
+        self._capacity: set[str] = set()
 
     def __getattr__(self, name: str) -> NoReturn:
         pytest.skip(f"real nodes have no {name}")
 
     def close(self) -> None:
         self.release_scheduling()
+        self.set_capacity(dict.fromkeys(self._capacity))
 
-    def add_image(self, name: str, _image: object) -> None:
-        if name != "job:1":
-            pytest.skip(f"real nodes have no image {name}")
+    def add_image(self, name: str, image: Image) -> None:
+        """Skip the test unless the nodes have it."""
+        if name != "job:1" or image.replaced_command or image.environment.keys() - _ENVIRONMENT:
+            pytest.skip(f"real nodes have no such image {name}")
 
     def processes(self, pod: str) -> list[int]:
         """Processes of a pod's containers, the first of each container first."""
@@ -45,8 +51,8 @@ class RealNodes:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
-                is_pause = (folder / "comm").read_text() == "pause\n"
-                if uid in (folder / "cgroup").read_text() and not is_pause:
+                isnt_its_own = (folder / "comm").read_text() in ("pause\n", "runc:[2:INIT]\n")
+                if uid in (folder / "cgroup").read_text() and not isnt_its_own:
                     found.append(int(folder.name))
         return sorted(found)
 
@@ -81,6 +87,14 @@ class RealNodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def evict_for_own_disk(self, pod: str, volume: str, limit: str) -> None:
+        """Fill an emptyDir up to its limit, and wait until the kubelet has noticed."""
+        process = Path("/proc", str(self.processes(pod)[0]))
+        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+        (folder,) = [it[4] for it in mounts if it[3].endswith(f"~empty-dir/{volume}")]
+        full = process / "root" / folder.lstrip("/") / "full"
+        full.write_bytes(bytes(int(quantity(limit)) + 1))
+
     def hold_scheduling(self) -> None:
         self._cordon(True)
 
@@ -91,7 +105,9 @@ class RealNodes:
         for node in self._api.list_node().items:
             self._api.patch_node(node.metadata.name, {"spec": {"unschedulable": holds}})
 
-    def set_capacity(self, amounts: Mapping[str, str]) -> None:
+    def set_capacity(self, amounts: Mapping[str, str | None]) -> None:
+        """Say what all nodes have of extended resources, until `close`."""
+        self._capacity.update(amounts)
         for node in self._api.list_node().items:
             status = {"capacity": dict(amounts), "allocatable": dict(amounts)}
             self._api.patch_node_status(node.metadata.name, {"status": status})

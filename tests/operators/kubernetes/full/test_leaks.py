@@ -114,4 +114,4 @@ def test_a_kept_job_keeps_no_credentials(shards: Shards, monkeypatch: pytest.Mon
     shards.start(aws_conn_id="lake", on_finish_action="keep_pod").wait()
     secrets = shards.cluster.api.list_namespaced_secret(shards.cluster.namespace).items
     assert [s.metadata.name for s in secrets if s.metadata.name.startswith("batchllm")] == []
-    assert shards.job().status.conditions[0].type == "Complete"
+    assert "Complete" in {condition.type for condition in shards.job().status.conditions}
