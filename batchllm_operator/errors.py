@@ -16,7 +16,6 @@ _MAX_CHARS: Final = 400
 _EXTRAS: Final = {
     "airflow": ("airflow",),
     "deltalake": ("delta",),
-    "matplotlib": ("report",),
     "pandas": ("spark",),
     "pyspark": ("spark",),
     "pyiceberg": ("iceberg",),

@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -87,7 +87,9 @@ def run(job: Job) -> list[dict[str, Any]]:
         policy = POLICIES[policy_name]
         gc.collect()
         gc.freeze()  # millions of objects of vLLM's that stay
-        result = simulate(workload.with_estimates(estimated), policy, machine, seed=job.seed)
+        result = simulate(
+            replace(workload, estimated_tokens=estimated), policy, machine, seed=job.seed
+        )
         row = {**result.row(), **bounds, "num_blocks": num_blocks}
         rows.append({**row, "policy": policy_name + estimates})
     return rows

@@ -67,9 +67,7 @@ def _lock(name: str) -> Path:
 def _airflow(name: str) -> Environment:
     """One minor version of Airflow, which the group `name` chooses, without an engine."""
     modules = _PACKAGES | {"airflow"}
-    return Environment(
-        _lock(name), modules, extras=("airflow", "report"), groups=("airflow-tests", name)
-    )
+    return Environment(_lock(name), modules, extras=("airflow",), groups=("airflow-tests", name))
 
 
 _PACKAGES = frozenset({"batchllm_operator", "batchllm_kernels"})
@@ -78,13 +76,12 @@ ENVIRONMENTS = {
     "cpu": Environment(
         _lock("cpu"),
         _OURS | {"airflow"},
-        extras=("cpu", "airflow", "airflow-spark", "iceberg", "delta", "report", "spark", "dev"),
+        extras=("cpu", "airflow", "airflow-spark", "iceberg", "delta", "spark", "dev"),
         left_out=COMPANIONS | {"pyspark-client"},  # pyspark has its modules
     ),
     "compat": Environment(
         _lock("compat"),
         _OURS,
-        extras=("report",),
         groups=("compat",),
         left_out=COMPANIONS | {"triton"},
     ),

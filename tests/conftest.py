@@ -43,8 +43,6 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 # comes before every import. Tests of the compiler run in processes of their own.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # as it has been; Triton 3.9 warns of a new default
-# matplotlib keeps a list of fonts there; found again by the next run of the tests.
-os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotlib-{os.getuid()}"))
 
 # What tests import (vLLM, Airflow, torch) stays: a third of collecting's CPU time, and a quarter of
 # the tests', would go into looking through it for garbage.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,22 @@ _log = logging.getLogger(__name__)
 
 class UsageError(Exception):
     """Arguments don't go together; `cli` prints it after the command's name, with the usage."""
+
+
+def number(
+    kind: type[int] | type[float], least: float, most: float = math.inf
+) -> Callable[[str], int | float]:
+    """A type of arguments: numbers from `least` to `most`."""
+
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not least <= value <= most or value == math.inf:
+            limit = "" if most == math.inf else f" and at most {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} isn't at least {least:g}{limit}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where the text isn't one
+    return parse
 
 
 def add_job(

@@ -8,17 +8,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from batchllm_operator.commands.arguments import UsageError, add_plan, check_plan, plan_uri
+from batchllm_operator.commands.arguments import UsageError, add_plan, check_plan, number, plan_uri
 
-_MADE_UP: Final[Mapping[str, tuple[str, int | float, str]]] = {
-    "num_requests": ("--requests", 3000, "made-up requests"),
-    "share_degree": ("--degree", 7.0, "requests per document"),
-    "prefix_tokens": ("--prefix-tokens", 1100, "tokens of a document"),
-    "distinct_tokens": ("--distinct-tokens", 400, "tokens of a request besides"),
-    "output_tokens": ("--output-tokens", 100, "tokens of an output"),
-    "instruction_tokens": ("--instruction-tokens", 30, "tokens that all requests begin with"),
+_MADE_UP: Final[Mapping[str, tuple[str, int | float, int, str]]] = {
+    "num_requests": ("--requests", 3000, 1, "made-up requests"),
+    "share_degree": ("--degree", 7.0, 1, "requests per document"),
+    "prefix_tokens": ("--prefix-tokens", 1100, 0, "tokens of a document"),
+    "distinct_tokens": ("--distinct-tokens", 400, 1, "tokens of a request besides"),
+    "output_tokens": ("--output-tokens", 100, 1, "tokens of an output"),
+    "instruction_tokens": ("--instruction-tokens", 30, 0, "tokens that all requests begin with"),
 }
-"""Options of `simulate` by field of its shape, with their defaults: the paper's case 1."""
+"""Options by field of the shape, with their defaults (the paper's case 1) and least values."""
 _POLICIES: Final = (
     *("static", "dynamic", "continuous", "chunked_prefill"),
     *("stock_shuffled", "stock_sorted", "batchllm_stock_attention", "batchllm"),
@@ -28,13 +28,15 @@ _POLICIES: Final = (
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_plan(command, required=False)  # without a plan: made-up requests
     command.add_argument("--shard", type=int, metavar="I", help="of the plan (default: 0)")
-    for name, (option, default, text) in _MADE_UP.items():
+    for name, (option, default, least, text) in _MADE_UP.items():
+        kind = number(type(default), least)
         command.add_argument(
-            option, dest=name, type=type(default), metavar="N", help=f"{text} (default: {default})"
+            option, dest=name, type=kind, metavar="N", help=f"{text} (default: {default})"
         )
     command.add_argument(
         "--policies",
         nargs="+",
+        choices=(*_POLICIES, "all"),
         metavar="NAME",
         help=f"of {', '.join(_POLICIES)}; or all (default: stock_shuffled stock_sorted batchllm)",
     )
@@ -48,22 +50,26 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="Mistral-7B, Llama-3-8B, Qwen2-7B, or a folder or hub id (default: the plan's, or"
         " Mistral-7B)",
     )
-    command.add_argument("--num-gpus", type=int, metavar="N", help="that the engine spans")
-    command.add_argument("--num-blocks", type=int, metavar="N", help="of the KV cache")
-    command.add_argument("--chunk-size", type=int, metavar="N", help="most tokens of a step")
+    count = number(int, 1)
+    command.add_argument("--num-gpus", type=count, metavar="N", help="that the engine spans")
+    command.add_argument("--num-blocks", type=count, metavar="N", help="of the KV cache")
+    command.add_argument("--chunk-size", type=count, metavar="N", help="most tokens of a step")
     command.add_argument(
-        "--arrivals-per-s", type=float, metavar="X", help="for policy dynamic (default: 100)"
+        "--arrivals-per-s",
+        type=number(float, 1e-9),
+        metavar="X",
+        help="for policy dynamic (default: 100)",
     )
-    command.add_argument("--seed", type=int, metavar="N", help="of all that is random (default: 0)")
+    command.add_argument(
+        "--seed", type=number(int, 0), metavar="N", help="of all that is random (default: 0)"
+    )
     command.add_argument(
         "--estimate-error",
-        type=float,
+        type=number(float, 0, 1),
         metavar="SHARE",
         help="let estimated output lengths be off by up to this, such as 0.3 (default: 0)",
     )
-    command.add_argument(
-        "--out", type=Path, metavar="DIR", help="write timelines there, as Parquet and PNG"
-    )
+    command.add_argument("--out", type=Path, metavar="DIR", help="write timelines there (Parquet)")
 
 
 def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -75,7 +81,6 @@ def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
         shape_to_simulate,
         shard_to_simulate,
         simulate_policies,
-        write_plot,
         write_timeline,
     )
     from batchllm_operator.simulate.attention import format_attention, predict_attention
@@ -87,7 +92,7 @@ def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.out is not None:
         make_folder(args.out)
     if sizes is not None:
-        defaults: dict[str, Any] = {name: default for name, (_, default, _) in _MADE_UP.items()}
+        defaults: dict[str, Any] = {name: default for name, (_, default, *_) in _MADE_UP.items()}
         shape = Shape("made-up requests" if sizes else "the paper's case 1", **defaults | sizes)
         workload, machine = shape_to_simulate(shape, options)
     else:
@@ -97,8 +102,6 @@ def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
         runs.append(run)
         if args.out is not None:
             write_timeline(run, args.out)
-    if args.out is not None:
-        write_plot(runs, machine, args.out)
     print(format_runs(workload, machine, runs))
     attention = predict_attention(runs, machine)
     if attention:
@@ -115,7 +118,7 @@ def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
             {**run.row(), "relative_time": round(relative, 4)}
             for run, relative in zip(runs, relative_times(runs), strict=True)
         ],
-        "attention": [prediction.row() for prediction in attention],
+        "attention": attention,
     }
 
 

@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from batchllm_operator.errors import SpecError
 
-_SHARES: Final = ("achievable_compute", "achievable_bandwidth", "achievable_memory")
-_MAY_BE_ZERO: Final = ("step_overhead_s", "usd_per_hour")
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+_Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class GPU:
-    """One GPU: numbers of its data sheet, and the shares that an engine reaches.
-
-    Raises:
-        SpecError: a value isn't a finite number in its range.
-    """
+    """One GPU: numbers of its data sheet, and the shares that an engine reaches."""
 
     name: str
-    memory_bytes: float
-    hbm_bytes_per_s: float
-    bf16_flop_per_s: float
+    memory_bytes: _Positive
+    hbm_bytes_per_s: _Positive
+    bf16_flop_per_s: _Positive
     """Dense, without sparsity."""
-    achievable_compute: float
-    """Share of the peak rate that large matrix products reach, above 0 and at most 1."""
-    achievable_bandwidth: float
+    achievable_compute: _Share
+    """Share of the peak rate that large matrix products reach."""
+    achievable_bandwidth: _Share
     """Share of the peak bandwidth that decoding reaches."""
-    achievable_memory: float
+    achievable_memory: _Share
     """Share of the memory that weights and KV cache may take."""
-    step_overhead_s: float
+    step_overhead_s: _NotNegative
     """Seconds added to each engine step."""
-    usd_per_hour: float
-
-    def __post_init__(self) -> None:
-        for name, value in self.numbers().items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise SpecError(f"GPU {self.name}: {name} must be a number")
-            least_is_zero = name in _MAY_BE_ZERO
-            if not math.isfinite(value) or value < 0 or (value == 0 and not least_is_zero):
-                raise SpecError(f"GPU {self.name}: {name} must be finite and above 0")
-            if name in _SHARES and value > 1:
-                raise SpecError(f"GPU {self.name}: {name} is a share, at most 1")
+    usd_per_hour: _NotNegative
 
     @property
     def flop_per_s(self) -> float:
@@ -59,9 +46,8 @@ class GPU:
         """Bytes/s that the engine reaches."""
         return self.hbm_bytes_per_s * self.achievable_bandwidth
 
-    def numbers(self) -> dict[str, float]:
-        """All fields but the name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+
+_GPUS: Final = TypeAdapter(dict[str, GPU])
 
 
 def read_gpu_table(path: Path | None = None) -> dict[str, GPU]:
@@ -78,7 +64,15 @@ def read_gpu_table(path: Path | None = None) -> dict[str, GPU]:
         raise SpecError(f"{where}: can't be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"{where}: not TOML: {error}") from error
-    return {name: _as_gpu(where, name, table) for name, table in tables.items()}
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            table["name"] = name
+    try:
+        return _GPUS.validate_python(tables)
+    except ValidationError as error:
+        faults = {".".join(map(str, fault["loc"][:2])): fault["msg"] for fault in error.errors()}
+        named = "; ".join(f"{place}: {message}" for place, message in faults.items())
+        raise SpecError(f"{where}: {named}") from error
 
 
 def find_gpu(name: str, path: Path | None = None) -> GPU:
@@ -95,15 +89,3 @@ def find_gpu(name: str, path: Path | None = None) -> GPU:
             f" {known}; planner.gpu_table can name a table of your own"
         )
     return gpus[name]
-
-
-def _as_gpu(where: str, name: str, table: object) -> GPU:
-    wanted = {field.name for field in fields(GPU)} - {"name"}
-    if not isinstance(table, Mapping):
-        raise SpecError(f"{where}: {name} must be a table of fields")
-    if wrong := sorted(wanted ^ set(table)):
-        raise SpecError(f"{where}: GPU {name} has missing or unknown fields: {', '.join(wrong)}")
-    try:
-        return GPU(name=name, **table)
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from error

@@ -17,11 +17,7 @@ _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder with grouped-query attention and a gated MLP of three matrices.
-
-    Raises:
-        ModelError: a size isn't above 0.
-    """
+    """A dense decoder with grouped-query attention and a gated MLP of three matrices."""
 
     name: str
     num_layers: int
@@ -35,12 +31,6 @@ class ModelShape:
     """All parameters in memory: embeddings, head, norms and biases included."""
     bytes_per_weight: float = 2.0
     bytes_per_kv_element: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if name != "name" and not value > 0:
-                raise ModelError(f"model {self.name}: {name} must be above 0, not {value}")
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -116,7 +106,8 @@ def model_shape(
     head_size = size("head_dim", hidden // heads)
     intermediate, vocab = size("intermediate_size"), size("vocab_size")
     weights = 2 * hidden * head_size * (heads + kv_heads) + 3 * hidden * intermediate
-    biases = head_size * (heads + 2 * kv_heads) if _has_qkv_bias(config) else 0
+    has_bias = config.get("attention_bias") or model_type == "qwen2"
+    biases = head_size * (heads + 2 * kv_heads) if has_bias else 0
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return ModelShape(
         name=name,
@@ -131,10 +122,6 @@ def model_shape(
         bytes_per_weight=bytes_per_weight or _stored_bytes_per_weight(config, name),
         bytes_per_kv_element=bytes_per_kv_element,
     )
-
-
-def _has_qkv_bias(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("attention_bias")) or config.get("model_type") == "qwen2"
 
 
 def _stored_bytes_per_weight(config: Mapping[str, Any], name: str) -> float:

@@ -94,12 +94,7 @@ def step_seconds(
 ) -> float:
     """Seconds of a step on an engine of `num_gpus`, which divide the work evenly.
 
-    Args:
-        work: counts of the step.
-        model: its matrices and heads.
-        gpu: rates and overhead.
-        num_gpus: of the engine.
-        attention: rates of attention; None for the GPU's.
+    Attention has the GPU's rates unless others are given.
     """
     attention = attention or AttentionRates.of(gpu)
     flop = work.num_tokens * model.flop_per_token + work.num_sampled * model.flop_per_sampled_token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +21,11 @@ from batchllm_operator.errors import (
     MissingLibraryError,
     ModelError,
     PlanError,
-    SpecError,
     StorageError,
 )
 from batchllm_operator.named_file import write_file
 from batchllm_operator.plan.estimate import engine_limits, read_shape, shape_of
 from batchllm_operator.prefixes import PromptClasses, TokenTable
-from batchllm_operator.report.timelines import draw_runs
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.workload import Shape, Workload
@@ -44,10 +41,7 @@ _DEFAULT_MODEL: Final = "Mistral-7B"
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Options of a simulation; None: as in the plan, else H100 and Mistral-7B.
-
-    Raises `SpecError`: a policy is unknown, or a number is out of its range.
-    """
+    """Options of a simulation; None: as in the plan, else H100 and Mistral-7B."""
 
     policies: Sequence[str] = DEFAULT_POLICIES
     """Names of `POLICIES`, or "all"."""
@@ -64,24 +58,6 @@ class SimulationOptions:
     seed: int = 0
     estimate_error: float = 0.0
     """Estimated output lengths are off by up to this share, at random."""
-
-    def __post_init__(self) -> None:
-        for name in self.policies:
-            if name != ALL_POLICIES and name not in POLICIES:
-                raise SpecError(
-                    f"there is no policy {name!r}; there are {', '.join(POLICIES)}, and"
-                    f" {ALL_POLICIES}"
-                )
-        for name in ("num_gpus", "num_blocks", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SpecError(f"{name} must be at least 1, not {value}")
-        if self.seed < 0:
-            raise SpecError(f"seed must be at least 0, not {self.seed}")
-        if not (math.isfinite(self.arrivals_per_s) and self.arrivals_per_s > 0):
-            raise SpecError(f"arrivals_per_s must be above 0, not {self.arrivals_per_s}")
-        if not 0 <= self.estimate_error <= 1:
-            raise SpecError(f"estimate_error is a share, 0 to 1, not {self.estimate_error}")
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -191,11 +167,7 @@ def find_model(name: str) -> ModelShape:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a writable folder for timelines and their picture, with its parents."""
-    try:
-        import matplotlib as matplotlib
-    except ModuleNotFoundError as error:
-        raise MissingLibraryError.of(error, f"the picture in {folder}") from error
+    """Create a writable folder for timelines, with its parents."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -209,11 +181,6 @@ def write_timeline(run: Run, folder: Path) -> None:
     data = io.BytesIO()
     pq.write_table(run.timeline.to_table(), data)
     write_file(folder / f"timeline-{run.policy}.parquet", data.getvalue())
-
-
-def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
-    """Draw the steps of all runs as `timeline.png`."""
-    write_file(folder / "timeline.png", draw_runs(runs, machine))
 
 
 def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:

@@ -8,7 +8,6 @@ for prefill; others with FlashAttention 3 for all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from batchllm_operator.amounts import text_table
@@ -22,57 +21,33 @@ _PREFILL_AND_DECODE: Final[Mapping[str, tuple[str, str]]] = {
     "mixed": ("FlashAttention 3", "prefix attention"),
 }
 _BASES: Final = ("stock_shuffled", "stock_sorted")
-Range = tuple[float, float]
-"""With the slow and with the fast rates."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPrediction:
-    """One run with some kernels."""
+def predict_attention(runs: Sequence[Run], machine: Machine) -> list[dict[str, Any]]:
+    """Each run with each choice of kernels; empty where the GPU has no rates of kernels.
 
-    policy: str
-    kernels: str
-    """`stock`, `ours` or `mixed`."""
-    num_tokens: int
-    """Tokens of all steps."""
-    seconds: Range
-    speedups: Mapping[str, Range]
-    """Time of a run of stock vLLM over this one's, by its policy; both slow, and both fast."""
-
-    def row(self) -> dict[str, Any]:
-        """The numbers by name."""
-        return {
-            "policy": self.policy,
-            "kernels": self.kernels,
-            "tokens": self.num_tokens,
-            "predicted_s": [round(seconds, 3) for seconds in self.seconds],
-            "speedups": {
-                name: [round(ratio, 4) for ratio in speedup]
-                for name, speedup in self.speedups.items()
-            },
-        }
-
-
-def predict_attention(runs: Sequence[Run], machine: Machine) -> list[AttentionPrediction]:
-    """Each run with each choice of kernels; empty where the GPU has no rates of kernels."""
-    kernels = attention_kernels(machine.gpu)
-    if not kernels:
-        return []
+    Returns:
+        The numbers by name: `predicted_s` with the slow and with the fast rates; `speedups`, the
+        time of each run of stock vLLM over this one's, both slow and both fast, by policy.
+    """
     predicted = [
-        (run, name, (_seconds(run, machine, slow), _seconds(run, machine, fast)))
+        (run, name, [_seconds(run, machine, rates) for rates in slow_and_fast])
         for run in runs
-        for name, (slow, fast) in kernels.items()
+        for name, slow_and_fast in attention_kernels(machine.gpu).items()
         if (name == "stock") != POLICIES[run.policy].shared_attention
     ]
     bases = {run.policy: seconds for run, _, seconds in predicted if run.policy in _BASES}
     return [
-        AttentionPrediction(
-            run.policy,
-            name,
-            int(run.timeline.num_tokens.sum()),
-            seconds,
-            {base: (slow / seconds[0], fast / seconds[1]) for base, (slow, fast) in bases.items()},
-        )
+        {
+            "policy": run.policy,
+            "kernels": name,
+            "tokens": int(run.timeline.num_tokens.sum()),
+            "predicted_s": [round(value, 3) for value in seconds],
+            "speedups": {
+                base: [round(other / own, 4) for other, own in zip(others, seconds, strict=True)]
+                for base, others in bases.items()
+            },
+        }
         for run, name, seconds in predicted
     ]
 
@@ -84,20 +59,20 @@ def _seconds(run: Run, machine: Machine, rates: AttentionRates) -> float:
     )
 
 
-def format_attention(predictions: Sequence[AttentionPrediction], machine: Machine) -> str:
+def format_attention(predictions: Sequence[Mapping[str, Any]], machine: Machine) -> str:
     """A few lines for a terminal; no trailing line break."""
-    bases = list(predictions[0].speedups)
+    bases = predictions[0]["speedups"]
+    headings = ("policy", "prefill by", "decode by", "tokens", "predicted")
     rows = [
         (
-            prediction.policy,
-            *_PREFILL_AND_DECODE[prediction.kernels],
-            f"{prediction.num_tokens:,}",
-            "{:,.1f} to {:,.1f} s".format(*prediction.seconds),
-            *("{:.2f} to {:.2f}".format(*prediction.speedups[base]) for base in bases),
+            prediction["policy"],
+            *_PREFILL_AND_DECODE[prediction["kernels"]],
+            f"{prediction['tokens']:,}",
+            "{:,.1f} to {:,.1f} s".format(*prediction["predicted_s"]),
+            *("{:.2f} to {:.2f}".format(*speedup) for speedup in prediction["speedups"].values()),
         )
         for prediction in predictions
     ]
-    headings = ("policy", "prefill by", "decode by", "tokens", "predicted")
     lines = text_table([(*headings, *(f"over {base}" for base in bases)), *rows], left=range(3))
     return "\n".join(
         [f"attention kernels on {machine.gpu.name}, slow to fast: predicted, not measured", *lines]

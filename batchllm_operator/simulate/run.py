@@ -43,11 +43,6 @@ class Timeline:
         """All tokens of each step."""
         return self.num_decode_tokens + self.num_distinct_tokens + self.num_prefix_tokens
 
-    @property
-    def start_s(self) -> NDArray[np.float64]:
-        """Start of each step, in predicted seconds since the run began."""
-        return np.cumsum(self.idle_s + self.step_s) - self.step_s
-
     def to_table(self) -> pa.Table:
         """A column `step`, then one per attribute."""
         columns = {"step": np.arange(len(self.step_s))}
@@ -76,7 +71,7 @@ class Run:
 
     @property
     def saving_ratio(self) -> float:
-        """The saving ratio; tokens that are computed again after a preemption reduce it."""
+        """Tokens that are computed again after a preemption reduce it."""
         line = self.timeline
         processed = int(line.num_distinct_tokens.sum() + line.num_prefix_tokens.sum())
         return saving_ratio(processed, self.num_prompt_tokens)
@@ -88,7 +83,6 @@ class Run:
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens computed again after a preemption."""
         return int(self.timeline.num_recomputed_tokens.sum())
 
     @property

@@ -49,8 +49,6 @@ def make_scheduler(
     """The scheduler that vLLM would make for this policy, with the machine's KV cache.
 
     Args:
-        policy: chooses and configures the scheduler.
-        machine: gives its KV cache and the tokens of a step.
         max_model_len: most tokens of a request.
         settings: of our scheduler.
         async_scheduling: whether a step is scheduled before the previous one has ended.

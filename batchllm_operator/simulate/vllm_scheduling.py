@@ -49,9 +49,6 @@ def simulate(
     """Run a workload to its end.
 
     Args:
-        workload: the requests; the policy decides their order.
-        policy: how they are scheduled.
-        machine: the simulated engine.
         settings: of our scheduler.
         arrivals_per_s: for policies with arrivals by time.
         seed: for shuffled orders.
@@ -98,7 +95,9 @@ class _Simulation:
     def run(self) -> Run:
         label = f"{self._workload.name}, {self._policy.name}"
         with Progress(label, len(self._workload), unit="requests", announce=False) as progress:
-            while self._num_arrived < len(self._workload) or self._is_busy():
+            while (
+                self._num_arrived < len(self._workload) or self._scheduler.has_unfinished_requests()
+            ):
                 self._arrive()
                 self._num_finished = self._step()
                 progress.advance(self._num_finished)
@@ -120,10 +119,6 @@ class _Simulation:
             timeline=Timeline(**columns),
             works=self._works,
         )
-
-    def _is_busy(self) -> bool:
-        busy: bool = self._scheduler.has_unfinished_requests()
-        return busy
 
     def _make_scheduler(self, settings: SchedulerSettings | None) -> Any:
         """The policy's scheduler for requests of this length.
@@ -157,7 +152,7 @@ class _Simulation:
         if self._policy.arrival == "as_fed":
             end = min(end, self._num_arrived + self._num_to_feed())
         elif self._policy.arrival != "at_once":
-            if self._is_busy():
+            if self._scheduler.has_unfinished_requests():
                 return
             if self._policy.arrival == "by_time":
                 first_s = (self._num_arrived + 1) / self._arrivals_per_s

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.errors import SpecError
 from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
 
 
@@ -48,26 +46,18 @@ class Workload:
         """The saving ratio of one engine with unbounded memory."""
         return optimal_saving_ratio(self.tokens, block_size, merge=False)
 
-    def with_estimates(self, estimated_tokens: NDArray[np.int64]) -> Workload:
-        """The same with other estimates."""
-        return replace(self, estimated_tokens=estimated_tokens)
-
     def with_estimate_error(self, share: float, seed: int = 0) -> Workload:
         """The same with random errors of the estimates, up to a share of the output."""
         if share == 0:
             return self
         factors = np.random.default_rng(seed).uniform(1 - share, 1 + share, len(self))
         estimates = np.maximum(np.rint(self.output_tokens * factors), 1)
-        return self.with_estimates(estimates.astype(np.int64))
+        return replace(self, estimated_tokens=estimates.astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up workload: an instruction, then documents with several questions each.
-
-    Raises:
-        SpecError: a number is out of its range.
-    """
+    """A made-up workload: an instruction, then documents with several questions each."""
 
     name: str
     num_requests: int
@@ -80,16 +70,6 @@ class Shape:
     instruction_tokens: int = 0
     spread: float = 0.15
     """Lengths of documents and questions vary uniformly by this share, up and down."""
-
-    def __post_init__(self) -> None:
-        least = {"num_requests": 1, "share_degree": 1, "output_tokens": 1}
-        least |= dict.fromkeys(("prefix_tokens", "distinct_tokens", "instruction_tokens"), 0)
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= bound):
-                raise SpecError(f"{self.name}: {name} must be at least {bound}, not {value}")
-        if self.prefix_tokens + self.distinct_tokens + self.instruction_tokens == 0:
-            raise SpecError(f"{self.name}: prompts need a token at least")
 
     def make(self, seed: int = 0, vocabulary: int = 32_000) -> Workload:
         """The requests, document by document."""

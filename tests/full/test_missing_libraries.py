@@ -14,7 +14,7 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 BARE = """
 import contextlib, importlib.abc, io, json, sys
 
-MISSING = ("airflow", "deltalake", "matplotlib", "pyiceberg", "torch", "vllm")
+MISSING = ("airflow", "deltalake", "pyiceberg", "torch", "vllm")
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

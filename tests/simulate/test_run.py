@@ -47,10 +47,6 @@ def test_the_numbers_of_a_run() -> None:
     assert row["optimal_saving_ratio"] == 0.5
 
 
-def test_steps_begin_when_the_one_before_ends_and_a_request_is_there() -> None:
-    assert make_run().timeline.start_s.tolist() == [0.5, 2.5, 3.5, 5.5]
-
-
 def test_the_table_has_a_column_for_each_number() -> None:
     table = make_run().timeline.to_table()
     assert table.column_names == ["step", *(field.name for field in fields(Timeline))]

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchllm_operator.errors import SpecError
 from batchllm_operator.simulate.workload import Shape, Workload
 
 SHAPE = Shape("test", 10, 4, 100, 20, output_tokens=7, instruction_tokens=3)
@@ -52,24 +51,3 @@ def test_wrong_estimates_are_off_by_no_more_than_asked(share: float, seed: int) 
     assert estimates.min() >= max(1, np.floor(100 - 100 * share))
     assert estimates.max() <= np.ceil(100 + 100 * share)
     assert workload.output_tokens.tolist() == [100] * 50
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_requests", 0),
-        ("share_degree", 0.5),
-        ("share_degree", float("nan")),
-        ("output_tokens", 0),
-        ("prefix_tokens", -1),
-    ],
-)
-def test_numbers_out_of_range_are_refused(name: str, value: float) -> None:
-    fields = {"num_requests": 1, "share_degree": 1, "prefix_tokens": 1, "distinct_tokens": 1}
-    with pytest.raises(SpecError, match=f"test: {name} must be at least"):
-        Shape("test", **{**fields, "output_tokens": 1, name: value})
-
-
-def test_prompts_without_a_token_are_refused() -> None:
-    with pytest.raises(SpecError, match="need a token"):
-        Shape("test", 1, 1, 0, 0, output_tokens=1)

@@ -40,7 +40,7 @@ print(json.dumps({
     "info": str(info),
 }))
 """
-HEAVY = {"kubernetes", "matplotlib", "numba", "numpy", "pandas", "pyarrow", "s3fs"}
+HEAVY = {"kubernetes", "numba", "numpy", "pandas", "pyarrow", "s3fs"}
 
 
 def load(home: Path, **env: str) -> dict[str, Any]:
