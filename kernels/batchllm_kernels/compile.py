@@ -15,13 +15,11 @@ import argparse
 import contextlib
 import io
 import json
-import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -31,22 +29,23 @@ import triton
 from triton import knobs
 from triton.compiler import ASTSource
 
-from batchllm_kernels.compiling.chips import CHIPS, Chip
-from batchllm_kernels.compiling.limits import LIMITS_FILE, check, read_limits, write_limits
-from batchllm_kernels.compiling.report import Report, numbers_of
+from batchllm_kernels.compiling.report import (
+    CHIPS,
+    LIMITS_FILE,
+    Chip,
+    Report,
+    check,
+    numbers_of,
+    read_limits,
+    write_limits,
+)
 from batchllm_kernels.prefix_attention import load_config, schedule
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, AttentionShape
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES, LaunchConfig
-from batchllm_kernels.prefix_attention.device.arguments import PLAIN, Constants, Sizes
+from batchllm_kernels.prefix_attention.device.arguments import Constants, Sizes
 from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
-from batchllm_kernels.prefix_attention.device.merging import merge_kernel
-from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
-from batchllm_kernels.prefix_attention.launch import (
-    dot_dtype,
-    kernel_constants,
-    kv_format,
-    triton_dtype,
-)
+from batchllm_kernels.prefix_attention.device.online_softmax import merge_kernel
+from batchllm_kernels.prefix_attention.launch import TRITON_DTYPES, kernel_constants, kv_format
 
 MAX_SPILL_BYTES: Final = 64
 """Bytes of registers that a thread may spill to memory: 16 of up to 255 registers. Assemblers spill
@@ -56,46 +55,74 @@ BLOCK_SIZE: Final = 16
 SCHEDULE_KERNELS: Final = ("find_depths", "find_leaders", "measure_groups", "lay_out")
 SCHEDULE_REQUESTS: Final = (1024, 4096)
 """Requests of a step for which those are compiled."""
+_KERNELS: Final[Mapping[str, Any]] = {
+    "attention": prefix_attention_kernel,
+    "merge": merge_kernel,
+    **{name: getattr(schedule, name) for name in SCHEDULE_KERNELS},
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """One attention kernel to compile."""
+class Kernel:
+    """A kernel to compile for a chip."""
 
     arch: str
-    launch: LaunchConfig
-    window: int | None = None
-    has_soft_cap: bool = False
-    merge_in_launch: bool = True
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return Q_DTYPE if self.launch.kv_bits == 16 else fp8_dtype(self.arch)
-
-    @property
-    def constants(self) -> Constants:
-        shape = AttentionShape(32, 8, self.launch.head_dim, BLOCK_SIZE)
-        return kernel_constants(
-            self.launch,
-            shape,
-            dot_dtype=dot_dtype(Q_DTYPE, self.kv_dtype, interpreted=False),
-            kv_format=kv_format(self.kv_dtype, self.arch)[0],
-            window=self.window,
-            has_soft_cap=self.has_soft_cap,
-            merge_here=self.merge_in_launch,
-        )
-
-    def with_extras(self) -> Variant:
-        """The same with both window and soft cap."""
-        return replace(self, window=4096, has_soft_cap=True)
+    name: str
+    """In reports and limits: which of `_KERNELS`, then what it is compiled for."""
+    constants: Constants | Sizes
+    kv_dtype: torch.dtype = Q_DTYPE
+    options: Mapping[str, int] = field(default_factory=dict)
+    programs: int = 1
+    """On a multiprocessor, that the settings want."""
 
 
-def shipped_variants(arch: str) -> Iterator[Variant]:
-    """Each entry of an architecture's settings, plain and with extras."""
+def attention_kernel(
+    arch: str, launch: LaunchConfig, *, merge_here: bool, has_extras: bool = False
+) -> Kernel:
+    """Attention with these settings, plain or with both window and soft cap."""
+    kv_dtype = Q_DTYPE if launch.kv_bits == 16 else fp8_dtype(arch)
+    constants = kernel_constants(
+        launch,
+        AttentionShape(32, 8, launch.head_dim, BLOCK_SIZE),
+        arch,
+        Q_DTYPE,
+        kv_dtype,
+        window=4096 if has_extras else None,
+        has_soft_cap=has_extras,
+        merge_here=merge_here,
+    )
+    name = f"attention, {launch.head_dim}, {str(kv_dtype).removeprefix('torch.')}"
+    return Kernel(
+        arch,
+        name + (", window, soft cap" if has_extras else ""),
+        constants,
+        kv_dtype,
+        {"num_warps": launch.num_warps, **launch.options},
+        launch.programs_per_processor,
+    )
+
+
+def schedule_kernel(arch: str, name: str, requests: int) -> Kernel:
+    """One of those that lay out a step, for steps of a power of two of requests."""
+    sizes = schedule.sizes_of(BLOCK_SIZE, 4, 16, requests)
+    return Kernel(arch, f"{name}, {requests} requests", sizes)
+
+
+def shipped_kernels(arch: str) -> Iterator[Kernel]:
+    """Of a chip: the schedule's, then merging, then each of its settings, plain and with extras."""
     config = load_config(arch)
+    for name in SCHEDULE_KERNELS:
+        for requests in SCHEDULE_REQUESTS:
+            yield schedule_kernel(arch, name, requests)
+    for head_dim in HEAD_DIMS:
+        launch = config.launch_config(head_dim, 16)
+        constants = attention_kernel(arch, launch, merge_here=True).constants
+        yield Kernel(arch, f"merge, {head_dim}", constants, options={"num_warps": launch.num_warps})
     for launch in config.launch:
-        plain = Variant(arch, launch, merge_in_launch=config.merge_in_launch)
-        yield from (plain, plain.with_extras())
+        for has_extras in (False, True):
+            yield attention_kernel(
+                arch, launch, merge_here=config.merge_in_launch, has_extras=has_extras
+            )
 
 
 def fp8_dtype(arch: str) -> torch.dtype:
@@ -103,135 +130,77 @@ def fp8_dtype(arch: str) -> torch.dtype:
     return torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
 
 
-def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
-    """Compile the attention kernel for its architecture, or for another chip.
+def compile_kernel(kernel: Kernel, chip: Chip | None = None) -> Report:
+    """Compile as a launch would, pointers and strides multiples of 16; for another chip if given.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
     """
-    launch, kv_dtype = variant.launch, str(variant.kv_dtype).removeprefix("torch.")
-    extras = ", window, soft cap" if variant.window else ""
-    return _compile(
-        variant.arch,
-        f"attention, {launch.head_dim}, {kv_dtype}{extras}",
-        prefix_attention_kernel,
-        variant.constants,
-        kv_dtype=variant.kv_dtype,
-        options={"num_warps": launch.num_warps, **launch.options},
-        wanted=launch.programs_per_processor,
-        chip=chip,
-    )
-
-
-def compile_schedule_kernel(arch: str, name: str, requests: int) -> Report:
-    """Compile one of the kernels that lay out a step, for steps of a power of two of requests.
-
-    Raises:
-        triton.CompilationError: the kernel can't be compiled.
-    """
-    sizes = Sizes(BLOCK_SIZE, 4, 16, MAX_GATED_DEGREE, requests)
-    sizes = sizes._replace(chunk=min(requests, sizes.chunk))
-    return _compile(arch, f"{name}, {requests} requests", getattr(schedule, name), sizes)
-
-
-def compile_merge_kernel(arch: str, head_dim: int) -> Report:
-    """Compile the kernel that merges if the attention kernel doesn't.
-
-    Raises:
-        triton.CompilationError: the kernel can't be compiled.
-    """
-    launch = load_config(arch).launch_config(head_dim, 16)
-    constants, options = Variant(arch, launch).constants, {"num_warps": launch.num_warps}
-    return _compile(arch, f"merge, {head_dim}", merge_kernel, constants, options=options)
-
-
-def _compile(
-    arch: str,
-    name: str,
-    kernel: Any,
-    constants: Constants | Sizes,
-    *,
-    kv_dtype: torch.dtype = Q_DTYPE,
-    options: Mapping[str, int] | None = None,
-    wanted: int = 1,
-    chip: Chip | None = None,
-) -> Report:
-    """Compile a kernel as a launch would: pointers and strides are multiples of 16."""
-    chip, options = chip or CHIPS[arch], {"num_warps": 4, "num_stages": 1, **(options or {})}
+    chip = chip or CHIPS[kernel.arch]
+    function = _KERNELS[kernel.name.partition(",")[0]]
+    options = {"num_warps": 4, "num_stages": 1, **kernel.options}
     types = {
-        param.name: "constexpr" if param.is_constexpr else _type(param, arch, kv_dtype)
-        for param in kernel.params
+        param.name: "constexpr" if param.is_constexpr else _type(param, kernel)
+        for param in function.params
     }
-    at = {name: (idx,) for idx, name in enumerate(types)}
     aligned = [
-        param.name
-        for param in kernel.params
+        idx
+        for idx, param in enumerate(function.params)
         if types[param.name].startswith("*")
         or (param.name.startswith("stride") and not param.do_not_specialize)
     ]
     source = ASTSource(
-        kernel,
+        function,
         signature=types,
-        constexprs={(len(types) - 1,): constants},
-        attrs={at[name]: [["tt.divisibility", 16]] for name in aligned},
+        constexprs={(len(types) - 1,): kernel.constants},
+        attrs={(idx,): [["tt.divisibility", 16]] for idx in aligned},
     )
     log = io.StringIO()
     # A cached kernel has no assembler output.
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
-        compiled = triton.compile(source, target=chip.target, options=dict(options))
+        compiled = triton.compile(source, target=chip.target, options=options)
     threads = options["num_warps"] * chip.target.warp_size
     numbers, fault = numbers_of(compiled, chip, log.getvalue(), threads), None
     if (shared := numbers["shared_bytes"]) > chip.shared_bytes_per_program:
         fault = f"needs {shared} bytes of {chip.shared_bytes_per_program} shared memory"
     elif numbers["spill_bytes"] > MAX_SPILL_BYTES:
         fault = f"spills {numbers['spill_bytes']} bytes"
-    elif numbers["programs"] < wanted:
-        fault = f"{numbers['programs']} programs fit at once, the settings want {wanted}"
-    return Report(arch, name, numbers, wanted, fault)
+    elif (programs := numbers["programs"]) < kernel.programs:
+        fault = f"{programs} programs fit at once, the settings want {kernel.programs}"
+    return Report(kernel.arch, kernel.name, numbers, kernel.programs, fault)
 
 
-def _type(param: Any, arch: str, kv_dtype: torch.dtype) -> str:
+def _type(param: Any, kernel: Kernel) -> str:
     name: str = param.name
     if name in ("scale", "soft_cap", "v_scale"):
         return "fp32"
     if name in ("k_cache", "v_cache"):
-        is_plain = kv_format(kv_dtype, arch)[0] == PLAIN
-        return f"*{triton_dtype(kv_dtype).name}" if is_plain else "*u8"
+        is_plain = kv_format(kernel.kv_dtype, kernel.arch)[0] == "plain"
+        return f"*{TRITON_DTYPES[kernel.kv_dtype].name}" if is_plain else "*u8"
     if name.startswith("stride") or param.do_not_specialize:
         return "i32"
     if name in ("q", "out"):
-        return f"*{triton_dtype(Q_DTYPE).name}"
+        return f"*{TRITON_DTYPES[Q_DTYPE].name}"
     return "*fp32" if name.startswith("partial") else "*i32"
-
-
-def _jobs(arch: str) -> Iterator[partial[Report]]:
-    for name in SCHEDULE_KERNELS:
-        for requests in SCHEDULE_REQUESTS:
-            yield partial(compile_schedule_kernel, arch, name, requests)
-    for head_dim in HEAD_DIMS:
-        yield partial(compile_merge_kernel, arch, head_dim)
-    for variant in shipped_variants(arch):
-        yield partial(compile_variant, variant)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile and print a line for each kernel; returns 1 if one must not ship."""
     parser = argparse.ArgumentParser(prog="python -m batchllm_kernels.compile")
-    parser.add_argument("--arch", action="append", choices=sorted(ARCHITECTURES))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
-    parser.add_argument("--json", type=Path, help="write the reports there")
-    parser.add_argument("--limits", type=Path, default=LIMITS_FILE, help="limits, as TOML")
-    parser.add_argument(
-        "--write-limits", action="store_true", help="renew the limits of what is compiled"
-    )
+    add = parser.add_argument
+    add("--arch", action="append", choices=sorted(ARCHITECTURES))
+    add("--jobs", type=int, default=os.cpu_count(), help="processes at once")
+    add("--json", type=Path, help="write the reports there")
+    add("--limits", type=Path, default=LIMITS_FILE, help="limits, as TOML")
+    add("--write-limits", action="store_true", help="renew the limits of what is compiled")
     options = parser.parse_args(arguments)
-    jobs = [job for arch in options.arch or ARCHITECTURES for job in _jobs(arch)]
+    kernels = [kernel for arch in options.arch or ARCHITECTURES for kernel in shipped_kernels(arch)]
     limits = None if options.write_limits else read_limits(options.limits)
     reports = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for report in pool.map(operator.call, jobs):
+        for report in pool.map(compile_kernel, kernels):
             if limits is not None:
                 report = replace(report, fault=report.fault or check(report, limits))
             reports.append(report)

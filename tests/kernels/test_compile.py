@@ -14,30 +14,22 @@ from support.compiler import run_script
 SOME = """
 import sys
 from dataclasses import replace
-from functools import partial
 from batchllm_kernels import compile
 
-def some(arch):
-    for name in compile.SCHEDULE_KERNELS:
-        yield partial(compile.compile_schedule_kernel, arch, name, compile.SCHEDULE_REQUESTS[-1])
-    yield partial(compile.compile_merge_kernel, arch, 128)
-    plain, _, _, fp8_with_extras = (
-        variant for variant in compile.shipped_variants(arch) if variant.launch.head_dim == 128
-    )
-    crowded = replace(plain, launch=replace(plain.launch, programs_per_processor=99))
-    for variant in (plain, fp8_with_extras, crowded):
-        yield partial(compile.compile_variant, variant)
-
-compile._jobs = some
+chosen = [f"{name}, {compile.SCHEDULE_REQUESTS[-1]} requests" for name in compile.SCHEDULE_KERNELS]
+chosen += ["merge, 128", "attention, 128, bfloat16"]
+chosen += ["attention, 128, float8_e4m3fn, window, soft cap"]
+shipped = {kernel.name: kernel for kernel in compile.shipped_kernels("sm90")}
+crowded = replace(shipped["attention, 128, bfloat16"], programs=99)
+compile.shipped_kernels = lambda arch: [*map(shipped.__getitem__, chosen), crowded]
 sys.exit(compile.main(sys.argv[1:]))
 """
 
 ONE = """
 import sys
-from functools import partial
 from batchllm_kernels import compile
 
-compile._jobs = lambda arch: [partial(compile.compile_schedule_kernel, arch, "find_leaders", 16)]
+compile.shipped_kernels = lambda arch: [compile.schedule_kernel(arch, "find_leaders", 16)]
 sys.exit(compile.main(sys.argv[1:]))
 """
 

@@ -111,5 +111,5 @@ def test_gate_as_a_table() -> None:
 
 @pytest.mark.parametrize(("lengths", "tokens"), [({1: 10}, 1), ({2: 0}, 1), ({2: 10}, 0)], ids=str)
 def test_gates_that_make_no_sense(lengths: dict[int, int], tokens: int) -> None:
-    with pytest.raises(ValueError, match=r"gate|max_member_tokens"):
+    with pytest.raises(ValueError, match="for Gate"):
         Gate(lengths, tokens)

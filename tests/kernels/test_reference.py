@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from batchllm_kernels.prefix_attention import merge_partials, partial_attention
+from batchllm_kernels.prefix_attention.reference import merge_partials, partial_attention
 
 HEAD_DIM = 16
 SCALE = HEAD_DIM**-0.5

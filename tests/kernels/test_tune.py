@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from batchllm_kernels import tune
-from batchllm_kernels.compile import Variant
-from batchllm_kernels.compiling.chips import CHIPS
-from batchllm_kernels.compiling.report import Report
+from batchllm_kernels.compile import Kernel
+from batchllm_kernels.compiling.report import CHIPS, Report
 from batchllm_kernels.prefix_attention import ArchConfig, Gate, load_config
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS
 from batchllm_kernels.prefix_attention.config import (
@@ -24,18 +25,15 @@ from batchllm_kernels.prefix_attention.config import (
     parse_config,
     to_json,
 )
-from batchllm_kernels.tuning import candidates, search
-from batchllm_kernels.tuning.candidates import shortlist, steps_ahead
 from batchllm_kernels.tuning.search import (
+    ROUNDS_MS,
     Bench,
     TuningError,
     choose,
+    fastest,
     gate_table,
     relative_time,
     tune_gate,
-    tune_launch,
-    tune_split,
-    workloads_of,
 )
 from batchllm_kernels.tuning.workloads import (
     CHECKED,
@@ -44,6 +42,7 @@ from batchllm_kernels.tuning.workloads import (
     lay_out,
     num_blocks,
     shape_for,
+    workloads_of,
 )
 
 CPU, CONFIG, SHAPE = torch.device("cpu"), load_config("cpu"), shape_for(64, 16)
@@ -52,29 +51,36 @@ SMALL = [
     Workload("shared", (Group(32, ((5, 1),) * 3),)),
 ]
 FASTER = LaunchConfig(64, 16, Tiling(16, 16, 1), Tiling(32, 16, 1), 4, 4, {})
-SLOWER = LaunchConfig(64, 16, Tiling(16, 64, 1), Tiling(32, 32, 1), 4, 4, {})
 CURRENT = CONFIG.launch_config(64, 16)
 
 
 class FakeBench(Bench):
-    """Times by the step of the narrow tiling and by who shares; counts what it is asked."""
+    """Times by the step of the narrow tiling and by who shares; counts what it is asked.
+
+    Settings fail as those do that want too much of a chip, if `fails` says so.
+    """
 
     def __init__(
-        self, step: str = "launch", error: Callable[[LaunchConfig], float] = lambda _: 0.0
+        self,
+        step: str = "launch",
+        error: Callable[[LaunchConfig], float] = lambda _: 0.0,
+        fails: Callable[[ArchConfig, Workload], bool] = lambda *_: False,
     ) -> None:
         super().__init__(SHAPE, workloads_of(step), CPU)
-        self.error_of = error
+        self.error_of, self.fails = error, fails
         self.timed: list[tuple[LaunchConfig, float]] = []
 
     def error(self, config: ArchConfig) -> float:
         return self.error_of(config.launch_config(64, 16))
 
     def time(self, config: ArchConfig, workload: Workload, milliseconds: float) -> float:
+        if self.fails(config, workload):
+            raise OutOfResources(300_000, 232_448, "shared memory")
         launch, group = config.launch_config(64, 16), workload.groups[0]
         self.timed.append((launch, milliseconds))
         others = len(group.members) - 1
         least = config.gate.min_prefix_by_degree()[min(others + 1, 64)]
-        time = 1e6 + launch.narrow.block_n + config.split.min_tokens
+        time = 1e6 + launch.narrow.num_stages + config.split.min_tokens
         if others and group.num_prefix_tokens >= least:
             # A merge costs as much as 1000 tokens, and each member but one saves the prefix.
             time += 1000 - group.num_prefix_tokens * others
@@ -88,8 +94,8 @@ def tuned(
     clock: Callable[[], float] = lambda: 0.0,
 ) -> LaunchConfig:
     """The launch settings that are chosen."""
-    config = CONFIG.with_launch(current)
-    found = tune_launch(config, tried, bench, budget_s=0.5, raw={}, clock=clock)
+    configs = {str(launch): CONFIG.with_launch(launch) for launch in (current, *tried)}
+    found = fastest("launch", configs, bench, budget_s=0.5, raw={}, clock=clock)
     return found.launch_config(64, 16)
 
 
@@ -111,15 +117,13 @@ def test_relative_time_is_a_geometric_mean() -> None:
 def test_choice(alone: float, shared: float, expected: str) -> None:
     measured = [("now", {"a": 1.0, "s": 1.0}), ("new", {"a": alone, "s": shared})]
     assert choose(measured, ["a"]) == expected
-    times = {"now": 4.0, "x": 3.0, "y": 2.0, "z": 5.0}
-    assert choose([(name, {"a": time}) for name, time in times.items()], []) == "y"
-
-
-def timings_from(gains: dict[int, dict[int, float]]) -> dict[tuple[int, int], tuple[float, float]]:
-    return {(d, n): (1.0 - gain, 1.0) for d, row in gains.items() for n, gain in row.items()}
 
 
 def test_gate_opens_where_sharing_pays_from_there_on() -> None:
+    def table(gains: dict[int, dict[int, float]]) -> dict[int, int]:
+        pairs = {(d, n): (1.0 - gain, 1.0) for d, row in gains.items() for n, gain in row.items()}
+        return gate_table(pairs)
+
     gains = {
         2: {64: -0.5, 512: 0.1, 1024: 0.02, 2048: 0.2},
         4: {64: -0.1, 512: 0.03, 1024: 0.1, 2048: 0.3},
@@ -127,9 +131,9 @@ def test_gate_opens_where_sharing_pays_from_there_on() -> None:
         16: {64: 0.04, 512: 0.1, 1024: 0.2, 2048: 0.4},
     }
     # Degree 8 needs no longer prefix than 4: it is left to its entry.
-    assert gate_table(timings_from(gains)) == {2: 2048, 4: 512, 16: 64}
-    assert gate_table(timings_from({2: {64: 0.0, 128: -1.0}})) == {}
-    assert gate_table(timings_from({2: {64: 0.5, 128: 0.0}, 4: {64: 0.5, 128: 0.5}})) == {4: 64}
+    assert table(gains) == {2: 2048, 4: 512, 16: 64}
+    assert table({2: {64: 0.0, 128: -1.0}}) == {}
+    assert table({2: {64: 0.5, 128: 0.0}, 4: {64: 0.5, 128: 0.5}}) == {4: 64}
 
 
 @pytest.mark.parametrize("kv_bits", [8, 16])
@@ -138,26 +142,27 @@ def test_a_shortlist_has_settings_that_may_ship_the_best_first(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, kv_bits: int
 ) -> None:
     """Wide tilings of 128 rows don't fit, and narrow steps of 64 keys take the most."""
-    tried: list[LaunchConfig] = []
+    rows: set[int] = set()
 
-    class Pool:
-        def __init__(self, *_: object) -> None: ...
-        def __enter__(self) -> Pool:
-            return self
+    class Pool(contextlib.nullcontext[Any]):
+        def __init__(self, *_: object) -> None:
+            super().__init__(self)
 
-        def __exit__(self, *_: object) -> None: ...
-        def map(self, _: object, variants: list[Variant]) -> list[Report]:
-            tried.extend(variant.launch for variant in variants)
-            faults = ["too large" if one.launch.wide.block_m > 64 else None for one in variants]
-            programs = [3 if one.launch.narrow.block_n < 64 else 1 for one in variants]
+        def map(self, _: object, kernels: list[Kernel]) -> list[Report]:
+            rows.update(kernel.constants.wide_m for kernel in kernels)
             return [
-                Report(one.arch, "attention", {"programs": fit}, fault=fault)
-                for one, fit, fault in zip(variants, programs, faults, strict=True)
+                Report(
+                    kernel.arch,
+                    kernel.name,
+                    {"programs": 3 if kernel.constants.narrow_n < 64 else 1},
+                    fault="too large" if kernel.constants.wide_m > 64 else None,
+                )
+                for kernel in kernels
             ]
 
-    monkeypatch.setattr(candidates, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tune, "ProcessPoolExecutor", Pool)
     for arch in ("sm90", "gfx942"):
-        found = shortlist(arch, CHIPS[arch], head_dim, kv_bits, count=24, jobs=1)
+        found = tune.shortlist(arch, CHIPS[arch], head_dim, kv_bits, count=24, jobs=1)
         assert len(found) == len(set(map(str, found))) == 24
         assert {launch.wide.block_m for launch in found} <= {32, 64}
         programs = [launch.programs_per_processor for launch in found]
@@ -166,12 +171,7 @@ def test_a_shortlist_has_settings_that_may_ship_the_best_first(
         for launch in found:
             made = parse_config(to_json(config.with_launch(launch)), source="a.json")
             assert made.launch_config(head_dim, kv_bits) == launch
-    assert any(launch.wide.block_m == 128 for launch in tried)
-
-
-def test_steps_ahead() -> None:
-    assert [steps_ahead(n, is_amd=False) for n in range(1, 8)] == [0, 0, 1, 2, 3, 4, 5]
-    assert [steps_ahead(n, is_amd=True) for n in range(1, 6)] == [0, 1, 2, 3, 4]
+    assert 128 in rows
 
 
 @pytest.mark.parametrize("step", ["launch", "split", "gate", "check"])
@@ -192,8 +192,8 @@ def test_workloads_fit_their_cache_and_their_names_differ(step: str) -> None:
         assert batch.num_requests == workload.num_requests
 
 
-def test_whole_search_writes_settings_that_parse() -> None:
-    """With the kernel checked in Triton's interpreter, and times invented."""
+def test_the_kernel_is_checked_and_timed_and_the_search_ends_with_its_budget() -> None:
+    """In Triton's interpreter, with times invented."""
     calls = []
 
     def timer(run: Callable[[], object], milliseconds: float) -> float:
@@ -203,61 +203,79 @@ def test_whole_search_writes_settings_that_parse() -> None:
 
     shape = replace(SHAPE, num_q_heads=4, num_kv_heads=2)
     check = Workload("check", (Group(16, ((5, 1),) * 3), Group(0, ((7, 3),))))
-    real = Bench(shape, SMALL, CPU, timer=timer, checked=check)
-    assert real.error(CONFIG) < 1e-2
-    raw: dict[str, Any] = {}
-    config = tune_launch(
-        CONFIG, [FASTER], real, budget_s=100, raw=raw, clock=iter([0.0, 1.0, 101.0]).__next__
-    )
-    assert calls == [search.ROUNDS_MS[0]] * 4
-    config = tune_launch(config, [FASTER, SLOWER], FakeBench(), budget_s=100, raw=raw)
-    config = tune_split(config, FakeBench("split"), raw)
-    config = tune_gate(config, FakeBench("gate"), raw)
-    assert parse_config(to_json(config), source="cpu.json") == config
-    assert set(json.loads(json.dumps(raw))) == {"cpu 64/16", "split", "gate"}
+    bench = Bench(shape, SMALL, CPU, timer=timer, checked=check)
+    assert bench.error(CONFIG) < 1e-2
+    assert tuned(bench, FASTER, clock=iter([0.0, 0.1, 101.0]).__next__) == CURRENT
+    assert calls == [ROUNDS_MS[0]] * 4
 
 
 def test_fastest_of_many_is_found_by_halving() -> None:
     bench = FakeBench()
-    current, fastest, *slow = (
-        replace(FASTER, narrow=Tiling(16, block_n, 1))
-        for block_n in (2**19, 2**16, *(2**num for num in range(20, 27)))
+    current, best, *slow = (
+        replace(FASTER, narrow=Tiling(16, 16, num_stages))
+        for num_stages in (2**19, 2**16, *(2**num for num in range(20, 27)))
     )
-    assert tuned(bench, *slow, fastest, current=current) == fastest
-    first, second, *_, last = search.ROUNDS_MS
+    assert tuned(bench, *slow, best, current=current) == best
+    first, second, *_, last = ROUNDS_MS
     by_round = [
-        len({str(launch) for launch, time in bench.timed if time == each})
-        for each in (first, second)
+        len({str(launch) for launch, time in bench.timed if time == of_round})
+        for of_round in (first, second)
     ]
     assert by_round == [9, 5]
-    assert (fastest, last) in bench.timed
-    assert (current, last) in bench.timed
+    assert (best, last) in bench.timed and (current, last) in bench.timed
 
 
-def test_wrong_results_are_left_out_whatever_their_time() -> None:
-    bench = FakeBench(error=lambda launch: float("nan") if launch == FASTER else 1e-3)
-    assert tuned(bench, FASTER) == CURRENT
-    assert FASTER not in [launch for launch, _ in bench.timed]
-
-
-def test_current_settings_that_fail_stop_the_tuner() -> None:
-    with pytest.raises(TuningError, match="settings in use"):
-        tuned(FakeBench(error=lambda _: 0.5), FASTER)
+def test_wrong_results_and_failures_are_left_out_whatever_their_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = FakeBench(error=lambda launch: float("nan") if launch == FASTER else 1e-3)
+    failing = FakeBench(fails=lambda config, _: config.launch_config(64, 16) == FASTER)
+    for bench, reason in ((wrong, "the relative error is nan"), (failing, "OutOfResources")):
+        assert tuned(bench, FASTER) == CURRENT
+        assert FASTER not in [launch for launch, _ in bench.timed]
+        assert f"left out, {reason}" in capsys.readouterr().err
+    for bench in (FakeBench(error=lambda _: 0.5), FakeBench(fails=lambda *_: True)):
+        with pytest.raises(TuningError, match="settings in use"):
+            tuned(bench, FASTER)
 
 
 def test_out_of_time_keeps_what_is_known() -> None:
     bench, seconds = FakeBench(), iter(range(100))
-    assert tuned(bench, SLOWER, FASTER, clock=lambda: float(next(seconds))) == CURRENT
+    assert tuned(bench, FASTER, clock=lambda: float(next(seconds))) == CURRENT
     assert {str(launch) for launch, _ in bench.timed} == {str(CURRENT)}
 
 
-def test_gate_and_split_from_times() -> None:
-    config = tune_gate(CONFIG, FakeBench("gate"), {})
+def test_the_gate_from_times_is_closed_where_sharing_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    raw: dict[str, Any] = {}
     # 3 % are 30000 tokens that aren't read: 15 * 4096 - 1000, 31 * 1024 - 1000.
+    config = tune_gate(CONFIG, FakeBench("gate"), raw)
     assert config.gate == Gate({16: 4096, 32: 1024}, CONFIG.gate.max_member_tokens)
-    assert tune_split(config, FakeBench("split"), {}).split == CONFIG.split  # others are slower
-    slow = replace(config, split=SplitRule(2**16, 2))
-    assert tune_split(slow, FakeBench("split"), {}).split.min_tokens == 128
+    assert len(raw["gate"]) == 35
+
+    def fails(config: ArchConfig, workload: Workload) -> bool:
+        group = workload.groups[0]
+        is_shared = bool(config.gate.min_prefix_tokens)
+        return is_shared and len(group.members) == 32 and group.num_prefix_tokens == 2048
+
+    config = tune_gate(CONFIG, FakeBench("gate", fails=fails), raw)
+    assert config.gate.min_prefix_tokens == {16: 4096}
+    assert len(raw["gate"]) == 34 and "left out, OutOfResources" in capsys.readouterr().err
+
+
+@pytest.fixture
+def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line on an sm100 on which nothing compiles but what is in use."""
+    monkeypatch.setattr(tune.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "detect_arch", lambda device: "sm100")
+    monkeypatch.setattr(tune, "chip_of_gpu", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("GPU", (), {"name": "a fake"})
+    )
+    monkeypatch.setattr(tune, "_bench", lambda arch, key, step: FakeBench(step))
+    monkeypatch.setattr(tune, "shortlist", lambda *_, **__: [])
 
 
 def test_timing_without_a_gpu_is_refused(
@@ -269,20 +287,6 @@ def test_timing_without_a_gpu_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main([]) == 2
     assert "needs a GPU" in capsys.readouterr().err
-
-
-@pytest.fixture
-def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line on an sm100 on which nothing compiles but what is in use."""
-    monkeypatch.setattr(tune.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune, "detect_arch", lambda device: "sm100")
-    monkeypatch.setattr(tune, "chip_of", lambda device: None)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: type("GPU", (), {"name": "a fake"})
-    )
-    monkeypatch.setattr(tune, "_bench", lambda arch, key, step, device: FakeBench(step))
-    monkeypatch.setattr(tune, "shortlist", lambda *_, **__: [])
 
 
 @pytest.mark.parametrize(("compiling_s", "timing_s"), [(20.0, 70.0), (80.0, 30.0), (200.0, 30.0)])
@@ -297,11 +301,13 @@ def test_compiling_counts_in_the_budget(
     monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
     budgets = []
 
-    def note(config: ArchConfig, *_: object, budget_s: float, raw: object) -> ArchConfig:
+    def note(
+        name: str, tried: dict[str, ArchConfig], *_: object, budget_s: float, raw: object
+    ) -> ArchConfig:
         budgets.append(budget_s)
-        return config
+        return next(iter(tried.values()))
 
-    monkeypatch.setattr(tune, "tune_launch", note)
+    monkeypatch.setattr(tune, "fastest", note)
     entry = ["--head-dim", "64", "--kv-bits", "16", "--start-from", "sm90", "--step", "launch"]
     assert tune.main([*entry, "--budget-s", "90", "--out", str(tmp_path / "a.json")]) == 0
     assert budgets == [timing_s]
@@ -318,5 +324,15 @@ def test_command_writes_settings_for_a_new_gpu(unknown_gpu: None, tmp_path: Path
     assert config.tuned_on is not None
     assert config.tuned_on.startswith("a fake, torch ")
     assert config.tuned_on.endswith(": launch (64/16), split, gate")
-    assert config.launch == before.launch
+    assert (config.launch, config.split) == (before.launch, before.split), "others aren't faster"
     assert set(json.loads(raw.read_text())) == {"sm100 64/16", "split", "gate"}
+
+
+def test_a_faster_split_rule_replaces_a_slow_one(
+    unknown_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = replace(load_config("sm90"), split=SplitRule(2**16, 2))
+    monkeypatch.setattr(tune, "load_config", lambda arch: slow)
+    out = tmp_path / "a.json"
+    assert tune.main(["--start-from", "sm90", "--step", "split", "--out", str(out)]) == 0
+    assert parse_config(out.read_text(), source=out.name).split.min_tokens == 128

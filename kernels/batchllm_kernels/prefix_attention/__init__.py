@@ -10,11 +10,7 @@ from batchllm_kernels.prefix_attention.batch import (
 )
 from batchllm_kernels.prefix_attention.config import ArchConfig, load_config
 from batchllm_kernels.prefix_attention.grouping import Gate, find_shared_prefixes
-from batchllm_kernels.prefix_attention.reference import (
-    merge_partials,
-    partial_attention,
-    prefix_shared_attention,
-)
+from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
 
 __all__ = [
     "ArchConfig",
@@ -28,8 +24,6 @@ __all__ = [
     "UnsupportedError",
     "find_shared_prefixes",
     "load_config",
-    "merge_partials",
-    "partial_attention",
     "prefix_attention",
     "prefix_shared_attention",
 ]

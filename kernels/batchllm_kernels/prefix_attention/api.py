@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,12 +54,9 @@ class StepPlan:
 class StepPlanner:
     """Plans steps of one shape; owns the Triton kernel's work buffers.
 
-    Args:
-        shape: heads and blocks.
-        limits: upper bounds of all batches.
-        impl: "triton" (a GPU, or Triton's interpreter) or "reference" (plain torch, anywhere).
-        device: where the batches' tensors are.
-        config: settings to use; None for those shipped for the device's architecture.
+    `impl` is "triton" (a GPU, or Triton's interpreter) or "reference" (plain torch, anywhere). All
+    batches are within `limits`, their tensors on `device`. Settings are those shipped for the
+    device's architecture, unless `config` gives others.
 
     Raises:
         UnsupportedError: the kernel doesn't support the shape, or the device has no settings.
@@ -117,25 +114,18 @@ class StepPlanner:
     ) -> None:
         """Compile the kernels now, so that no step waits for a compiler.
 
-        Runs an empty step, which changes no tensor. Compiled kernels are kept in Triton's cache
-        (`TRITON_CACHE_DIR`), which can be shipped in an image.
-
-        Args:
-            q: at least one token, with the strides and the dtype that queries will have.
-            k_cache: the cache of any layer.
-            v_cache: likewise.
-            window: of the layers; see `prefix_attention`.
-            soft_cap: likewise.
+        Runs an empty step, which changes no tensor, on those of a layer: queries of at least one
+        token, with the strides and the dtype that all will have. Compiled kernels are kept in
+        Triton's cache (`TRITON_CACHE_DIR`), which can be shipped in an image.
 
         Raises:
             UnsupportedError: a tensor isn't supported.
         """
         ints = torch.zeros(2, dtype=torch.int32, device=q.device)
         plan = self.plan(PagedBatch(ints, ints[:1], ints[:1, None]))
-        out = torch.empty_like(q)
-        prefix_attention(
-            q, k_cache, v_cache, plan, scale=1.0, window=window, soft_cap=soft_cap, out=out
-        )
+        settings: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
+        settings["out"] = torch.empty_like(q)
+        prefix_attention(q, k_cache, v_cache, plan, scale=1.0, **settings)
 
 
 def prefix_attention(
@@ -174,25 +164,16 @@ def prefix_attention(
     check_settings(scale, window, soft_cap)
     soft_cap = soft_cap or None
     out = torch.zeros_like(q) if out is None else out
-    factors = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    settings: dict[str, Any] = {
+        **{"scale": scale, "window": window, "soft_cap": soft_cap},
+        **{"k_scale": k_scale, "v_scale": v_scale},
+    }
     if plan.launches is not None:
-        table = plan.batch.block_table
-        plan.launches.attend(
-            q, k_cache, v_cache, table, out, window=window, soft_cap=soft_cap, **factors
-        )
+        plan.launches.attend(q, k_cache, v_cache, plan.batch.block_table, out, **settings)
         return out
     assert plan.prefixes is not None
     check_tensors(q, k_cache, v_cache, out, plan.shape, plan.batch.seq_lens.device)
-    num_tokens = int(plan.batch.query_start_loc[-1])
-    result = prefix_shared_attention(
-        q[:num_tokens],
-        k_cache,
-        v_cache,
-        plan.batch,
-        plan.prefixes,
-        window=window,
-        soft_cap=soft_cap,
-        **factors,
-    )
-    out[:num_tokens] = result.to(out.dtype)
+    used = q[: int(plan.batch.query_start_loc[-1])]
+    result = prefix_shared_attention(used, k_cache, v_cache, plan.batch, plan.prefixes, **settings)
+    out[: len(used)] = result.to(out.dtype)
     return out

@@ -35,11 +35,11 @@ class AttentionShape:
     """Bits of an element of the cache: 8 for FP8, else 16 (also for float32, in tests)."""
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise UnsupportedError(
-                f"num_q_heads ({self.num_q_heads}) must be a multiple of num_kv_heads "
-                f"({self.num_kv_heads})"
-            )
+        heads, kv_heads = self.num_q_heads, self.num_kv_heads
+        _require(
+            kv_heads > 0 and heads % kv_heads == 0,
+            f"num_q_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})",
+        )
 
     @property
     def heads_per_kv(self) -> int:
@@ -47,21 +47,16 @@ class AttentionShape:
         return self.num_q_heads // self.num_kv_heads
 
     def check_for_kernel(self) -> None:
-        """Refuse shapes that the Triton kernel doesn't support; the reference takes any shape.
-
-        Raises:
-            UnsupportedError: for the head size, the block size or the width of the cache.
-        """
-        if self.kv_bits not in (8, 16):
-            raise UnsupportedError(f"kv_bits is {self.kv_bits}, it must be 8 or 16")
-        if self.head_dim not in HEAD_DIMS:
-            raise UnsupportedError(f"head_dim is {self.head_dim}, it must be one of {HEAD_DIMS}")
-        in_range = MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE
-        if not in_range or self.block_size % MIN_BLOCK_SIZE:
-            raise UnsupportedError(
-                f"block_size is {self.block_size}, it must be a multiple of {MIN_BLOCK_SIZE} "
-                f"between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}"
-            )
+        """Refuse shapes that the Triton kernel doesn't support (UnsupportedError); the reference
+        takes any shape."""
+        kv_bits, head_dim, size = self.kv_bits, self.head_dim, self.block_size
+        _require(kv_bits in (8, 16), f"kv_bits is {kv_bits}, it must be 8 or 16")
+        _require(head_dim in HEAD_DIMS, f"head_dim is {head_dim}, it must be one of {HEAD_DIMS}")
+        _require(
+            MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and size % MIN_BLOCK_SIZE == 0,
+            f"block_size is {size}, it must be a multiple of {MIN_BLOCK_SIZE} between "
+            f"{MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +130,11 @@ class SharedPrefix:
 
 
 def check_settings(scale: float, window: int | None, soft_cap: float | None) -> None:
-    """Refuse settings of a layer that have no meaning.
-
-    Raises:
-        UnsupportedError: one of them isn't above 0.
-    """
-    if not scale > 0 or (window is not None and window < 1) or (soft_cap and soft_cap < 0):
-        raise UnsupportedError(
-            f"scale ({scale}), window ({window}) and soft_cap ({soft_cap}) must be above 0"
-        )
+    """Refuse settings of a layer that aren't above 0 (UnsupportedError)."""
+    _require(
+        scale > 0 and (window is None or window > 0) and (soft_cap or 0) >= 0,
+        f"scale ({scale}), window ({window}) and soft_cap ({soft_cap}) must be above 0",
+    )
 
 
 def check_tensors(
@@ -154,45 +145,46 @@ def check_tensors(
     shape: AttentionShape,
     device: torch.device,
 ) -> None:
-    """Refuse tensors of a layer that don't fit `prefix_attention` or a plan's shape and device.
-
-    Raises:
-        UnsupportedError: the message names the tensor.
-    """
-    if q.dim() != 3 or tuple(q.shape[1:]) != (shape.num_q_heads, shape.head_dim):
-        raise UnsupportedError(
-            f"q must be [num_tokens, {shape.num_q_heads}, {shape.head_dim}], got {list(q.shape)}"
-        )
-    if q.dtype not in Q_DTYPES:
-        raise UnsupportedError(f"q is {q.dtype}, it must be one of {Q_DTYPES}")
-    expected = (shape.block_size, shape.num_kv_heads, shape.head_dim)
+    """Refuse tensors of a layer that don't fit `prefix_attention` or a plan's shape and device; the
+    UnsupportedError names the tensor."""
+    num_heads, head_dim = shape.num_q_heads, shape.head_dim
+    _require(
+        q.shape[1:] == (num_heads, head_dim),
+        f"q must be [num_tokens, {num_heads}, {head_dim}], got {list(q.shape)}",
+    )
+    _require(q.dtype in Q_DTYPES, f"q is {q.dtype}, it must be one of {Q_DTYPES}")
+    sizes = (shape.block_size, shape.num_kv_heads, head_dim)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dim() != 4 or tuple(cache.shape[1:]) != expected:
-            raise UnsupportedError(
-                f"{name} must be [num_blocks, {', '.join(map(str, expected))}], "
-                f"got {list(cache.shape)}"
-            )
-        if cache.dtype != k_cache.dtype or cache.dtype not in (q.dtype, *KV_DTYPES):
-            raise UnsupportedError(
-                f"{name} is {cache.dtype}, it must be {q.dtype} like q or one of {KV_DTYPES}, "
-                "and both caches the same"
-            )
-        if (cache.element_size() == 1) != (shape.kv_bits == 8):
-            raise UnsupportedError(f"{name} is {cache.dtype}, the plan is for {shape.kv_bits} bits")
-        if len(cache) != len(k_cache):
-            raise UnsupportedError(f"v_cache has {len(cache)} blocks, k_cache {len(k_cache)}")
-    if k_cache.stride() != v_cache.stride():
-        raise UnsupportedError(
-            "k_cache and v_cache must have the same strides, they have "
-            f"{k_cache.stride()} and {v_cache.stride()}"
+        _require(
+            cache.shape[1:] == sizes,
+            f"{name} must be [num_blocks, {str(sizes)[1:-1]}], got {list(cache.shape)}",
         )
-    if out.shape != q.shape:
-        raise UnsupportedError(f"out is {list(out.shape)}, q is {list(q.shape)}")
+        _require(
+            cache.dtype == k_cache.dtype and cache.dtype in (q.dtype, *KV_DTYPES),
+            f"{name} is {cache.dtype}, it must be {q.dtype} like q or one of {KV_DTYPES}, and both "
+            "caches the same",
+        )
+        _require(
+            (cache.element_size() == 1) == (shape.kv_bits == 8),
+            f"{name} is {cache.dtype}, the plan is for {shape.kv_bits} bits",
+        )
+        num_blocks = len(k_cache)
+        _require(len(cache) == num_blocks, f"{name} has {len(cache)} blocks, k_cache {num_blocks}")
+        _require(
+            cache.stride() == k_cache.stride(),
+            "k_cache and v_cache must have the same strides, they have "
+            f"{k_cache.stride()} and {v_cache.stride()}",
+        )
+    _require(out.shape == q.shape, f"out is {list(out.shape)}, q is {list(q.shape)}")
     for name, tensor in {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}.items():
-        if tensor.stride(-1) != 1:
-            raise UnsupportedError(
-                f"{name} must be contiguous in its last dimension, its strides are "
-                f"{tensor.stride()}"
-            )
-        if tensor.device != device:
-            raise UnsupportedError(f"{name} is on {tensor.device}, the batch on {device}")
+        strides = tensor.stride()
+        _require(
+            strides[-1] == 1,
+            f"{name} must be contiguous in its last dimension, its strides are {strides}",
+        )
+        _require(tensor.device == device, f"{name} is on {tensor.device}, the batch on {device}")
+
+
+def _require(is_met: bool, message: str) -> None:
+    if not is_met:
+        raise UnsupportedError(message)

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Annotated, Final
 
 import torch
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, UnsupportedError
@@ -34,12 +26,6 @@ CPU: Final = "cpu"
 _STRICT: Final = ConfigDict(extra="forbid", strict=True)
 
 
-def _power_of_two(size: int) -> int:
-    if size & (size - 1):
-        raise ValueError(f"{size} isn't a power of two")
-    return size
-
-
 def _one_of(*sizes: int) -> AfterValidator:
     def check(size: int) -> int:
         if size not in sizes:
@@ -49,15 +35,15 @@ def _one_of(*sizes: int) -> AfterValidator:
     return AfterValidator(check)
 
 
-_PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
+_TileSize = Annotated[int, _one_of(16, 32, 64, 128, 256)]
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Tiling:
     """Shape of a tile's steps over keys; `block_m` counts rows (query token x query head)."""
 
-    block_m: Annotated[_PowerOfTwo, Field(ge=16)]
-    block_n: Annotated[_PowerOfTwo, Field(ge=16)]
+    block_m: _TileSize
+    block_n: _TileSize
     """Keys per step."""
     num_stages: PositiveInt
     """Stages of the software pipeline that prefetches keys and values."""
@@ -73,7 +59,7 @@ class LaunchConfig:
     """For few rows: distinct parts of decoding requests. Bound by memory."""
     wide: Tiling
     """For many rows: shared prefixes and prefill. Matrix-matrix."""
-    num_warps: Annotated[_PowerOfTwo, Field(ge=1)]
+    num_warps: Annotated[int, _one_of(1, 2, 4, 8, 16)]
     programs_per_processor: PositiveInt
     """Persistent programs on each multiprocessor (compute unit)."""
     options: Mapping[str, int]
@@ -109,19 +95,14 @@ class ArchConfig:
     """One for each head size and width."""
 
     def launch_config(self, head_dim: int, kv_bits: int) -> LaunchConfig:
-        """Settings for a head size; KV wider than 16 bits (tests) uses those of 16.
-
-        Raises:
-            UnsupportedError: there are none.
-        """
+        """Settings for a head size, or UnsupportedError; KV of 32 bits (tests) uses those of 16."""
         by_key = {(launch.head_dim, launch.kv_bits): launch for launch in self.launch}
-        try:
-            return by_key[head_dim, min(kv_bits, 16)]
-        except KeyError:
-            raise UnsupportedError(
-                f"{self.arch} has no settings for head_dim {head_dim} and {kv_bits}-bit KV; it has "
-                f"{sorted(by_key)}"
-            ) from None
+        if launch := by_key.get((head_dim, min(kv_bits, 16))):
+            return launch
+        raise UnsupportedError(
+            f"{self.arch} has no settings for head_dim {head_dim} and {kv_bits}-bit KV; it has "
+            f"{sorted(by_key)}"
+        )
 
     def with_launch(self, launch: LaunchConfig) -> ArchConfig:
         """These settings with others for a head size and width."""
@@ -133,18 +114,13 @@ class ArchConfig:
 _CONFIG: Final = TypeAdapter(ArchConfig)
 
 
-def config_file(arch: str) -> Traversable:
-    """Path of an architecture's settings.
-
-    Raises:
-        UnsupportedError: no settings ship for it.
-    """
+def config_file(arch: str) -> Path:
+    """Where an architecture's settings lie; UnsupportedError if none ship for it."""
     if arch not in ARCHITECTURES and arch != CPU:
         raise UnsupportedError(
             f"no settings for the architecture {arch}; there are {', '.join(ARCHITECTURES)}"
         )
-    folder = files("batchllm_kernels.prefix_attention") / "configs"
-    return folder / ARCHITECTURES.get(arch, "") / f"{arch}.json"
+    return Path(__file__).with_name("configs") / ARCHITECTURES.get(arch, "") / f"{arch}.json"
 
 
 def detect_arch(device: torch.device) -> str:
@@ -158,20 +134,13 @@ def detect_arch(device: torch.device) -> str:
 
 
 def load_config(arch: str) -> ArchConfig:
-    """An architecture's settings.
-
-    Raises:
-        UnsupportedError: no settings ship for it.
-    """
+    """An architecture's settings; UnsupportedError if none ship for it."""
     return parse_config(config_file(arch).read_text(), source=f"{arch}.json")
 
 
 def parse_config(text: str, source: str) -> ArchConfig:
-    """Settings from the text of their file; `source` names it in errors.
-
-    Raises:
-        ValueError: a value is missing, unknown or out of its range; the message names it.
-    """
+    """Settings from the text of their file, or a ValueError that names `source` and each value that
+    is missing, unknown or out of its range."""
     try:
         return _CONFIG.validate_json(text)
     except ValidationError as error:

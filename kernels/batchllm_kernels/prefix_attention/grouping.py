@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from batchllm_kernels.prefix_attention.batch import PagedBatch, SharedPrefix
 
@@ -21,26 +22,17 @@ NEVER = 2**30
 """A prefix length that no group reaches."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class Gate:
     """Decides when reading a group's prefix once pays, by measurements of the architecture.
 
     Reading it separately costs a second tile and a merge; for short prefixes a cache is as good.
-
-    Raises:
-        ValueError: a degree below 2, a length below 1, or no room for a member.
     """
 
-    min_prefix_tokens: Mapping[int, int]
+    min_prefix_tokens: Mapping[Annotated[int, Field(ge=2)], PositiveInt]
     """Least prefix by degree: the entry of the largest degree up to the group's counts."""
-    max_member_tokens: int
+    max_member_tokens: PositiveInt
     """Most query tokens of a member: longer chunks fill tiles on their own."""
-
-    def __post_init__(self) -> None:
-        if any(degree < 2 or tokens < 1 for degree, tokens in self.min_prefix_tokens.items()):
-            raise ValueError(f"a gate's degrees start at 2, its lengths at 1: {self}")
-        if self.max_member_tokens < 1:
-            raise ValueError(f"max_member_tokens must be at least 1: {self}")
 
     def min_prefix_by_degree(self) -> list[int]:
         """Least prefix in tokens for the degrees 0 to `MAX_GATED_DEGREE`."""
@@ -64,12 +56,9 @@ def find_shared_prefixes(
     Args:
         batch: read on the host, which waits for a batch on a GPU.
         block_size: tokens in a block of the KV cache.
-        gate: groups that it closes are left out.
+        gate: groups that it closes are left out. Others are sorted by their first member.
         tile_tokens: query tokens that the kernel stacks in a tile: a prefix is read once for that
             many, and the gate doesn't count larger degrees. None without a limit.
-
-    Returns:
-        The groups, sorted by their first member.
     """
     table = batch.block_table.cpu().numpy()
     query_lens = np.diff(batch.query_start_loc.cpu().numpy())
@@ -86,7 +75,9 @@ def find_shared_prefixes(
     for request in np.flatnonzero(num_blocks):
         query_len = int(query_lens[request])
         alike = np.where(query_lens == query_len, num_blocks, 0)
-        common = np.sort(np.delete(_common_blocks(table, alike, request), request))[::-1]
+        equal = table[:, : alike[request]] == table[request, : alike[request]]
+        common = np.where(equal.all(axis=1), alike[request], equal.argmin(axis=1))
+        common = np.sort(np.delete(np.minimum(common, alike), request))[::-1]
         others = np.arange(1, len(common) + 1)
         share = others.astype(np.float32) / (others + 1).astype(np.float32)
         is_open = passes(common, others + 1, query_len)
@@ -101,13 +92,3 @@ def find_shared_prefixes(
         if len(members) > 1 and passes(np.array(depth), len(members), query_len):
             groups.append(SharedPrefix(members, depth * block_size))
     return sorted(groups, key=lambda group: group.requests)
-
-
-def _common_blocks(
-    table: NDArray[np.int32], num_blocks: NDArray[np.int64], request: int
-) -> NDArray[np.int64]:
-    """Leading blocks that each request has in common with `request`."""
-    depth = int(num_blocks[request])
-    equal = table[:, :depth] == table[request, :depth]
-    common = np.where(equal.all(axis=1), depth, equal.argmin(axis=1)) if depth else 0
-    return np.minimum(common, num_blocks)

@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from batchllm_kernels.prefix_attention.batch import AttentionShape, check_tensors
-from batchllm_kernels.prefix_attention.config import LaunchConfig
-from batchllm_kernels.prefix_attention.device import arguments as formats
+from batchllm_kernels.prefix_attention.config import CPU, LaunchConfig
+from batchllm_kernels.prefix_attention.device.arguments import Constants
 from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
-from batchllm_kernels.prefix_attention.device.merging import merge_kernel
+from batchllm_kernels.prefix_attention.device.online_softmax import merge_kernel
 from batchllm_kernels.prefix_attention.schedule import Schedule
 
 _LOG2_E = math.log2(math.e)
-_TRITON_DTYPES = {
+TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
@@ -29,59 +29,45 @@ _TRITON_DTYPES = {
     torch.float8_e5m2: tl.float8e5,
 }
 _FP8_BITS = {
-    torch.float8_e4m3fn: (formats.E4M3FN_BITS, 2.0**8),
-    torch.float8_e4m3fnuz: (formats.E4M3FNUZ_BITS, 2.0**7),
-    torch.float8_e5m2: (formats.E5M2_BITS, 1.0),
+    torch.float8_e4m3fn: ("e4m3", 2.0**8),
+    torch.float8_e4m3fnuz: ("e4m3", 2.0**7),
+    torch.float8_e5m2: ("e5m2", 1.0),
 }
 """How FP8 is read from its bits, and the power of two by which the result is too small."""
 _FP8_NATIVE = {"sm90": {torch.float8_e4m3fn, torch.float8_e5m2}, "gfx942": {torch.float8_e4m3fnuz}}
 """Formats that an architecture converts in hardware."""
 
 
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name for a dtype of queries or caches."""
-    return _TRITON_DTYPES[dtype]
-
-
-def dot_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype, *, interpreted: bool) -> str:
-    """Triton's name for the dtype of the operands of matrix products.
-
-    FP8 becomes float16, of which one instruction makes two; bfloat16 would take two more. Triton's
-    interpreter multiplies bfloat16 as integers.
-    """
-    dtype = triton_dtype(q_dtype)
-    if q_dtype == torch.bfloat16 and kv_dtype in _FP8_BITS:
-        dtype = tl.float16
-    elif q_dtype == torch.bfloat16 and interpreted:
-        dtype = tl.float32
-    return str(dtype.name)
-
-
-def kv_format(dtype: torch.dtype, arch: str) -> tuple[int, float]:
-    """How the kernel reads a cache, and a factor for its scales; uint8 unless it is `PLAIN`."""
-    if dtype not in _FP8_BITS or dtype in _FP8_NATIVE.get(arch, ()):
-        return formats.PLAIN, 1.0
-    return _FP8_BITS[dtype]
+def kv_format(dtype: torch.dtype, arch: str) -> tuple[str, float]:
+    """How the kernel reads a cache (`Constants.kv_format`), and a factor for its scales."""
+    is_plain = dtype not in _FP8_BITS or dtype in _FP8_NATIVE.get(arch, ())
+    return ("plain", 1.0) if is_plain else _FP8_BITS[dtype]
 
 
 def kernel_constants(
     launch: LaunchConfig,
     shape: AttentionShape,
+    arch: str,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     *,
-    dot_dtype: str,
-    kv_format: int,
     window: int | None,
     has_soft_cap: bool,
     merge_here: bool,
-) -> formats.Constants:
+) -> Constants:
     """The kernels' compile-time argument."""
+    dot_dtype = TRITON_DTYPES[q_dtype]
+    if q_dtype == torch.bfloat16 and kv_dtype in _FP8_BITS:
+        dot_dtype = tl.float16  # one instruction makes two of FP8; bfloat16 would take two more
+    elif q_dtype == torch.bfloat16 and arch == CPU:
+        dot_dtype = tl.float32  # Triton's interpreter multiplies bfloat16 as integers
     dims = triton.next_power_of_2(shape.head_dim)
     smallest_block_m = triton.next_power_of_2(shape.heads_per_kv)
-    return formats.Constants(
+    return Constants(
         window=window or 0,
         has_soft_cap=has_soft_cap,
-        kv_format=kv_format,
-        dot_dtype=dot_dtype,
+        kv_format=kv_format(kv_dtype, arch)[0],
+        dot_dtype=str(dot_dtype.name),
         block_size=shape.block_size,
         heads_per_kv=shape.heads_per_kv,
         kv_heads=shape.num_kv_heads,
@@ -126,10 +112,7 @@ class Launches:
     ) -> None:
         """Attend in one layer, by one launch, or two if the first can't merge.
 
-        Writes `out` and the schedule's partials.
-
-        Raises:
-            UnsupportedError: a tensor isn't supported; the message names it.
+        Writes `out` and the schedule's partials. Raises an UnsupportedError that names the tensor.
         """
         # Triton compiles apart for addresses and strides that are multiples of 16. Strides are in
         # the key. Odd addresses are left to its binder.
@@ -145,19 +128,21 @@ class Launches:
         work, launch = self.schedule, self._known.get(key)
         if launch is None:
             check_tensors(q, k_cache, v_cache, out, work.shape, work.header.device)
-            code, factor = kv_format(k_cache.dtype, work.config.arch)
+            arch = work.config.arch
             constants = kernel_constants(
                 work.launch,
                 work.shape,
-                dot_dtype=dot_dtype(q.dtype, k_cache.dtype, interpreted=q.device.type == "cpu"),
-                kv_format=code,
+                arch,
+                q.dtype,
+                k_cache.dtype,
                 window=window,
                 has_soft_cap=soft_cap is not None,
                 merge_here=work.config.merge_in_launch,
             )
+            factor = kv_format(k_cache.dtype, arch)[1]
             launch = _Launch(constants, factor, work.launch, (work.max_programs, 1, 1), aligned)
             self._known[key] = launch
-        if launch.constants.kv_format != formats.PLAIN:
+        if launch.constants.kv_format != "plain":
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         scale *= k_scale * launch.kv_factor
         if soft_cap is None:
@@ -182,7 +167,7 @@ class Launches:
 class _Launch:
     """What is the same for each launch with tensors of these shapes, strides and dtypes."""
 
-    constants: formats.Constants
+    constants: Constants
     kv_factor: float
     config: LaunchConfig
     programs: tuple[int, int, int]

@@ -39,14 +39,9 @@ def prefix_shared_attention(
 ) -> Tensor:
     """Causal attention of a step that reads every shared prefix once (paper, Sec. 4.4).
 
-    The arguments are those of `prefix_attention`, for any strides and sizes, with:
-
-    Args:
-        batch: the step's requests.
-        prefixes: the groups; no request may be in two. Without any, this is plain paged attention.
-
-    Returns:
-        [num_tokens, num_q_heads, head_dim] of float32; 0 for tokens of no request.
+    The arguments are those of `prefix_attention`, for any strides and sizes. No request may be in
+    two of the prefixes' groups; without any, this is plain paged attention. Returns [num_tokens,
+    num_q_heads, head_dim] of float32; 0 for tokens of no request.
     """
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
@@ -71,10 +66,8 @@ def prefix_shared_attention(
 def _pieces(
     batch: PagedBatch, prefixes: Sequence[SharedPrefix]
 ) -> Iterator[tuple[Tensor, Tensor, int, int, int]]:
-    """Prefixes, then own parts: (query tokens, their positions, request, start, end).
-
-    The tokens attend to [start, end) of the request's context.
-    """
+    """Prefixes, then own parts: query tokens, their positions, and the request's [start, end) that
+    they attend to."""
     starts = batch.query_start_loc.tolist()
     seq_lens = batch.seq_lens.tolist()
 
@@ -121,15 +114,10 @@ def partial_attention(
         scale: factor on the scores, usually head_dim ** -0.5.
         last_key: [num_tokens], the last key that each query sees, maybe after the piece.
             None: every query sees every key, as in a shared prefix.
-        window: queries see the `window` keys up to `last_key`, which must be given.
+        window: queries see the `window` keys up to `last_key`, which must be given (ValueError).
         soft_cap: scores are soft_cap * tanh(score / soft_cap).
 
-    Returns:
-        (out, lse). A query that sees no key gets out = 0 and lse = -inf, the neutral element of
-        `merge_partials`.
-
-    Raises:
-        ValueError: a window without `last_key`.
+    A query that sees no key gets out = 0 and lse = -inf, the neutral element of `merge_partials`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape
@@ -152,15 +140,10 @@ def partial_attention(
 
 
 def merge_partials(partials: Sequence[Partial]) -> Partial:
-    """Attention over the union of disjoint pieces, from their results (online softmax).
+    """Attention over the union of disjoint pieces, at least one, from their results of the same
+    shapes (online softmax); 0 and -inf where every piece was empty.
 
     The order of the pieces doesn't matter, and the result can be merged again.
-
-    Args:
-        partials: at least one (out, lse) of `partial_attention`, all of the same shapes.
-
-    Returns:
-        (out, lse) of the union; 0 and -inf where every piece was empty.
     """
     outs = torch.stack([out for out, _ in partials])
     lses = torch.stack([lse for _, lse in partials])

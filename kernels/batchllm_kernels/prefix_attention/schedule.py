@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,32 +29,21 @@ MIN_MOST_PIECES = 8
 """Most pieces of a context, if the device has fewer programs; else one per program."""
 
 
-@dataclass(frozen=True)
-class Partials:
-    """Scratch memory, used within one launch."""
-
-    out: Tensor
-    """[max_slots, num_q_heads, head_dim] float32."""
-    lse: Tensor
-    """[max_slots, num_q_heads] float32, to the base 2."""
+_scratch: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
 
 
-_partials: WeakValueDictionary[tuple[torch.device, int, int], Partials] = WeakValueDictionary()
+def scratch_for(num_slots: int, shape: AttentionShape, device: torch.device) -> Tensor:
+    """Memory for the partials of one launch, [num_slots or more, num_q_heads * (head_dim + 1)].
 
-
-def partials_for(num_slots: int, shape: AttentionShape, device: torch.device) -> Partials:
-    """Scratch memory shared by all schedules with equal heads on a device.
-
-    Their launches follow each other on one stream, so no two use it at once. Earlier ones
-    keep theirs when a later one needs more.
+    All schedules with equal heads on a device share it: their launches follow each other on one
+    stream. Earlier ones keep theirs when a later one needs more.
     """
     key = (device, shape.num_q_heads, shape.head_dim)
-    partials = _partials.get(key)
-    if partials is None or len(partials.out) < num_slots:
-        size = (num_slots, shape.num_q_heads)
-        out = torch.empty(*size, shape.head_dim, device=device)
-        partials = _partials[key] = Partials(out, torch.empty(*size, device=device))
-    return partials
+    scratch = _scratch.get(key)
+    if scratch is None or len(scratch) < num_slots:
+        size = (num_slots, shape.num_q_heads * (shape.head_dim + 1))
+        scratch = _scratch[key] = torch.empty(size, device=device)
+    return scratch
 
 
 class Capacity(NamedTuple):
@@ -78,16 +66,17 @@ def num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def sizes_of(block_size: int, narrow_tokens: int, wide_tokens: int, requests: int) -> Sizes:
+    """For steps of up to so many requests, a power of two."""
+    chunk = min(requests, 1024)
+    return Sizes(block_size, narrow_tokens, wide_tokens, MAX_GATED_DEGREE, requests, chunk)
+
+
 class Schedule:
     """A step's work, grouped and cut into tiles on the device.
 
-    Addresses don't change, so a captured graph can be replayed after a new `build`.
-
-    Args:
-        shape: heads and blocks.
-        limits: upper bounds of all batches.
-        config: the architecture's settings.
-        device: for all buffers, which are allocated here.
+    All buffers are allocated here, for batches within the limits. Addresses don't change, so a
+    captured graph can be replayed after a new `build`.
 
     Attributes:
         header: [HEADER_FIELDS] int32; `device/tiles.py` describes the records.
@@ -123,8 +112,8 @@ class Schedule:
 
         padded = triton.next_power_of_2(max(requests, 16))
         narrow_tokens = tile_tokens(launch.narrow.block_m, shape.heads_per_kv)
-        sizes = Sizes(shape.block_size, narrow_tokens, self.wide_tokens, MAX_GATED_DEGREE, padded)
-        self._sizes = sizes._replace(chunk=min(padded, sizes.chunk))
+        tokens_of_tiles = narrow_tokens, self.wide_tokens
+        self._sizes = sizes_of(shape.block_size, *tokens_of_tiles, padded)
         self._depths, self._leaders, self._final_leaders = (ints(requests) for _ in range(3))
         self._prefix_lens, self._ranks, self._degrees = (ints(requests) for _ in range(3))
         self._min_prefix = ints(MAX_GATED_DEGREE + 1)
@@ -133,8 +122,10 @@ class Schedule:
         self.tiles = ints(self.capacity.tiles, TILE_FIELDS.value)
         self.members = ints(requests, MEMBER_FIELDS.value)
         self.counters = ints(self.capacity.counters, shape.num_kv_heads)
-        self._partials = partials_for(self.capacity.slots, shape, device)
-        self.partial_out, self.partial_lse = self._partials.out, self._partials.lse
+        self._scratch = scratch_for(self.capacity.slots, shape, device)
+        flat, slots, heads = self._scratch.view(-1), len(self._scratch), shape.num_q_heads
+        self.partial_out = flat[: slots * heads * shape.head_dim].view(slots, heads, -1)
+        self.partial_lse = flat[slots * heads * shape.head_dim :].view(slots, heads)
 
     def build(self, batch: PagedBatch) -> None:
         """Lay out a step by four small launches, without waiting for them.

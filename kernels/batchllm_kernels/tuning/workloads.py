@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from typing import Final
 
 import torch
@@ -42,11 +43,8 @@ class LaidOut:
 def num_blocks(groups: Sequence[Group], block_size: int) -> int:
     """Blocks of a cache that has room for the groups, and some more."""
     own = (-(-(prior + query) // block_size) for group in groups for prior, query in group.members)
-    return (
-        sum(group.num_prefix_tokens // block_size for group in groups)
-        + sum(own)
-        + (_NUM_SPARE_BLOCKS)
-    )
+    prefixes = (group.num_prefix_tokens // block_size for group in groups)
+    return sum(prefixes) + sum(own) + _NUM_SPARE_BLOCKS
 
 
 def lay_out(
@@ -58,15 +56,11 @@ def lay_out(
     order: Sequence[int] | None = None,
     num_padding: int = 0,
 ) -> LaidOut:
-    """The groups' requests as a batch, their blocks scattered over the cache.
+    """The groups' requests as a batch, their blocks scattered over a cache of `cache_blocks` (by
+    default as many as they need), by a generator on the CPU.
 
-    Args:
-        groups: in whose order their members are numbered.
-        block_size: tokens of a block.
-        rng: on the CPU.
-        cache_blocks: blocks of the cache; by default as many as the groups need.
-        order: of the members among the batch's rows; random by default.
-        num_padding: rows without query tokens at the end.
+    `order` is that of the members, numbered group by group, among the batch's rows; random by
+    default. Behind them come rows of padding, without query tokens.
     """
     requests = [
         (idx, group.num_prefix_tokens + prior + query, query)
@@ -76,24 +70,19 @@ def lay_out(
     if order is None:
         order = torch.randperm(len(requests), generator=rng).tolist()
     requests = [requests[at] for at in order]
-    free = iter(
-        torch.randperm(cache_blocks or num_blocks(groups, block_size), generator=rng).tolist()
-    )
-    prefixes = [
-        [next(free) for _ in range(group.num_prefix_tokens // block_size)] for group in groups
-    ]
+    cache_blocks = cache_blocks or num_blocks(groups, block_size)
+    free = iter(torch.randperm(cache_blocks, generator=rng).tolist())
+    prefixes = [list(islice(free, group.num_prefix_tokens // block_size)) for group in groups]
     lens = [length for _, length, _ in requests] + [0] * num_padding
     query_lens = [query for _, _, query in requests] + [0] * num_padding
     width = -(-max(lens, default=0) // block_size) + 2
     table = torch.full((len(lens), width), NOWHERE, dtype=torch.int32)
-    written = torch.zeros(
-        cache_blocks or num_blocks(groups, block_size), block_size, dtype=torch.bool
-    )
+    written = torch.zeros(cache_blocks, block_size, dtype=torch.bool)
     rows: list[list[int]] = [[] for _ in groups]
     for row, (idx, length, _) in enumerate(requests):
         shared = prefixes[idx]
-        own = [next(free) for _ in range(-(-length // block_size) - len(shared))]
-        blocks = torch.tensor(shared + own)
+        own = islice(free, -(-length // block_size) - len(shared))
+        blocks = torch.tensor([*shared, *own])
         table[row, : len(blocks)] = blocks
         where = torch.arange(length)
         written[blocks[where // block_size], where % block_size] = True
@@ -117,12 +106,10 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Requests of all groups."""
         return sum(len(group.members) for group in self.groups)
 
     @property
     def num_query_tokens(self) -> int:
-        """Query tokens of all requests."""
         return sum(query for group in self.groups for _, query in group.members)
 
 
@@ -138,30 +125,41 @@ def decoding(num_requests: int, degree: int, num_prefix_tokens: int, own: int = 
     return Workload(name, (group,) * (num_requests // degree))
 
 
-def launch_workloads() -> list[Workload]:
-    """Workloads for tilings: decode of 256 and 32, and decode beside prefill."""
-    batches = [
-        decoding(num_requests, degree, prefix)
-        for num_requests in (256, 32)
-        for prefix in (0, 512, 2048)
-        for degree in ((1, 4, 16, num_requests) if prefix else (1,))
-    ]
+def gate_workloads() -> dict[tuple[int, int], Workload]:
+    """By (degree, prefix tokens): 128 decoding requests in groups of that degree."""
+    prefixes = (64, 128, 256, 512, 1024, 2048, 4096)
+    return {key: decoding(128, *key) for key in product((2, 4, 8, 16, 32), prefixes)}
+
+
+def workloads_of(step: str) -> list[Workload]:
+    """Those that a step of the search times.
+
+    `launch`, for tilings: decode of 256 and 32, and decode beside prefill. `split`, for the split
+    rule: few or uneven contexts, and enough equal ones. `gate`: see `gate_workloads`.
+    """
+    if step == "gate":
+        return list(gate_workloads().values())
+    if step == "split":
+        uneven = (Group(0, ((16384, 1),)), *(Group(0, ((512, 1),)),) * 31)
+        return [
+            decoding(2, 1, 0, own=16384),
+            decoding(8, 1, 0, own=4096),
+            decoding(32, 32, 4096),
+            decoding(32, 1, 2048),
+            decoding(256, 1, 512),
+            decoding(256, 16, 2048),
+            Workload("decode 32, one of 16384", uneven),
+        ]
     prefills = (Group(0, ((0, 1024),)), Group(512, ((0, 512),)), Group(2048, ((64, 256),)))
     decodes = (Group(1024, ((256, 1),) * 16),) * 4
-    return [*batches, Workload("decode 64 beside prefill 1792", (*decodes, *prefills))]
-
-
-def split_workloads() -> list[Workload]:
-    """Workloads for the split rule: few or uneven contexts, and enough equal ones."""
-    uneven = (Group(0, ((16384, 1),)), *(Group(0, ((512, 1),)),) * 31)
     return [
-        decoding(2, 1, 0, own=16384),
-        decoding(8, 1, 0, own=4096),
-        decoding(32, 32, 4096),
-        decoding(32, 1, 2048),
-        decoding(256, 1, 512),
-        decoding(256, 16, 2048),
-        Workload("decode 32, one of 16384", uneven),
+        *(
+            decoding(num_requests, degree, prefix)
+            for num_requests in (256, 32)
+            for prefix in (0, 512, 2048)
+            for degree in ((1, 4, 16, num_requests) if prefix else (1,))
+        ),
+        Workload("decode 64 beside prefill 1792", (*decodes, *prefills)),
     ]
 
 

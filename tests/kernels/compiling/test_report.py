@@ -1,13 +1,26 @@
-"""Main loops in a compiler's output written by hand, and the machine's own."""
+"""Main loops in a compiler's output written by hand, and limits against reports made up."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from batchllm_kernels.compiling.chips import CHIPS
-from batchllm_kernels.compiling.report import async_depths, numbers_of
+from batchllm_kernels import compile as compiling
+from batchllm_kernels.compiling.report import (
+    CHIPS,
+    LIMITS_FILE,
+    Report,
+    async_depths,
+    check,
+    limits_of,
+    numbers_of,
+    read_limits,
+    write_limits,
+)
+from batchllm_kernels.prefix_attention.config import ARCHITECTURES
 
 LOOP = """\
         %out:2 = scf.for %first = %0 to %1 step %c32 iter_args(%x = %cst) -> (i32)  : i32 {
@@ -77,3 +90,65 @@ def test_the_numbers_of_an_amd_kernel(shared: int, programs: int) -> None:
         "instructions": 5,
         "tensor_core": 2,
     }
+
+
+NUMBERS = {
+    "registers": 241,
+    "spill_bytes": 4,
+    "shared_bytes": 72192,
+    "programs": 2,
+    "instructions": 400,
+    "tensor_core": 42,
+    "async_depth_narrow": 3,
+}
+REPORT = Report("sm90", "attention", NUMBERS, 2)
+LIMITS = {**NUMBERS, "registers": 248, "instructions": 420}
+
+
+def test_limits_leave_room_for_another_few_instructions_and_the_granule_of_registers() -> None:
+    assert limits_of(REPORT) == LIMITS
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "passed"),
+    [
+        ("registers", 248, 249),
+        ("spill_bytes", 4, 5),
+        ("shared_bytes", 1, 72193),
+        ("programs", 3, 1),
+        ("instructions", 420, 421),
+        ("tensor_core", 43, 41),
+        ("async_depth_narrow", 4, 2),
+    ],
+)
+def test_each_limit_is_kept_or_named(name: str, kept: int, passed: int) -> None:
+    limits = {"sm90": {"attention": LIMITS}}
+    assert check(replace(REPORT, numbers={**NUMBERS, name: kept}), limits) is None
+    fault = check(replace(REPORT, numbers={**NUMBERS, name: passed}), limits)
+    assert fault == f"passes its limits: {passed} {name} ({LIMITS[name]})"
+
+
+def test_a_loop_that_no_longer_waits_passes_its_least_depth() -> None:
+    numbers = {name: value for name, value in NUMBERS.items() if name != "async_depth_narrow"}
+    fault = check(replace(REPORT, numbers=numbers), {"sm90": {"attention": LIMITS}})
+    assert fault == "passes its limits: 0 async_depth_narrow (3)"
+    without = check(REPORT, {"sm80": {"attention": LIMITS}})
+    assert without == "has no limits; --write-limits writes them"
+
+
+def test_a_chips_limits_are_written_together(tmp_path: Path) -> None:
+    file = tmp_path / "limits.toml"
+    plain = replace(REPORT, kernel="lay_out, 1024")
+    other = {"sm80": {"attention": LIMITS}}
+    write_limits([REPORT, plain, replace(REPORT, arch="sm80")], file)
+    both = {"sm90": {"attention": LIMITS, "lay_out, 1024": LIMITS}}
+    assert read_limits(file) == {**both, **other}
+    write_limits([plain], file)
+    assert read_limits(file) == {"sm90": {"lay_out, 1024": LIMITS}, **other}
+
+
+def test_all_that_ships_has_limits() -> None:
+    shipped = {
+        arch: {kernel.name for kernel in compiling.shipped_kernels(arch)} for arch in ARCHITECTURES
+    }
+    assert {arch: set(own) for arch, own in read_limits(LIMITS_FILE).items()} == shipped

@@ -14,32 +14,31 @@ from batchllm_kernels.compile import SCHEDULE_REQUESTS
 # chip, head size and width of the cache comes with and without.
 ALL = """
 import sys
-from functools import partial
 from batchllm_kernels import compile
 
-chips = list(compile.ARCHITECTURES)
+chips, shipped_kernels = list(compile.ARCHITECTURES), compile.shipped_kernels
 
 def half(arch):
-    chip = chips.index(arch)
-    for name in compile.SCHEDULE_KERNELS[chip % 2::2]:
-        for requests in compile.SCHEDULE_REQUESTS:
-            yield partial(compile.compile_schedule_kernel, arch, name, requests)
-    for head_dim in compile.HEAD_DIMS[chip % 2::2]:
-        yield partial(compile.compile_merge_kernel, arch, head_dim)
-    variants = list(compile.shipped_variants(arch))
-    for number, pair in enumerate(zip(variants[::2], variants[1::2], strict=True)):
-        variant = pair[(number // 2 + number + chip) % 2]
-        yield partial(compile.compile_variant, variant)
+    chip, shipped = chips.index(arch), list(shipped_kernels(arch))
+    attention = [kernel for kernel in shipped if kernel.name.startswith("attention")]
+    others = shipped[: -len(attention)]
+    for number, pair in enumerate(zip(others[::2], others[1::2], strict=True)):
+        if pair[0].name.startswith("merge"):
+            yield pair[chip % 2]
+        elif number % 2 == chip % 2:  # for steps of both sizes
+            yield from pair
+    for number, pair in enumerate(zip(attention[::2], attention[1::2], strict=True)):
+        yield pair[(number // 2 + number + chip) % 2]
 
-compile._jobs = half
+compile.shipped_kernels = half
 sys.exit(compile.main(sys.argv[1:]))
 """
 
 TOO_WIDE = """
-from batchllm_kernels.compile import Variant, compile_variant
+from batchllm_kernels.compile import attention_kernel, compile_kernel
 from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
 wide = LaunchConfig(128, 16, Tiling(16, 32, 2), Tiling(128, 128, 3), 4, 1, {})
-print(compile_variant(Variant("sm80", wide)).fault)
+print(compile_kernel(attention_kernel("sm80", wide, merge_here=True)).fault)
 """
 
 

@@ -4,9 +4,6 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-PLAIN, E4M3FN_BITS, E4M3FNUZ_BITS, E5M2_BITS = range(4)
-"""Formats of KV cache elements; FP8 that the chip can't convert is passed as uint8."""
-
 
 class Constants(NamedTuple):
     """The compile-time argument, made on the host."""
@@ -14,7 +11,9 @@ class Constants(NamedTuple):
     window: int
     """0: every query sees all keys before it."""
     has_soft_cap: bool
-    kv_format: int
+    kv_format: str
+    """Of the cache's elements: "plain", or "e4m3" or "e5m2" for FP8 that the chip can't convert,
+    passed as uint8."""
     dot_dtype: str
     """Triton's name for the dtype of the operands of matrix products. Triton's hooks write the
     constants as JSON, which has no dtypes."""
@@ -48,7 +47,7 @@ class Sizes(NamedTuple):
     """Larger groups count as this one for the gate."""
     requests: int
     """Most of a step, rounded up to a power of two."""
-    chunk: int = 1024
+    chunk: int
     """Requests that a program of `lay_out` reads at a time."""
     piece_align: int = 128
     """Pieces of a context end at multiples of this many tokens."""

@@ -12,14 +12,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from batchllm_kernels.prefix_attention.device.arguments import (
-    Cache,
-    Factors,
-    Queries,
-    Results,
+from batchllm_kernels.prefix_attention.device.arguments import Cache, Factors, Queries, Results
+from batchllm_kernels.prefix_attention.device.online_softmax import (
+    merge_unit,
+    online_softmax_update,
+    write_output,
 )
-from batchllm_kernels.prefix_attention.device.merging import merge_unit, write_output
-from batchllm_kernels.prefix_attention.device.online_softmax import online_softmax_update
 from batchllm_kernels.prefix_attention.device.tiles import IS_WIDE, read_members, read_tile
 
 _FAR = tl.constexpr(2**30)
