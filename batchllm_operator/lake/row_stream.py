@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import and_, attrgetter
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,6 +30,8 @@ _WRITTEN_OUT: Final = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY"} 
 _READ_BYTES: Final = 8 << 20  # buffered for all columns together
 _MOST_READ_BYTES: Final = 4 << 20  # per column: a request to S3 should be worth its latency
 _LEAST_READ_BYTES: Final = 64 << 10
+
+Rows = TypeVar("Rows", pa.RecordBatch, pa.Table)
 
 
 def read_batches(
@@ -66,7 +68,8 @@ def read_batches(
     chosen = [group for group in groups.row_groups if begin <= group.id < end]
     in_file = [name for name in schema.names if name not in folder_values]
     steps = _steps(file, fragment.metadata, chosen, in_file)
-    for batch in joined((piece for step in steps for piece in _split(step)), _BATCH_BYTES):
+    pieces = (piece for step in steps for piece in halved(step, _BATCH_BYTES))
+    for batch in joined(pieces, _BATCH_BYTES):
         aligned = _align(batch, schema, folder_values)
         if condition is not None:
             aligned = aligned.filter(condition)
@@ -145,14 +148,14 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return batch
 
 
-def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Halve the batch until each piece is small enough or one row."""
-    if batch.nbytes <= _BATCH_BYTES or batch.num_rows <= 1:
-        yield batch
+def halved(rows: Rows, most_bytes: int) -> Iterator[Rows]:
+    """The rows in pieces, halved until each is small enough or one row."""
+    if rows.nbytes <= most_bytes or rows.num_rows <= 1:
+        yield rows
         return
-    half = batch.num_rows // 2
-    yield from _split(batch.slice(0, half))
-    yield from _split(batch.slice(half))
+    half = rows.num_rows // 2
+    yield from halved(rows.slice(0, half), most_bytes)
+    yield from halved(rows.slice(half), most_bytes)
 
 
 def _align(
@@ -162,7 +165,7 @@ def _align(
     columns = []
     for field in schema:
         if field.name in folder_values:
-            value = pa.scalar(folder_values[field.name], field.type)
+            value = scalar_of(folder_values[field.name], field.type)
             columns.append(pa.repeat(value, batch.num_rows))
         elif field.name in batch.schema.names:
             # Invalid UTF-8 is left to the caller: not all columns mind it.
@@ -179,10 +182,17 @@ def _align(
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
+def scalar_of(value: Any, kind: pa.DataType) -> pa.Scalar:
+    """A partition column's value; as text, where it comes from another process."""
+    return pa.scalar(value).cast(kind) if isinstance(value, str) else pa.scalar(value, kind)
+
+
 def _known(schema: pa.Schema, folder_values: Mapping[str, Any]) -> pds.Expression:
     """The folder values as a condition, which may rule out the file before it is read."""
     known = (
-        pds.field(name).is_null() if value is None else pds.field(name) == value
+        pds.field(name).is_null()
+        if value is None
+        else pds.field(name) == scalar_of(value, schema.field(name).type)
         for name, value in folder_values.items()
         if name in schema.names
     )

@@ -13,6 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.dataset as pds
 from pyarrow import types
+from pyarrow.fs import LocalFileSystem
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.spec import FilterTerm
@@ -22,16 +23,14 @@ _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
     **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le},
     **{">": operator.gt, ">=": operator.ge},
 }
-
-
-_COMPARABLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], tuple[type, ...]]]] = (
+_BOUNDED: Final[Sequence[tuple[Callable[[pa.DataType], bool], tuple[type, ...]]]] = (
     (types.is_integer, (int,)),
     (types.is_float64, (int, float)),
     (types.is_string, (str,)),
     (types.is_boolean, (bool,)),
 )
-"""Types whose values Python compares as Arrow does, and the classes of the values."""
-_MOST_EXACT: Final = 2**53  # not every larger integer is a double
+"""Types of columns whose bounds are used, and the classes of bounds."""
+_PARQUET: Final = pds.ParquetFileFormat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,20 @@ class Scan:
 
     def may_match(self, lowest: Mapping[str, Any], highest: Mapping[str, Any]) -> bool:
         """Whether a file may have wanted rows, by bounds of its columns' values."""
-        return all(_may_hold(term, lowest, highest, self.schema) for term in self.conditions)
+        known = pds.scalar(True)
+        for term in self.conditions:
+            kind, column = self.schema.field(term.column).type, pds.field(term.column)
+            classes = next((classes for is_such, classes in _BOUNDED if is_such(kind)), ())
+            low, high = lowest.get(term.column), highest.get(term.column)
+            are_bounds = {type(low), type(high)} <= {*classes}
+            are_bounds = are_bounds and low == low and high == high  # NaN, Spark's greatest number
+            # Bounds say nothing of null and NaN, which may meet the other two.
+            if are_bounds and term.op not in ("!=", "not in"):
+                known &= (column >= low) & (column <= high)
+        disk = LocalFileSystem()  # nothing is opened
+        file = _PARQUET.make_fragment("", disk, partition_expression=known)
+        files = pds.FileSystemDataset([file], self.schema, _PARQUET, disk)
+        return any(True for _ in files.get_fragments(self.condition))
 
 
 def listed_columns(schema: pa.Schema) -> str:
@@ -97,25 +109,6 @@ def row_condition(
                 " numbers or booleans in a view of the input, and filter by that"
             ) from error
     return reduce(and_, map(_expression, conditions)) if conditions else None
-
-
-def _may_hold(
-    term: FilterTerm, lowest: Mapping[str, Any], highest: Mapping[str, Any], schema: pa.Schema
-) -> bool:
-    low, high = lowest.get(term.column), highest.get(term.column)
-    kind = schema.field(term.column).type
-    allowed = next((classes for is_such, classes in _COMPARABLE if is_such(kind)), ())
-    wanted: tuple[Any, ...] = term.value if isinstance(term.value, tuple) else (term.value,)
-    if any(type(value) not in allowed for value in (low, high, *wanted)):
-        return True
-    if low != low or high != high:  # NaN, which Spark sorts as the greatest
-        return True
-    if float in allowed and any(abs(value) > _MOST_EXACT for value in wanted):
-        return True
-    if term.op in ("==", "in"):
-        return any(low <= value <= high for value in wanted)
-    bound = {"<": low, "<=": low, ">": high, ">=": high}.get(term.op)
-    return bound is None or bool(_COMPARISONS[term.op](bound, wanted[0]))
 
 
 @contextmanager

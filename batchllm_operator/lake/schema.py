@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,9 +11,16 @@ from pyarrow import types
 
 from batchllm_operator.errors import TableError
 
-_US: Final = 1_000_000
-_DAYS: Final = (-719_162, 2_932_896)  # since 1970: 0001-01-01 to 9999-12-31
-_PER_SECOND: Final = {"s": 1, "ms": 1_000, "us": _US, "ns": 1_000 * _US}
+
+@dataclass(frozen=True, slots=True)
+class FormatTypes:
+    """What a table format can hold."""
+
+    format_name: str
+    store: Callable[[pa.DataType], pa.DataType | None]
+    """The format's type for a plain one without parts; None if there is none."""
+    has_calendar: bool = False
+    """Whether its statistics know dates of the years 1 to 9999 only."""
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -45,15 +51,8 @@ def nested_type(
     return None
 
 
-def stored_schema(
-    where: str,
-    rows: pa.Schema,
-    format_name: str,
-    store: Callable[[pa.DataType], pa.DataType | None],
-) -> pa.Schema:
+def stored_schema(where: str, rows: pa.Schema, kinds: FormatTypes) -> pa.Schema:
     """The columns of `rows` in a format's types.
-
-    `store` gives the format's type for a plain one without parts; None if there is none.
 
     Raises `TableError`: the format has no type for a column.
     """
@@ -62,7 +61,7 @@ def stored_schema(
         plain = plain_type(kind)
         if types.is_null(plain):
             return plain
-        if (result := store(plain) or nested_type(plain, stored)) is None:
+        if (result := kinds.store(plain) or nested_type(plain, stored)) is None:
             raise TypeError
         return result
 
@@ -72,8 +71,8 @@ def stored_schema(
             fields.append((field.name, stored(field.type)))
         except TypeError:
             raise TableError(
-                f"{where}: column {field.name!r} holds {field.type}, which {format_name} has no"
-                " type for; cast it in a view of the input"
+                f"{where}: column {field.name!r} holds {field.type}, which {kinds.format_name} has"
+                " no type for; cast it in a view of the input"
             ) from None
     return pa.schema(fields)
 
@@ -92,53 +91,21 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
 
     Raises `TableError`: two files have incompatible types, or one has two columns of the same name.
     """
+    merged = pa.schema([])
     for file, schema in schemas.items():
-        for name in schema.names if len(set(schema.names)) < len(schema.names) else ():
-            if schema.names.count(name) > 1:
-                raise TableError(
-                    f"{where}: {file} has {schema.names.count(name)} columns named {name!r};"
-                    " rename all but one"
-                )
-    try:
-        merged = pa.unify_schemas(list(schemas.values()), promote_options="permissive")
-        return pa.schema([field.with_nullable(True) for field in merged])
-    except pa.ArrowException as error:
-        raise TableError(f"{where}: {_disagreement(schemas)}") from error
-
-
-def _disagreement(schemas: Mapping[str, pa.Schema]) -> str:
-    """Names the files with incompatible types of a column."""
-    merged: dict[str, tuple[str, pa.Field]] = {}
-    for file, schema in schemas.items():
-        for field in schema:
-            first, known = merged.setdefault(field.name, (file, field))
-            both = [pa.schema([known]), pa.schema([field])]
-            try:
-                merged[field.name] = first, pa.unify_schemas(both, promote_options="permissive")[0]
-            except pa.ArrowException:
-                return (
-                    f"column {field.name!r} holds {known.type} in {first}, but {field.type} in"
-                    f" {file}; write one of them again, with the type of the other"
-                )
-    raise AssertionError("no column is in two files with types that don't fit")
-
-
-def check_own(where: str, column: str, rows: pa.Schema) -> None:
-    """Check the rows' columns without looking at the table; `column` is the partition column.
-
-    Raises `TableError`: the rows have the partition column, too, or two columns differ by case
-    only, which some formats can't hold.
-    """
-    if column in rows.names:
-        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
-    known: dict[str, str] = {}
-    for name in (column, *rows.names):
-        other = known.setdefault(name.casefold(), name)
-        if other != name:
+        if repeated := [name for name in schema.names if schema.names.count(name) > 1]:
             raise TableError(
-                f"{where}: the job's column {name!r} differs from its column {other!r} by case"
-                " only, which the table can't hold; rename one in a view of the input"
+                f"{where}: {file} has {len(repeated)} columns named {repeated[0]!r}; rename all but"
+                " one"
             )
+        try:
+            merged = pa.unify_schemas([merged, schema], promote_options="permissive")
+        except pa.ArrowException as error:
+            raise TableError(
+                f"{where}: {file} doesn't fit the files before it: {error}; write it or them again,"
+                " with one type for the column"
+            ) from error
+    return pa.schema([field.with_nullable(True) for field in merged])
 
 
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: str = "") -> None:
@@ -216,31 +183,62 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
     return new
 
 
-def check_takes(
-    where: str, table: pa.Schema | None, column: str, rows: pa.Schema, *, add_columns: bool
-) -> pa.Schema:
-    """The columns of `rows` that the table lacks; `table` is None before there is one.
+def fit_columns(
+    where: str,
+    column: str,
+    rows: pa.Schema,
+    table: pa.Schema | None,
+    kinds: FormatTypes,
+    *,
+    add_columns: bool,
+) -> tuple[StoredColumns, pa.Schema]:
+    """The columns of `rows` as the table has, or will have, them; and those that it lacks.
 
-    Raises `TableError`: see `check_fit`; or a column of the table may not be null and isn't
-    written, other than the partition `column`; or a new column has no type, as no row has a value
-    in it.
+    Args:
+        where: names the table in errors.
+        column: the partition column.
+        table: the table's columns; None before there is one.
+
+    Raises:
+        TableError: see `stored_schema` and `check_fit`; or the rows have the partition column, too;
+            or two of the job's columns differ by case only; or a column of the table may not be
+            null and isn't written; or a new column has no type, as no row has a value in it.
     """
-    new = rows
+    _check_own(where, column, rows)
+    stored = stored_schema(where, rows, kinds)
+    new, known = stored, {field.name: field for field in stored}
     if table is not None:
-        names = check_fit(where, table, rows, add_columns=add_columns)
-        new = pa.schema([rows.field(name) for name in names])
+        names = check_fit(where, table, stored, add_columns=add_columns)
+        new = pa.schema([stored.field(name) for name in names])
         for field in table:
             if not field.nullable and field.name not in (*rows.names, column):
                 raise TableError(
                     f"{where}: column {field.name!r} may not be null, and the job doesn't write it"
                 )
+        known |= {field.name: field for field in table if field.name in known}
     for field in new:
         if types.is_null(field.type):
             raise TableError(
                 f"{where}: no row has a value in a new column, {field.name!r}, so it has no type;"
                 " cast it in a view of the input, or leave it out of output.carry"
             )
-    return new
+    # Plain types: a table has other names for the parts of lists than a new column.
+    columns = [known[name].with_type(plain_type(known[name].type)) for name in stored.names]
+    return StoredColumns(where, pa.schema(columns), kinds.has_calendar), new
+
+
+def _check_own(where: str, column: str, rows: pa.Schema) -> None:
+    """Raises `TableError` where the rows' columns can't be a table's, whatever the table has."""
+    if column in rows.names:
+        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+    known: dict[str, str] = {}
+    for name in (column, *rows.names):
+        other = known.setdefault(name.casefold(), name)
+        if other != name:
+            raise TableError(
+                f"{where}: the job's column {name!r} differs from its column {other!r} by case"
+                " only, which the table can't hold; rename one in a view of the input"
+            )
 
 
 def _has_required_parts(kind: pa.DataType) -> bool:
@@ -331,13 +329,8 @@ def _leaves(column: pa.Array) -> Iterator[pa.Array]:
 
 
 def _is_in_calendar(column: pa.Array) -> bool:
-    kind = column.type
-    width = pa.int32() if types.is_date32(kind) else pa.int64()
-    per_day = 1
-    if not types.is_date32(kind):
-        per_day = 86_400 * (1_000 if types.is_date64(kind) else _PER_SECOND[kind.unit])
-    bounds = pc.min_max(column.view(width)).as_py()
-    first, last = _DAYS
-    return bounds["min"] is None or (
-        bounds["min"] >= first * per_day and bounds["max"] < (last + 1) * per_day
-    )
+    try:  # as pyiceberg does it for its statistics
+        pc.min_max(column).as_py()
+    except OverflowError:
+        return False
+    return True

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake.data_files import files_of, files_written, fit, row_groups
+from batchllm_operator.lake.data_files import files_of, files_written, gather, row_groups
 from batchllm_operator.lake.schema import StoredColumns, plain_type
 
 
@@ -77,6 +77,7 @@ class Staging(ABC):
     options: Mapping[str, Any]
     """Of `pq.ParquetWriter`."""
     most_file_bytes: int
+    most_group_rows: int | None
 
     def put(self, data: Path, number: int = 0) -> list[StagedFile]:
         """Put the rows of local files beside the table's; names sort by `number` first.
@@ -125,12 +126,10 @@ class Staging(ABC):
         """Files with the columns of `file_schema`: those of `data` if they have them already."""
         if not self.constants and _same_types(self.schema, self.file_schema):
             return data
-        groups = (
-            group
-            for rows in row_groups(data, self.stored)
-            for group in fit(self._conformed(rows), self.most_file_bytes)
-        )
-        return files_written(groups, spool, self.file_schema, self.most_file_bytes, self.options)
+        rows = map(self._conformed, row_groups(data, self.stored))
+        groups = gather(rows, self.most_file_bytes)
+        limits = self.most_file_bytes, self.options, self.most_group_rows
+        return files_written(groups, spool, self.file_schema, *limits)
 
     def _conformed(self, rows: pa.Table) -> pa.Table:
         return pa.Table.from_arrays(list(self._columns(rows)), schema=self.file_schema)

@@ -35,6 +35,14 @@ class InputFile:
     version: str
     """Changes with the content: an ETag, a digest of the Parquet footer, `modified:<ms>` for Delta,
     `immutable` for Iceberg."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values of partition columns that all its rows have, in the order of the table's layout; None
+    is null."""
+    lowest: Mapping[str, Any] = field(default_factory=dict)
+    """Lower bounds of values, by column. Columns may be missing."""
+    highest: Mapping[str, Any] = field(default_factory=dict)
+    deletes: tuple[tuple[str, str], ...] = ()
+    """Paths and formats of the files that name its deleted rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +79,15 @@ class Snapshot:
         cls,
         partition: str,
         version: str,
-        files: Mapping[InputFile, Mapping[str, str]],
+        files: Sequence[InputFile],
         schema: pa.Schema,
         column: str,
     ) -> Snapshot:
-        """`files` have the values of all partition columns, in the order of the table's layout;
-        `column` is the one that names partitions.
-        """
+        """`column` is the partition column that names partitions."""
         outer: dict[str, set[str]] = {}
-        for values in files.values():
-            for name in takewhile(lambda name: name != column, values):
-                outer.setdefault(name, set()).add(values[name])
+        for file in files:
+            for name in takewhile(lambda name: name != column, file.values):
+                outer.setdefault(name, set()).add(str(file.values[name]))
         ordered = {name: tuple(in_order(values)) for name, values in outer.items()}
         return cls(partition, version, tuple(files), schema, ordered)
 
@@ -135,6 +141,8 @@ class LakeTable(ABC):
         """
         scan = Scan.of(self.uri, snapshot.schema, columns, conditions)
         for file in snapshot.files if part is None else (part.file,):
+            if not scan.may_match(file.lowest, file.highest):
+                continue
             with self._reading(snapshot.partition, file.name):
                 for batch in self._read(snapshot, file, scan, part):
                     yield batch.select(list(columns))
@@ -235,10 +243,9 @@ class FolderTable(LakeTable):
         with self._reading(snapshot.partition, file.name):
             return read_footer(self._folder, file.name, file.size_bytes)[0]
 
-    def _read_file(
-        self, file: InputFile, scan: Scan, values: Mapping[str, Any], part: FilePart | None
+    def _read(
+        self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
     ) -> Iterator[pa.RecordBatch]:
-        """See `_read`; `values` are those of the partition columns."""
         row_groups = None if part is None else part.row_groups
         with self._folder.open_file(file.name, read_ahead=False) as source:
-            yield from read_batches(source, scan.schema, values, scan.condition, row_groups)
+            yield from read_batches(source, scan.schema, file.values, scan.condition, row_groups)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator import __version__
@@ -54,9 +52,8 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
     """
     with ExitStack() as stack:
         stack.enter_context(_without_logs_of_py4j())
-        with _stops_held_back():
-            spark, is_new = _open(spec)
-            stack.enter_context(_ended(spark) if is_new else _as_before(spark))
+        spark, is_new = _open(spec)
+        stack.enter_context(_ended(spark) if is_new else _as_before(spark))
         major, minor = spark.version.split(".")[:2]
         if (int(major), int(minor)) < _LEAST_SPARK:
             least = ".".join(map(str, _LEAST_SPARK))
@@ -86,41 +83,6 @@ def _without_logs_of_py4j() -> Iterator[None]:
     finally:
         root.removeFilter(is_shown)
         named.setLevel(level)
-
-
-@contextmanager
-def _stops_held_back() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back: Java that loses its driver while it starts never ends.
-
-    A second one isn't held back. The handler that pyspark sets for SIGINT is taken away.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append(number)
-        if len(held) > 1:
-            restore()
-            signal.raise_signal(number)
-        else:
-            _log.warning("stopping as soon as Spark has started; a second signal stops at once")
-
-    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except KeyboardInterrupt:
-        held = held or [signal.SIGINT]  # pyspark's handler has taken it
-        raise
-    finally:
-        restore()
-        if len(held) == 1:
-            signal.raise_signal(held[0])
 
 
 @contextmanager
@@ -167,6 +129,24 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
     active = SparkSession.getActiveSession()
     if active is not None:
         return active, False
+    # Java that loses its driver while it starts never ends, so a stop waits for it. In a thread,
+    # pyspark leaves the handler of SIGINT alone.
+    with ThreadPoolExecutor(1, "batchllm-spark") as thread:
+        starting = thread.submit(_start, spec)
+        try:
+            wait([starting])
+        except BaseException:
+            _log.warning("stopping as soon as Spark has started")
+            spark, is_new = starting.result()
+            with _ended(spark) if is_new else nullcontext():
+                raise
+        return starting.result()
+
+
+def _start(spec: JobSpec) -> tuple[SparkSession, bool]:
+    """See `_open`."""
+    from pyspark.sql import SparkSession
+
     conf = spec.planner.spark.conf
     is_remote = "spark.remote" in conf or "SPARK_REMOTE" in os.environ
     # pyspark itself reads this setting only in spark-submit.
@@ -183,7 +163,7 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
             builder = builder.config(name, value)
         asked_at_ms = time.time() * 1000
         spark = builder.getOrCreate()
-        # Another thread's session isn't active in this one.
+        # Another thread's session isn't active here.
         return spark, is_remote or int(spark.sparkContext.startTime) >= asked_at_ms
 
 

@@ -27,7 +27,6 @@ from batchllm_operator.secrets import holds_credentials
 from batchllm_operator.spec import check_folder
 from batchllm_operator.storage.s3 import Condition, check_honours, is_conflict, s3_options
 
-_CHUNK_BYTES: Final = 1 << 20
 _READ_AHEAD_BYTES: Final = 8 << 20
 _CONFLICT_WAITS_S: Final = (0.1, 0.4, 1.6, 6.4)
 """Pauses before a conditional write that met another one under way is repeated."""
@@ -157,12 +156,9 @@ class Folder:
 
         Raises `FileNotFoundError`: there is no such file.
         """
-        digest = hashlib.sha256()
         options = {} if self.is_local else {"block_size": _READ_AHEAD_BYTES}
         with self._errors(name), self.fs.open(self.full_path(name), "rb", **options) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Create or replace `name` in one step: a reader sees all of `data` or the old content."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +15,7 @@ import fsspec
 
 from batchllm_operator.errors import SpecError, StorageError
 
-_CONNECT_TIMEOUT_S: Final = 10
-_READ_TIMEOUT_S: Final = 30
-_MAX_ATTEMPTS: Final = 5
-"""Requests per call, including the first; pauses between them are random, at most 20 s."""
+_TIMEOUTS: Final = {"connect_timeout": 10, "read_timeout": 30}
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _PART_BYTES: Final = 64 << 20  # of a single request, or of a part of a larger upload
 _MOST_PARTS: Final = 10_000
@@ -37,10 +33,10 @@ _proven: set[tuple[str | None, str, Condition]] = set()
 
 
 def s3_options(uri: str) -> dict[str, Any]:
-    """File system options for an S3 URI: retries with jitter and a cap, timeouts; else none.
+    """File system options for an S3 URI: timeouts; else none.
 
-    Settings of the environment (`AWS_RETRY_MODE`, `AWS_MAX_ATTEMPTS`), the AWS profile and
-    fsspec's configuration are left as they are.
+    fsspec's configuration is merged in here, as options of a file system replace it. Retries are
+    botocore's: 5 requests, unless the environment or the AWS profile says otherwise.
 
     Raises `SpecError`: the endpoint in the environment isn't valid.
     """
@@ -48,19 +44,9 @@ def s3_options(uri: str) -> dict[str, Any]:
     if scheme not in ("s3", "s3a"):
         return {}
     _check_endpoint()
-    chosen = _profile()
-    retries: dict[str, Any] = {}
-    if "AWS_RETRY_MODE" not in os.environ and "retry_mode" not in chosen:
-        retries["mode"] = "standard"
-    if "AWS_MAX_ATTEMPTS" not in os.environ and "max_attempts" not in chosen:
-        retries["total_max_attempts"] = _MAX_ATTEMPTS
-    config = {
-        "connect_timeout": _CONNECT_TIMEOUT_S,
-        "read_timeout": _READ_TIMEOUT_S,
-        "retries": retries,
+    return {
+        "config_kwargs": _TIMEOUTS | fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
     }
-    # Options of a file system replace fsspec's configuration, so that is merged in here.
-    return {"config_kwargs": config | fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})}
 
 
 def _check_endpoint() -> None:
@@ -76,18 +62,6 @@ def _check_endpoint() -> None:
             is_url = False
         if not is_url or "@" in value:
             raise SpecError(f"{name}: must be http(s)://HOST[:PORT], without credentials")
-
-
-def _profile() -> Mapping[str, Any]:
-    """Settings of the profile in use, from the AWS configuration files."""
-    from botocore.exceptions import BotoCoreError  # slow to import
-    from botocore.session import Session
-
-    try:
-        settings: Mapping[str, Any] = Session().get_scoped_config()
-    except BotoCoreError:  # such as an unknown profile, which the first call reports
-        return {}
-    return settings
 
 
 def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:

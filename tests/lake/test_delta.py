@@ -135,17 +135,12 @@ def test_deletion_vectors_are_allowed_while_no_file_has_one(
     require(folder, "deletionVectors", **{"delta.enableDeletionVectors": "true"})
     publish("b", *range(9))
     assert values(table) == list(range(9))
-    snapshot = table.snapshot(DS)
     vector = {"storageType": "i", "pathOrInlineDv": INLINE_VECTOR, "sizeInBytes": 36}
     edit_log(folder, 1, "add", deletionVector=vector | {"cardinality": 2})
     again = DeltaTable(folder.uri, "ds")
-    for read in (
-        lambda: again.snapshot(DS),
-        lambda: again.published(DS),
-        lambda: list(again.scan(snapshot, ["n"])),
-    ):
+    for read in (again.snapshot, again.published):
         with pytest.raises(TableError, match="deletionVectors"):
-            read()
+            read(DS)
 
 
 def test_a_damaged_log(folder: Folder, table: DeltaTable) -> None:
@@ -164,7 +159,7 @@ def test_a_table_that_was_made_anew(folder: Folder, table: DeltaTable) -> None:
     for name in folder.find():
         folder.remove(name)
     write(folder, theirs(3))
-    with pytest.raises(TableError, match=r"is another one .* plan again"):
+    with pytest.raises(TableError, match=r"vanished .* plan again"):
         list(DeltaTable(folder.uri, "ds").scan(snapshot, ["n"]))
 
 

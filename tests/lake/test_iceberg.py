@@ -354,6 +354,20 @@ def test_statistics_are_written_for_other_readers(lake: IcebergLake, table: Lake
     assert schema.names == schema_to_pyarrow(lake.load().schema()).names
 
 
+def test_the_tables_limit_of_rows_in_a_row_group_is_kept(
+    lake: IcebergLake, table: LakeTable
+) -> None:
+    lake.create(numbers().schema.append(pa.field("run_id", pa.string())))
+    with lake.load().transaction() as transaction:
+        transaction.set_properties({"write.parquet.row-group-limit": "3"})
+    publish(table, numbers(*range(7)))
+    [path] = lake.data_files()
+    with lake.folder.open_file(path) as file:
+        footer = pq.read_metadata(file)
+    assert [footer.row_group(idx).num_rows for idx in range(footer.num_row_groups)] == [3, 3, 1]
+    assert values(table) == list(range(7))
+
+
 def test_a_refused_commit_leaves_no_files(
     lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

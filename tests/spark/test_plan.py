@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -374,29 +377,31 @@ def test_a_stop_is_no_failure_of_spark() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stops_are_held_back_while_java_starts(number: signal.Signals) -> None:
-    """But not a second one; afterwards all is as before."""
+def test_a_stop_waits_until_java_has_started(
+    lake: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Then the new session is ended."""
     seen: list[str] = []
 
+    def start(spec: JobSpec) -> tuple[Any, bool]:
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)
+        seen.append("started")
+        return SimpleNamespace(stop=lambda: seen.append("stopped")), True
+
     def stop(number: int, frame: object) -> None:
-        seen.append("stopped")
+        seen.append("a signal")
         raise Interrupted(number)
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(session, "_start", start)
+    monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
+    before = signal.signal(number, stop)
     try:
-        for num_signals, wanted in ((1, ["held", "stopped"]), (2, ["stopped"])):
-            with pytest.raises(Interrupted), session._stops_held_back():
-                for _ in range(num_signals):
-                    signal.raise_signal(number)
-                seen.append("held")
-            assert seen == wanted
-            seen.clear()
-        with pytest.raises(Interrupted), session._stops_held_back():
-            raise KeyboardInterrupt  # by pyspark's handler
-        assert all(signal.getsignal(each) is stop for each in before)
+        with pytest.raises(Interrupted), session.spark_session(job(lake)):
+            pass
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        signal.signal(number, before)
+    assert seen == ["a signal", "started", "stopped"]
 
 
 def test_a_part_has_many_small_files_or_some_row_groups_of_a_large_one(

@@ -15,8 +15,8 @@ from typing import Any
 import fsspec
 import pytest
 from botocore.exceptions import ClientError, ReadTimeoutError
+from botocore.session import Session
 from fsspec.implementations.local import LocalFileSystem
-from s3fs import S3FileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.storage import Folder, hash_files, read_files, remove_files
@@ -315,38 +315,16 @@ def test_what_goes_wrong_with_one_of_many_files_is_raised(tmp_path: Path) -> Non
         hash_files(folder, ["a/b", "a"])
 
 
-def retries(uri: str) -> dict[str, Any]:
-    """What the client really goes by."""
-    found: dict[str, Any] = Folder.open(uri).fs.s3.meta.config.retries
-    return found
-
-
-def test_s3_is_retried_in_the_standard_way_with_a_cap(
+def test_s3_is_retried_as_botocore_does(
     fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_MAX_ATTEMPTS")
-    assert retries("s3://bucket") == {"mode": "standard", "total_max_attempts": 5}
     config = Folder.open("s3://bucket").fs.s3.meta.config
+    assert config.retries == {"mode": "legacy"}
+    policies = Session().get_component("data_loader").load_data("_retry")
+    assert policies["retry"]["__default__"]["max_attempts"] == 5
     assert (config.connect_timeout, config.read_timeout) == (10, 30)
     assert s3_options("/tmp/lake") == {}
-
-
-def test_the_users_own_retries_stay(
-    fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "9")
-    monkeypatch.setenv("AWS_RETRY_MODE", "legacy")
-    assert retries("s3://bucket") == {"mode": "legacy", "total_max_attempts": 9}
-    for name in ("AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"):
-        monkeypatch.delenv(name)
-    profile = tmp_path / "config"
-    profile.write_text("[profile mine]\nretry_mode = adaptive\nmax_attempts = 2\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(profile))
-    monkeypatch.setenv("AWS_PROFILE", "mine")
-    S3FileSystem.clear_instance_cache()
-    assert retries("s3://bucket") == {"mode": "adaptive", "total_max_attempts": 2}
-    monkeypatch.setenv("AWS_PROFILE", "nobody's")
-    assert s3_options("s3://bucket")["config_kwargs"]["retries"]["mode"] == "standard"
 
 
 def test_fsspecs_configuration_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,9 +156,10 @@ class IcebergLake(_FolderLake):
         return self.catalog.load_table(self.name)
 
     def append(self, partition: Any, rows: pa.Table, **options: Any) -> None:
-        from batchllm_operator.lake.iceberg.schema import storable_schema
+        from batchllm_operator.lake.iceberg.schema import ICEBERG
+        from batchllm_operator.lake.schema import stored_schema
 
-        rows = rows.cast(storable_schema("test", rows.schema))
+        rows = rows.cast(stored_schema("test", rows.schema, ICEBERG))
         ds = _column(partition, rows.num_rows)
         if not self.catalog.table_exists(self.name):
             self.create(rows.schema, ds.type)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -63,22 +62,23 @@ class DeltaLog:
     def latest(self) -> TableVersion | None:
         """The table as it is now; None if there is none.
 
-        Raises `TableError`: the log is damaged, or needs a feature that can't be read.
+        Raises:
+            TableError: the log is damaged, or needs a feature that can't be read.
+            StorageError: it can't be reached.
         """
-        from deltalake.exceptions import TableNotFoundError
+        from deltalake.exceptions import DeltaError, TableNotFoundError
 
-        with self._reading(
-            "its log is damaged, or has what deltalake can't read; repair or copy the table"
-        ):
-            try:
-                return self._load(None)
-            except TableNotFoundError:
-                return None
-
-    def at(self, number: int) -> TableVersion:
-        """The table as of version `number`; raises `TableError` if it is gone, or can't be read."""
-        with self._reading(f"version delta:{number} is gone, or its log is damaged; plan again"):
-            return self._load(number)
+        try:
+            return self._load()
+        except TableNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"table {self.uri}: {_text(error)}") from None
+        except DeltaError as error:
+            raise TableError(
+                f"table {self.uri}: its log is damaged, or has what deltalake can't read; repair or"
+                f" copy the table: {_text(error)}"
+            ) from None
 
     def commit(
         self,
@@ -132,7 +132,7 @@ class DeltaLog:
             copy = DeltaLog(Folder.open(folder))
             if seen is not None:
                 seen.write_empty_copy(Path(folder, "_delta_log"), values if replaces else None)
-                seen = copy.at(0)
+                seen = copy.latest()
             return copy.commit(
                 seen, place, [AddAction("new.parquet", 1, values, 1, True, "{}")], new, {}
             )
@@ -178,10 +178,10 @@ class DeltaLog:
             for path in (entry, entry.parent, entry.parent.parent):
                 fsync(path)
 
-    def _load(self, number: int | None) -> TableVersion:
+    def _load(self) -> TableVersion:
         from deltalake import DeltaTable
 
-        raw = DeltaTable(self.folder.uri, version=number, storage_options=self._options)
+        raw = DeltaTable(self.folder.uri, storage_options=self._options)
         metadata = raw.metadata()
         features = set(raw.protocol().reader_features or ()) - _HARMLESS_FEATURES
         if _DELETES in features and not any(b.num_rows for b in raw.deletion_vectors()):
@@ -195,17 +195,6 @@ class DeltaLog:
             )
         schema, columns = pa.schema(raw.schema().to_arrow()), tuple(metadata.partition_columns)
         return TableVersion(self.uri, raw.version(), schema, columns, raw)
-
-    @contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        from deltalake.exceptions import DeltaError
-
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(f"table {self.uri}: {_text(error)}") from None
-        except DeltaError as error:
-            raise TableError(f"table {self.uri}: {what}: {_text(error)}") from None
 
 
 def _s3_options() -> dict[str, str]:

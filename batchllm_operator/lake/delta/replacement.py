@@ -25,15 +25,7 @@ from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.delta.log import DeltaLog
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.lake.publishing import Publication, RefusedCommit
-from batchllm_operator.lake.schema import (
-    StoredColumns,
-    check_names,
-    check_own,
-    check_takes,
-    holds,
-    plain_type,
-    stored_schema,
-)
+from batchllm_operator.lake.schema import FormatTypes, check_names, fit_columns, holds
 from batchllm_operator.lake.staging import StagedFile, Staging
 from batchllm_operator.lake.versioned import Change
 from batchllm_operator.storage import Folder
@@ -74,14 +66,14 @@ class Replacement(Change[TableVersion]):
         Raises `TableError`: such rows can't be published there.
         """
         column, where = place[0], f"output {log.uri}"
-        check_own(where, column, given)
-        columns = stored_schema(where, given, "Delta", _delta_type)
         if seen is None:
             _check_free(log.folder, where)
         else:
             _check_partition(where, seen, *place)
         table = None if seen is None else seen.schema
-        new = check_takes(where, table, column, columns, add_columns=add_columns)
+        self.columns, new = fit_columns(
+            where, column, given, table, _TYPES, add_columns=add_columns
+        )
         features = ["timestampNtz"] if seen is None else seen.raw.protocol().writer_features or ()
         if "timestampNtz" not in features and any(
             holds(kind, lambda part: types.is_timestamp(part) and part.tz is None)
@@ -92,15 +84,6 @@ class Replacement(Change[TableVersion]):
                 " lacks the Delta feature timestampNtz; add it, or give the column a zone"
             )
         check_names(where, new, "\0")  # delta-rs writes all others
-        known = {field.name: field for field in [*(table or ()), *new]}
-        # Plain types: the log has other names for the parts of lists than a new column.
-        stored = pa.schema(
-            [
-                pa.field(name, plain_type(known[name].type), known[name].nullable)
-                for name in columns.names
-            ]
-        )
-        self.columns = StoredColumns(where, stored, has_calendar=False)
         self._log, self._seen, self._place, self._new = log, seen, place, new
         self._given, self._most_file_bytes = given, most_file_bytes
         self._holds_rows = seen is not None and bool(seen.files_of(*place))
@@ -119,6 +102,7 @@ class Replacement(Change[TableVersion]):
             constants={},
             options={"compression": "zstd"},
             most_file_bytes=self._most_file_bytes,
+            most_group_rows=None,
             folder=self._log.folder.uri,
             prefix="=".join(quote(part, safe="") for part in self._place) + f"/{_FILE_PREFIX}",
         )
@@ -189,6 +173,9 @@ def _delta_type(kind: pa.DataType) -> pa.DataType | None:
     if types.is_date(kind):
         return pa.date32()
     return pa.binary() if types.is_fixed_size_binary(kind) else _WIDER.get(kind)
+
+
+_TYPES: Final = FormatTypes("Delta", _delta_type)
 
 
 def _add_action(file: StagedFile, partition_values: Mapping[str, str | None]) -> AddAction:

@@ -14,28 +14,13 @@ import pyarrow as pa
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.partition_order import CAN_NOT_NAME, shown_near, value_named
+from batchllm_operator.lake.table import InputFile
 
 if TYPE_CHECKING:
     import deltalake
 
 _CONSTRAINT: Final = "delta.constraints."
 _COLUMN_RULES: Final = ("delta.invariants", "delta.generationExpression", "delta.identity.")
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """One data file of a version."""
-
-    name: str
-    """Path relative to the table's root, unescaped."""
-    partition_values: Mapping[str, Any]
-    """By partition column, as Python values of its type; None is null."""
-    size_bytes: int
-    modified_ms: int
-    num_rows: int | None
-    lowest: Mapping[str, Any]
-    """Lower bounds of values, by column. Columns may be missing."""
-    highest: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +43,22 @@ class TableVersion:
             if any(key.startswith(_COLUMN_RULES) for key in field.metadata):
                 yield f"column {field.name}"
 
-    def files(self) -> Iterator[DataFile]:
+    def files(self) -> Iterator[InputFile]:
+        """All data files; those whose rows the log doesn't count have -1."""
         for batch in pa.table(self.raw.get_add_actions()).to_batches(1024):
             for action in batch.to_pylist():
-                yield DataFile(
+                num_rows = action["num_records"]
+                yield InputFile(
                     name=unquote(action["path"]),
-                    partition_values=action.get("partition") or {},
                     size_bytes=action["size_bytes"],
-                    modified_ms=action["modification_time"],
-                    num_rows=action["num_records"],
+                    num_rows=-1 if num_rows is None else num_rows,
+                    version=f"modified:{action['modification_time']}",
+                    values={name: action["partition"][name] for name in self.partition_columns},
                     lowest=action.get("min") or {},
                     highest=action.get("max") or {},
                 )
 
-    def files_of(self, column: str, partition: str) -> list[DataFile]:
+    def files_of(self, column: str, partition: str) -> list[InputFile]:
         """A partition's files, by name.
 
         Raises `TableError`: the table isn't partitioned by the column, or a file lies elsewhere.
@@ -80,7 +67,7 @@ class TableVersion:
         value = self.partition_value(column, partition)
         if value is None:
             return []
-        chosen = [file for file in self.files() if file.partition_values[column] == value]
+        chosen = [file for file in self.files() if file.values[column] == value]
         for file in chosen:
             if "://" in file.name or file.name.startswith("/") or ".." in file.name.split("/"):
                 raise TableError(
@@ -106,7 +93,7 @@ class TableVersion:
         try:
             value = value_named(partition, kind)
         except TypeError:
-            names = [str(file.partition_values[column]) for file in self.files()]
+            names = [str(file.values[column]) for file in self.files()]
             raise TableError(
                 f"table {self.uri}: partition column {column!r} holds {kind},"
                 f" {CAN_NOT_NAME}{shown_near(names, partition)}"

@@ -30,7 +30,6 @@ from pyiceberg.utils.config import Config
 
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
-from batchllm_operator.lake.schema import check_takes
 from batchllm_operator.secrets import Masker
 from batchllm_operator.spec import TableAddress
 
@@ -111,7 +110,6 @@ class CatalogTable:
 
     def _described(self, rows: pa.Schema, partition_column: str) -> tuple[Schema, PartitionSpec]:
         """Schema and partitioning of a new table."""
-        check_takes(f"table {self.uri}", None, partition_column, rows, add_columns=True)
         schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
         field: Any = PartitionField(
             source_id=schema.find_field(partition_column).field_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
@@ -17,40 +16,44 @@ from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import _read_deletes, pyarrow_to_schema
 from pyiceberg.manifest import DataFile, FileFormat
 from pyiceberg.schema import Schema
-from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructType
 
 from batchllm_operator.lake.iceberg.schema import arrow_schema
 from batchllm_operator.lake.parquet_footer import file_schema
-from batchllm_operator.lake.row_stream import read_batches
+from batchllm_operator.lake.row_stream import read_batches, scalar_of
 from batchllm_operator.lake.scanning import Scan, row_condition
 from batchllm_operator.lake.schema import plain_type
-from batchllm_operator.lake.table import FilePart
+from batchllm_operator.lake.table import FilePart, InputFile
 
 
-def read_task(
-    table: Table, task: FileScanTask, wanted: Schema, scan: Scan, part: FilePart | None
+def read_file(
+    table: Table,
+    path: str,
+    file: InputFile,
+    wanted: Schema,
+    scan: Scan,
+    part: FilePart | None,
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a file, or a part of it, in their order, without those that were deleted.
 
     Rows that don't meet the scan's conditions, which are on wanted columns, may still be returned.
 
     Args:
-        table: knows the specs of its files, whatever its newest snapshot is.
+        table: in any version.
+        path: the file's.
         wanted: columns of the snapshot's schema.
 
     Raises:
         FileNotFoundError: the file is gone.
         pa.ArrowException, OSError, ValueError: it is damaged or can't be read.
     """
-    if task.file.file_format != FileFormat.PARQUET:
-        raise ValueError(f"{task.file.file_path}: only Parquet data files can be read")
-    deleted = _deleted(table.io, task)
+    deleted = _deleted(table.io, path, file)
     schema = arrow_schema(wanted)
-    constants = _constants(table, task.file)
-    with _opened(table.io, task.file.file_path) as source:
+    known = {field.field_id: field.name for field in wanted.fields if field.name in file.values}
+    constants = {field_id: file.values[name] for field_id, name in known.items()}
+    with opened(table.io, path) as source:
         held = _held(table.metadata, file_schema(pq.read_metadata(source)), wanted)
         physical = pa.schema([kind for kind, _ in held])
         fields = {field.field_id: field for _, field in held}
@@ -96,15 +99,6 @@ def _held(
     return held
 
 
-def _constants(table: Table, file: DataFile) -> dict[int, Any]:
-    """Values of columns that are constant in the file's partition, by field id."""
-    return {
-        part.source_id: file.partition[place]
-        for place, part in enumerate(table.specs()[file.spec_id].fields)
-        if isinstance(part.transform, IdentityTransform)
-    }
-
-
 def _condition(
     scan: Scan, wanted: Schema, fields: Mapping[int, NestedField], physical: pa.Schema
 ) -> pds.Expression | None:
@@ -118,14 +112,15 @@ def _condition(
     return row_condition(scan.uri, terms, physical)
 
 
-def _deleted(file_io: FileIO, task: FileScanTask) -> npt.NDArray[np.int64] | None:
+def _deleted(file_io: FileIO, path: str, file: InputFile) -> npt.NDArray[np.int64] | None:
     """Positions of the file's deleted rows; None without delete files."""
-    if not task.delete_files:
+    if not file.deletes:
         return None
     places = [np.zeros(0, dtype=np.int64)]
-    for file in task.delete_files:
+    for name, kind in file.deletes:
         with _storage_errors():
-            deleted = _read_deletes(file_io, file).get(task.file.file_path)
+            deletes = DataFile.from_args(file_path=name, file_format=FileFormat(kind))
+            deleted = _read_deletes(file_io, deletes).get(path)
         if deleted is not None:
             places.append(deleted.to_numpy().astype(np.int64))
     return np.concatenate(places)
@@ -149,7 +144,7 @@ def _columns(
             columns.append(_project(column(own.name), own.field_type, field.field_type, kind))
             continue
         value = constants.get(field.field_id, field.initial_default)
-        scalar = pa.scalar(value, kind)
+        scalar = scalar_of(value, kind)
         columns.append(pa.repeat(scalar, num_rows) if scalar.is_valid else pa.nulls(num_rows, kind))
     return columns
 
@@ -197,37 +192,22 @@ def _lists(array: pa.Array, values: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 
 @contextmanager
-def _opened(file_io: FileIO, path: str) -> Iterator[IO[bytes]]:
+def opened(file_io: FileIO, path: str) -> Iterator[IO[bytes]]:
+    """A file for reading; raises as `read_file`."""
     with _storage_errors():
         opened = file_io.new_input(path).open()
     with opened as stream:
         yield cast(IO[bytes], _StorageFile(stream))
 
 
-def read_metadata(table: Table, task: FileScanTask) -> pq.FileMetaData:
-    """The Parquet footer of a data file; raises as `read_task`."""
-    with _opened(table.io, task.file.file_path) as source:
-        return pq.read_metadata(source)
-
-
-class _StorageFile(io.RawIOBase):
+class _StorageFile:
     """A file whose read errors have an errno."""
 
     def __init__(self, stream: Any) -> None:
-        super().__init__()
         self._stream = stream
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._stream.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._stream.tell())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def read(self, size: int = -1) -> bytes:
         with _storage_errors():

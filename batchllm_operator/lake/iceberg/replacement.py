@@ -24,16 +24,17 @@ from pyiceberg.io.pyarrow import (
 )
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
-from pyiceberg.table import Table, Transaction
+from pyiceberg.table import Table, TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import AssertTableUUID
+from pyiceberg.utils.properties import property_as_int
 
 from batchllm_operator.errors import BatchLLMError, TableError
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors, without_secrets
-from batchllm_operator.lake.iceberg.partition import PartitionView
-from batchllm_operator.lake.iceberg.schema import iceberg_schema
+from batchllm_operator.lake.iceberg.partition import Partition
+from batchllm_operator.lake.iceberg.schema import ICEBERG, iceberg_schema
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, looking_again
-from batchllm_operator.lake.schema import StoredColumns, check_takes
+from batchllm_operator.lake.schema import fit_columns
 from batchllm_operator.lake.staging import StagedFile, Staging
 from batchllm_operator.lake.versioned import Change
 from batchllm_operator.spec import TableAddress
@@ -55,55 +56,55 @@ class Replacement(Change[Table]):
     def __init__(
         self,
         catalog: CatalogTable,
-        view: PartitionView,
+        place: Partition,
         given: pa.Schema,
-        rows: pa.Schema,
         most_file_bytes: int,
         *,
         add_columns: bool,
     ) -> None:
-        """`rows` are the columns `given` as Iceberg stores them, from `storable_schema`.
+        """`given` are the rows' columns.
 
         Raises `TableError`: such rows can't replace the partition.
         """
-        self._catalog, self._view, self._given = catalog, view, given
+        self._catalog, self._place, self._given = catalog, place, given
         self._most_file_bytes = most_file_bytes
-        self._table, self._uri = view.table, view.uri
+        self._table, self._uri = place.table, place.uri
         self._producer: Any = None
-        self._check(rows, add_columns=add_columns)
-        self.columns = stored_columns(self._uri, self._table, rows)
+        where = f"output {self._uri}"
+        self._check(where)
+        table = schema_to_pyarrow(self._table.schema())
+        self.columns, new = fit_columns(
+            where, place.column, given, table, ICEBERG, add_columns=add_columns
+        )
         with iceberg_errors(self._uri):
             self._transaction: Transaction = self._table.transaction()
-            has = {field.name for field in self._table.schema().fields}
-            if new := [field for field in rows if field.name not in has]:
+            if new:
                 with self._transaction.update_schema() as update:
-                    update.union_by_name(iceberg_schema(pa.schema(new)))
+                    update.union_by_name(iceberg_schema(new))
 
     @property
     def _metadata(self) -> TableMetadata:
         """The table's, with the new columns."""
         return self._transaction.table_metadata
 
-    def _check(self, rows: pa.Schema, *, add_columns: bool) -> None:
-        table, view = self._table, self._view
-        where = f"table {view.uri}"
+    def _check(self, where: str) -> None:
+        """Refuse a table, or a partition of it, that outputs can't go to."""
+        table, place = self._table, self._place
         if table.format_version > _NEWEST_FORMAT:
             raise TableError(
                 f"{where}: has format version {table.format_version}, which pyiceberg can't write;"
                 " choose another output table"
             )
-        if len(table.spec().fields) != 1 or not view.is_identity(table.spec()):
+        if len(table.spec().fields) != 1 or not place.is_identity(table.spec()):
             raise TableError(
                 f"{where}: outputs go to tables partitioned by the values of"
-                f" {view.column!r} alone; this one has {table.spec()}"
+                f" {place.column!r} alone; this one has {table.spec()}"
             )
-        if not all(view.is_whole(task.file) for task in view.tasks.values()):
+        if not all(place.is_whole(task.file) for task in place.tasks):
             raise TableError(
-                f"{where}: partition {view.partition!r} has files from before the table was"
-                f" partitioned by {view.column!r}; rewrite them first"
+                f"{where}: partition {place.name!r} has files from before the table was"
+                f" partitioned by {place.column!r}; rewrite them first"
             )
-        columns = schema_to_pyarrow(table.schema())
-        check_takes(where, columns, view.column, rows, add_columns=add_columns)
 
     def rehearse(self) -> None:
         """Refuse properties of the table that pyiceberg or Arrow refuses."""
@@ -128,16 +129,19 @@ class Replacement(Change[Table]):
             schema=self._given,
             stored=self.columns,
             file_schema=schema_to_pyarrow(self._metadata.schema()),
-            constants={self._view.column: self._view.value},
+            constants={self._place.column: self._place.value},
             options={**options, "store_decimal_as_integer": True},
             most_file_bytes=self._most_file_bytes,
+            most_group_rows=property_as_int(
+                self._metadata.properties, TableProperties.PARQUET_ROW_GROUP_LIMIT
+            ),
         )
 
     def staging(self) -> Staging:
         return self._staging
 
     def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
-        if not files and not self._view.tasks:
+        if not files and not self._place.tasks:
             return None
         try:
             with iceberg_errors(self._uri):
@@ -171,7 +175,7 @@ class Replacement(Change[Table]):
         """Write manifests, and the snapshot into the transaction."""
         update = self._transaction.update_snapshot(snapshot_properties=dict(properties))
         self._producer = update.overwrite()
-        for task in self._view.tasks.values():
+        for task in self._place.tasks:
             self._producer.delete_data_file(task.file)
         for file in files:
             self._producer.append_data_file(self._data_file(file))
@@ -188,7 +192,7 @@ class Replacement(Change[Table]):
             content=DataFileContent.DATA,
             file_path=file.name,
             file_format=FileFormat.PARQUET,
-            partition=_partition_key(self._table, self._view.value).partition,
+            partition=_partition_key(self._table, self._place.value).partition,
             file_size_in_bytes=file.size_bytes,
             sort_order_id=None,
             spec_id=self._metadata.default_spec_id,
@@ -236,13 +240,3 @@ def _partition_key(table: Table, value: Any) -> PartitionKey:
     """The partition of a table that is partitioned by one column."""
     (field,) = table.spec().fields
     return PartitionKey([PartitionFieldValue(field, value)], table.spec(), table.schema())
-
-
-def stored_columns(uri: str, table: Table | None, rows: pa.Schema) -> StoredColumns:
-    """The columns of `rows` (from `storable_schema`) in the table, or in a new one."""
-    held = {} if table is None else {field.name: field for field in table.schema().fields}
-    fields = [
-        field.with_nullable(field.name not in held or not held[field.name].required)
-        for field in rows
-    ]
-    return StoredColumns(f"output {uri}", pa.schema(fields), has_calendar=True)

@@ -13,9 +13,9 @@ from pyiceberg.types import DateType, NestedField, TimestampType, TimestamptzTyp
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.partition_order import CAN_NOT_NAME, NAME_ONE, value_named
-from batchllm_operator.lake.schema import plain_type, stored_schema
+from batchllm_operator.lake.schema import FormatTypes, plain_type
 
-_EPOCH: Final = datetime.date(1970, 1, 1)
+_EPOCH: Final = datetime.datetime(1970, 1, 1)
 _SAME: Final = (
     *(types.is_int32, types.is_int64, types.is_float32, types.is_float64, types.is_boolean),
     *(types.is_string, types.is_binary, types.is_fixed_size_binary, types.is_date32),
@@ -29,11 +29,6 @@ def arrow_schema(schema: Schema) -> pa.Schema:
             for field in schema_to_pyarrow(schema, include_field_ids=False)
         ]
     )
-
-
-def storable_schema(where: str, rows: pa.Schema) -> pa.Schema:
-    """The columns of `rows` in Iceberg's types; raises as `stored_schema`."""
-    return stored_schema(where, rows, "Iceberg", _iceberg_type)
 
 
 def iceberg_schema(rows: pa.Schema) -> Schema:
@@ -57,13 +52,13 @@ def partition_value(where: str, field: NestedField, partition: str) -> str | int
     return value
 
 
-def partition_name(kind: Any, value: Any) -> str:
-    """The name for a value from a partition record: dates and times there count from 1970."""
+def python_value(kind: Any, value: Any) -> Any:
+    """A value from a partition record, where dates and times count from 1970, as Python's."""
     if isinstance(kind, DateType) and isinstance(value, int):
-        return (_EPOCH + datetime.timedelta(days=value)).isoformat()
+        return _EPOCH.date() + datetime.timedelta(days=value)
     if isinstance(kind, TimestampType | TimestamptzType) and isinstance(value, int):
-        return str(datetime.datetime(1970, 1, 1) + datetime.timedelta(microseconds=value))
-    return str(value)
+        return _EPOCH + datetime.timedelta(microseconds=value)
+    return value
 
 
 def _iceberg_type(kind: pa.DataType) -> pa.DataType | None:
@@ -81,3 +76,6 @@ def _iceberg_type(kind: pa.DataType) -> pa.DataType | None:
     if types.is_date64(kind):
         return pa.date32()
     return pa.time64("us") if types.is_time(kind) else None
+
+
+ICEBERG: Final = FormatTypes("Iceberg", _iceberg_type, has_calendar=True)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, cast
 
 import pyarrow as pa
+import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
-from batchllm_operator.lake.iceberg.partition import PartitionView, partition_names
-from batchllm_operator.lake.iceberg.read import read_metadata
-from batchllm_operator.lake.iceberg.replacement import Replacement, stored_columns
-from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
+from batchllm_operator.lake.iceberg.partition import Partition, partition_names, root_of
+from batchllm_operator.lake.iceberg.read import opened, read_file
+from batchllm_operator.lake.iceberg.replacement import Replacement
+from batchllm_operator.lake.iceberg.schema import ICEBERG, arrow_schema, partition_value
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.scanning import Scan, reading
-from batchllm_operator.lake.schema import StoredColumns, check_own
+from batchllm_operator.lake.schema import StoredColumns, fit_columns
 from batchllm_operator.lake.table import FilePart, InputFile, Snapshot
 from batchllm_operator.lake.versioned import VersionedTable
 from batchllm_operator.spec import TableAddress
@@ -44,7 +45,7 @@ class IcebergTable(VersionedTable[Table]):
         """
         super().__init__(address.uri, partition_column, most_file_bytes)
         self._catalog = CatalogTable(address)
-        self._last_view: PartitionView | None = None
+        self._read_from: tuple[str, Table] = ("", cast(Table, None))
 
     def partitions(self) -> list[str]:
         """Read from metadata, so the table must be partitioned by the column's values."""
@@ -52,78 +53,80 @@ class IcebergTable(VersionedTable[Table]):
         return [] if table is None else partition_names(table, self.uri, self.partition_column)
 
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
-        view = self._view(snapshot)
-        with self._reading(snapshot.partition, file.name):
-            return read_metadata(view.table, view.task_of(file))
+        table, _ = self._at(snapshot)
+        with (
+            self._reading(snapshot.partition, file.name),
+            opened(table.io, _path(table, file)) as source,
+        ):
+            return pq.read_metadata(source)
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> StoredColumns:
-        check_name(self.uri, partition)
         if self._catalog.load() is not None:
             return super().check_outputs(partition, columns, add_columns=add_columns)
-        rows = self._storable(columns)
-        self._catalog.check_create(rows, self.partition_column)
-        return stored_columns(self.uri, None, rows)
+        check_name(self.uri, partition)
+        stored, new = self._fit_new(columns)
+        self._catalog.check_create(new, self.partition_column)
+        return stored
 
     def _latest(self) -> Table | None:
         return self._catalog.load()
 
     def _create(self, columns: pa.Schema) -> Table:
-        return self._catalog.create(self._storable(columns), self.partition_column)
+        return self._catalog.create(self._fit_new(columns)[1], self.partition_column)
 
-    def _storable(self, columns: pa.Schema) -> pa.Schema:
-        check_own(f"table {self.uri}", self.partition_column, columns)
-        return storable_schema(f"table {self.uri}", columns)
+    def _fit_new(self, columns: pa.Schema) -> tuple[StoredColumns, pa.Schema]:
+        """The columns of a new table."""
+        where, column = f"output {self.uri}", self.partition_column
+        return fit_columns(where, column, columns, None, ICEBERG, add_columns=True)
 
     def _pin(self, version: Table, partition: str) -> Snapshot:
-        return self._now(version, partition).snapshot()
+        snapshot = self._partition(version, partition).snapshot()
+        self._read_from = snapshot.version, version
+        return snapshot
+
+    def _partition(self, table: Table, partition: str) -> Partition:
+        return Partition(table, self.uri, self.partition_column, partition)
 
     def _read(
         self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
     ) -> Iterator[pa.RecordBatch]:
-        return self._view(snapshot).read(file, scan, part)
+        table, schema = self._at(snapshot)
+        names, condition = dict.fromkeys(scan.schema.names), scan.condition
+        if (column := self.partition_column) not in file.values:  # its rows have several
+            names[column] = None
+            field = schema.find_field(column)
+            value = partition_value(f"table {self.uri}", field, snapshot.partition)
+            own = pds.field(column) == pa.scalar(value)
+            condition = own if condition is None else own & condition
+        wanted = Schema(*map(schema.find_field, names))
+        for batch in read_file(table, _path(table, file), file, wanted, scan, part):
+            chosen = batch if condition is None else batch.filter(condition)
+            if chosen.num_rows:
+                yield chosen
 
-    def _now(self, table: Table, partition: str) -> PartitionView:
-        """The partition in the table's newest state."""
-        last = self._last_view
-        if last is None or last.table is not table or last.partition != partition:
-            current = table.current_snapshot()
-            snapshot_id = None if current is None else current.snapshot_id
-            last = self._looked_at(table, partition, snapshot_id, table.schema())
-        return last
-
-    def _view(self, snapshot: Snapshot) -> PartitionView:
-        """The partition as it was; the last one is kept, for scans of many files."""
-        last = self._last_view
-        if last is not None and (last.version, last.partition) == (
-            snapshot.version,
-            snapshot.partition,
-        ):
-            return last
+    def _at(self, snapshot: Snapshot) -> tuple[Table, Schema]:
+        """The table, and its schema in a snapshot; the last table is kept, for many files."""
         where = f"table {self.uri}: snapshot {snapshot.version}"
-        table, known = self._catalog.load(), _VERSION.fullmatch(snapshot.version)
+        known = _VERSION.fullmatch(snapshot.version)
         if known is None:
             raise TableError(f"{where} isn't one of an Iceberg table")
-        snapshot_id = None if known[1] == "none" else int(known[1])
+        table: Table | None = self._read_from[1]
+        if self._read_from[0] != snapshot.version:
+            table = self._catalog.load()
         if table is None or (
-            snapshot_id is not None and table.metadata.snapshot_by_id(snapshot_id) is None
+            known[1] != "none" and table.metadata.snapshot_by_id(int(known[1])) is None
         ):
             raise TableError(
                 f"{where} is gone: it was expired; keep snapshots for as long as jobs read"
             )
+        self._read_from = snapshot.version, table
         # Names may mean other columns in the table's newest schema.
         schema = table.schemas().get(int(known[2]))
         if schema is None or arrow_schema(schema) != snapshot.schema:
             raise TableError(f"{where}: its schema is gone from the table's metadata")
-        return self._looked_at(table, snapshot.partition, snapshot_id, schema)
-
-    def _looked_at(
-        self, table: Table, partition: str, snapshot_id: int | None, schema: Schema
-    ) -> PartitionView:
-        column = self.partition_column
-        self._last_view = PartitionView(table, self.uri, column, partition, snapshot_id, schema)
-        return self._last_view
+        return table, schema
 
     @contextmanager
     def _reading(self, partition: str, file: str) -> Iterator[None]:
@@ -135,7 +138,10 @@ class IcebergTable(VersionedTable[Table]):
         self, version: Table | None, partition: str, columns: pa.Schema, *, add_columns: bool
     ) -> Replacement:
         assert version is not None, "it is created before rows are published"
-        rows, view = self._storable(columns), self._now(version, partition)
-        return Replacement(
-            self._catalog, view, columns, rows, self.most_file_bytes, add_columns=add_columns
-        )
+        most, place = self.most_file_bytes, self._partition(version, partition)
+        return Replacement(self._catalog, place, columns, most, add_columns=add_columns)
+
+
+def _path(table: Table, file: InputFile) -> str:
+    is_whole = file.name.startswith("/") or "://" in file.name
+    return file.name if is_whole else f"{root_of(table)}{file.name}"

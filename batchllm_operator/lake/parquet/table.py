@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -31,10 +32,10 @@ from batchllm_operator.lake.parquet.partitions import (
 )
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, check_name
-from batchllm_operator.lake.scanning import Scan, reading
+from batchllm_operator.lake.scanning import reading
 from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas
 from batchllm_operator.lake.staging import StagedRows
-from batchllm_operator.lake.table import FilePart, FolderTable, InputFile, Snapshot
+from batchllm_operator.lake.table import FolderTable, InputFile, Snapshot
 from batchllm_operator.spec import TableAddress
 from batchllm_operator.storage import Folder, s3
 from batchllm_operator.streams import ahead
@@ -82,12 +83,13 @@ class ParquetTable(FolderTable):
         chosen = self._partitions.chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
         last: pa.Schema | None = None
-        pinned: dict[InputFile, dict[str, str]] = {}
+        pinned: list[InputFile] = []
+        columns = hive_values(next(iter(chosen), ""))  # others aren't in the schema
         for schema, file in self._each(chosen.items(), partial(self._pin, partition)):
             if last is None or not schema.equals(last, check_metadata=True):
                 schemas[file.name] = last = schema
-            values = hive_values(file.name).items()
-            pinned[file] = {column: HIVE_NULL if v is None else v for column, v in values}
+            values = {n: value for n, value in hive_values(file.name).items() if n in columns}
+            pinned.append(replace(file, values=values))
         merged = self._merge(schemas or self._newest_schema(files, partition))
         version = _listing_version(pinned)
         return Snapshot.of(partition, version, pinned, merged, self.partition_column)
@@ -110,13 +112,6 @@ class ParquetTable(FolderTable):
                 broken = broken or error
         assert broken is not None, "a table without files has been refused"
         raise broken
-
-    def _read(
-        self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
-    ) -> Iterator[pa.RecordBatch]:
-        known = hive_values(snapshot.files[0].name)  # others aren't in the schema
-        values = {name: value for name, value in hive_values(file.name).items() if name in known}
-        yield from self._read_file(file, scan, values, part)
 
     def check_unchanged(self, snapshot: Snapshot) -> None:
         near = self._partitions.files_near(snapshot.partition)
