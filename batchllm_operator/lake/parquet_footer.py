@@ -67,11 +67,7 @@ def is_parquet(folder: Folder, name: str, size_bytes: int) -> bool:
 
 
 def file_schema(footer: pq.FileMetaData) -> pa.Schema:
-    """A file's columns as `read_batches` returns them: 96-bit timestamps as microseconds.
-
-    Raises:
-        pa.ArrowException: a column's type can't be read.
-    """
+    """A file's columns as `read_batches` returns them: 96-bit timestamps as microseconds."""
     nothing = pa.BufferReader(b"")  # the footer suffices
     file = pq.ParquetFile(nothing, metadata=footer, coerce_int96_timestamp_unit="us")
     return file.schema_arrow

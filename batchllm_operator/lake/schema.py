@@ -95,8 +95,8 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
     for file, schema in schemas.items():
         if repeated := [name for name in schema.names if schema.names.count(name) > 1]:
             raise TableError(
-                f"{where}: {file} has {len(repeated)} columns named {repeated[0]!r}; rename all but"
-                " one"
+                f"{where}: {file} has {schema.names.count(repeated[0])} columns named"
+                f" {repeated[0]!r}; rename all but one"
             )
         try:
             merged = pa.unify_schemas([merged, schema], promote_options="permissive")
@@ -109,16 +109,10 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
 
 
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: str = "") -> None:
-    """Check names of new columns and of the fields inside them.
+    """Check names of new columns and of the fields inside them; `place` begins their full names.
 
-    Args:
-        where: the table, in errors.
-        forbidden: see `LakeTable.forbidden_in_names`.
-        place: begins full names of fields.
-
-    Raises:
-        TableError: a name is empty or has a forbidden character, or two fields of a struct differ
-            by case only.
+    Raises `TableError`: a name is empty or has a forbidden character, or two fields of a struct
+    differ by case only.
     """
     known: set[str] = set()
     for field in columns:
@@ -271,11 +265,9 @@ class StoredColumns:
 
         Args:
             rows: any of the columns, in types that `LakeTable.check_outputs` has accepted.
-            first_row: the number of the first row in errors.
             describe: a row's key, for errors.
 
-        Raises:
-            TableError: names the column and the first row with such a value.
+        Raises `TableError`: names the column and the first row with such a value.
         """
         for field in self.schema:
             if field.name not in rows.schema.names:

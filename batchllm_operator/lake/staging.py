@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,40 +26,6 @@ class StagedFile:
     size_bytes: int
     footer: pq.FileMetaData
 
-    def to_json(self) -> list[str | int]:
-        """For another process; see `of_json`."""
-        sink = pa.BufferOutputStream()
-        self.footer.write_metadata_file(sink)
-        return [self.name, self.size_bytes, b64encode(sink.getvalue()).decode()]
-
-    @classmethod
-    def of_json(cls, value: tuple[str, int, str]) -> StagedFile:
-        name, size_bytes, footer = value
-        return cls(name, size_bytes, pq.read_metadata(pa.BufferReader(b64decode(footer))))
-
-
-@dataclass(frozen=True, slots=True)
-class StagedRows:
-    """Rows of a partition in data files that no version of the table refers to yet."""
-
-    schema: pa.Schema
-    """Columns of the rows, as they were given."""
-    file_schema: pa.Schema
-    """Columns of the files."""
-    files: tuple[StagedFile, ...]
-    """In row order."""
-
-    def check_stored(self, uri: str, wanted: pa.Schema) -> None:
-        """Raise `StorageError` if a column of the files is no such column of the table any more."""
-        for field in self.file_schema:
-            if field.name not in wanted.names or not field.equals(
-                wanted.field(field.name), check_metadata=True
-            ):
-                raise StorageError(
-                    f"output {uri}: its column {field.name!r} has changed while the outputs were"
-                    " written; commit again"
-                )
-
 
 @dataclass(frozen=True)
 class Staging(ABC):
@@ -68,10 +33,11 @@ class Staging(ABC):
 
     uri: str
     schema: pa.Schema
-    """See `StagedRows`."""
+    """Columns of the rows, as they are given."""
     stored: StoredColumns
-    """The same columns as the table has them."""
+    """The same columns as the table has, or will have, them."""
     file_schema: pa.Schema
+    """Columns of the files."""
     constants: Mapping[str, Any]
     """Values of the files' columns that the rows lack, if they aren't null."""
     options: Mapping[str, Any]
@@ -106,9 +72,17 @@ class Staging(ABC):
                 raise
         return staged
 
-    def rows(self, files: Sequence[StagedFile]) -> StagedRows:
-        """What `LakeTable.publish` takes, from what all `put` returned, in row order."""
-        return StagedRows(self.schema, self.file_schema, tuple(files))
+    def check_unchanged(self, now: Staging) -> None:
+        """Raise `StorageError` if a column of the files is no such column of the table any more."""
+        for field in self.file_schema:
+            wanted = now.file_schema
+            if field.name not in wanted.names or not field.equals(
+                wanted.field(field.name), check_metadata=True
+            ):
+                raise StorageError(
+                    f"output {self.uri}: its column {field.name!r} has changed while the outputs"
+                    " were written; commit again"
+                )
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
@@ -142,6 +116,15 @@ class Staging(ABC):
                 yield pa.repeat(pa.scalar(self.constants[name], kind), rows.num_rows)
             else:
                 yield pa.nulls(rows.num_rows, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows of a partition in data files that no version of the table refers to yet."""
+
+    staging: Staging
+    files: tuple[StagedFile, ...]
+    """What all `put` returned, in row order."""
 
 
 def _same_types(given: pa.Schema, wanted: pa.Schema) -> bool:

@@ -32,16 +32,12 @@ Version = TypeVar("Version")
 class Change(ABC, Generic[Version]):
     """The replacement of one partition by rows of some columns, on top of one version."""
 
-    columns: StoredColumns
-    """Those of the rows, as the table has, or will have, them."""
+    staging: Staging
+    """To put data files beside the table's."""
 
     @abstractmethod
     def rehearse(self) -> None:
         """Raise `TableError` if the format's library would refuse the commit."""
-
-    @abstractmethod
-    def staging(self) -> Staging:
-        """To put data files beside the table's."""
 
     @abstractmethod
     def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
@@ -117,7 +113,7 @@ class VersionedTable(LakeTable, Generic[Version]):
         check_name(self.uri, partition)
         change = self._change(self._latest(), partition, columns, add_columns=add_columns)
         change.rehearse()
-        return change.columns
+        return change.staging.stored
 
     def staging(self, partition: str, columns: pa.Schema, *, add_columns: bool = False) -> Staging:
         """To write data files elsewhere than in the process that publishes.
@@ -126,7 +122,7 @@ class VersionedTable(LakeTable, Generic[Version]):
         """
         self.check_outputs(partition, columns, add_columns=add_columns)
         version = self._latest() or self._create(columns)
-        return self._change(version, partition, columns, add_columns=add_columns).staging()
+        return self._change(version, partition, columns, add_columns=add_columns).staging
 
     @contextmanager
     def _attempt(
@@ -156,9 +152,11 @@ class _Attempt:
         self._table, self._publication, self._data = table, publication, data
         self._add_columns = add_columns
         self._columns = (
-            data.schema if isinstance(data, StagedRows) else pq.read_schema(files_of(data)[0])
+            data.staging.schema
+            if isinstance(data, StagedRows)
+            else pq.read_schema(files_of(data)[0])
         )
-        self._staging: Staging | None = None
+        self._is_ours = not isinstance(data, StagedRows)
         self._tried: list[Change[Any]] = []  # any may be in the table
         self._may_be_referred_to = False
 
@@ -175,9 +173,8 @@ class _Attempt:
             self._version, partition, self._columns, add_columns=self._add_columns
         )
         if not isinstance(self._data, StagedRows):
-            self._staging = change.staging()
-            self._data = self._staging.rows(self._staging.put(self._data))
-        self._data.check_stored(self._table.uri, change.staging().file_schema)
+            self._data = StagedRows(change.staging, tuple(change.staging.put(self._data)))
+        self._data.staging.check_unchanged(change.staging)
         self._tried.append(change)
         before, self._may_be_referred_to = self._may_be_referred_to, True
         refused = change.commit(self._data.files, self._publication)
@@ -187,8 +184,8 @@ class _Attempt:
         return refused
 
     def close(self) -> None:
-        if self._staging and isinstance(self._data, StagedRows) and not self._may_be_referred_to:
-            self._staging.remove([file.name for file in self._data.files])
+        if self._is_ours and isinstance(self._data, StagedRows) and not self._may_be_referred_to:
+            self._data.staging.remove([file.name for file in self._data.files])
 
 
 def _values(column: pa.Array) -> set[Any]:

@@ -103,11 +103,11 @@ def _write(
     rows_each = _rows_each(plan, sources)
     num_ranges = -(-num_rows // rows_each)
     if num_ranges == 0:
-        return staging.rows([])
+        return StagedRows(staging, ())
     with spark_session(spec) as spark:
         _log.info("joining outputs with rows: %d data files or more", num_ranges)
         files = _joined(spark, plan, sources, joining, staging, rows_each, num_ranges)
-    return staging.rows(files)
+    return StagedRows(staging, tuple(files))
 
 
 def _rows_each(plan: StoredPlan, sources: Sequence[ShardParts | ReusedOutputs]) -> int:

@@ -94,22 +94,21 @@ def _warn_of_one_file(spec: JobSpec, num_rows: int) -> None:
 
 
 def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool) -> StoredPlan:
-    """Raises `TokenIdsDifferError` unless `is_exact`; see `Task`."""
+    """Raises `TokenIdsDifferError` unless `is_exact`; see `Reading`."""
     spec, ds = given.spec, given.ds
-    reading = Reading.of(spec, ds, given.snapshot, given.stored)
+    reading = Reading.of(given, is_exact=is_exact)
     parts = parts_of(given.table, given.snapshot)
     with Progress("plan on Spark", len(PHASES), unit="phases") as progress:
         progress.advance(0, PHASES[0])
-        numbers = number_rows(spark, reading, parts, given.where)
+        numbers = number_rows(spark, reading, parts)
         _warn_of_one_file(spec, numbers.num_rows)
         progress.advance(1, PHASES[1])
-        sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
+        sample = draw_sample(spark, reading, parts, numbers)
         num = num_ranges(numbers.num_rows, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
         del sample  # may be a quarter of a gigabyte
         learned = learn_output_lengths(spec, ds, by_group=False)
-        planner = given.range_planner(learned)
-        task = Task(reading, numbers, staging, ranges, given.where, is_exact, planner)
+        task = Task(reading, numbers, staging, ranges, given.range_planner(learned))
         progress.advance(1, PHASES[2])
         rows, planned = plan_ranges(make_prompts(spark, task, parts), task)
         given.table.check_unchanged(given.snapshot)

@@ -53,10 +53,6 @@ class Task:
     numbers: RowNumbers
     staging: Staging
     ranges: Ranges
-    where: str
-    """Names the rows in errors."""
-    is_exact: bool
-    """Whether prompts are encoded without the fast library, whose ids have differed before."""
     planner: RangePlanner
 
 
@@ -71,21 +67,11 @@ class PartResult(Frozen):
 
 
 def draw_sample(
-    spark: SparkSession,
-    reading: Reading,
-    parts: Sequence[Part],
-    numbers: RowNumbers,
-    *,
-    is_exact: bool,
+    spark: SparkSession, reading: Reading, parts: Sequence[Part], numbers: RowNumbers
 ) -> list[Place]:
     """Keys and places of some prompts, sorted: which ones is a function of the snapshot alone.
 
-    Args:
-        is_exact: see `Task`.
-
-    Raises:
-        TokenIdsDifferError: ids of the fast library differ.
-        BatchLLMError: see `tokenize`.
+    Raises as `rows_of`.
     """
     wanted = min(max(numbers.num_rows // _ROWS_PER_SAMPLE, _LEAST_SAMPLE), _MOST_SAMPLE)
     by_hash = sorted(parts, key=lambda part: blake2b(str(part.number).encode()).digest())
@@ -94,7 +80,7 @@ def draw_sample(
     num_rows = np.minimum(np.diff(numbers.firsts), most)[[part.number for part in chosen]].sum()
     share = min(1.0, wanted / max(1, int(num_rows)))
 
-    sample = partial(_sampled, reading, share, most, is_exact)
+    sample = partial(_sampled, reading, share, most)
     drawn = rows_of(tasks(spark, chosen, Part, sample, _PLACES))
     places = sorted((bytes(key), place) for key, place in drawn)
     num_bytes = sum(len(key) for key, _ in places)
@@ -110,11 +96,9 @@ def make_prompts(spark: SparkSession, task: Task, parts: Sequence[Part]) -> Data
     return dealt.sortWithinPartitions("head", "key", "place").drop("head")
 
 
-def _sampled(
-    reading: Reading, share: float, num_rows: int, is_exact: bool, part: Part
-) -> Iterator[pa.RecordBatch]:
+def _sampled(reading: Reading, share: float, num_rows: int, part: Part) -> Iterator[pa.RecordBatch]:
     """The key and the place of each prompt that is drawn from the part's first rows."""
-    tokenizer, adapters = reading.tokenizer(is_exact)
+    tokenizer, adapters = reading.tokenizer()
     drawn: list[int] = []
     batches = _drawn(reading, part, share, num_rows, drawn)
     for piece in tokenize(reading.spec, batches, tokenizer, adapters):
@@ -143,14 +127,14 @@ def _drawn(
 def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then the task's report, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
-    tokenizer, adapters = reading.tokenizer(task.is_exact)
+    tokenizer, adapters = reading.tokenizer()
     num_rows, counts = 0, {"num_control_rows": 0, "num_truncated_rows": 0}
     with scratch_folder() as scratch:
         path = scratch / "rows"
         with open_rows_file(path, spec, reading.snapshot.schema) as writer:
             scanned = reading.scan(part, spec.input_columns)
             first_row = int(task.numbers.firsts[part.number])
-            batches = checked(spec, scanned, task.where, first_row, reading.stored)
+            batches = checked(spec, scanned, reading.where, first_row, reading.stored)
             for piece in tokenize(spec, batches, tokenizer, adapters):
                 num_rows += piece.num_rows
                 counts["num_control_rows"] += piece.num_control

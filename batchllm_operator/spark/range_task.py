@@ -39,12 +39,7 @@ class RangeResult(Frozen):
 
 
 def plan_ranges(prompts: DataFrame, task: Task) -> tuple[list[PartResult], list[RangeResult]]:
-    """Plan each range; returns the reports of parts and of ranges, both in order.
-
-    Raises:
-        TokenIdsDifferError: ids of the fast library differ.
-        BatchLLMError: see `tokenize`.
-    """
+    """The reports of parts and of planned ranges, in order; raises as `rows_of`."""
     reports = reports_of(mapped(prompts, partial(_reports, task)), PartResult | RangeResult)
     reports.sort(key=lambda report: report.number)
     parts = [report for report in reports if isinstance(report, PartResult)]

@@ -47,12 +47,7 @@ def key_array(tokens: TokenTable) -> pa.Array:
 
 
 def tokens_of(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> TokenTable:
-    """The prompts of keys, in their order.
-
-    Args:
-        data: uint8 [num_bytes].
-        offsets: int64 [num_prompts + 1], of the keys in `data`.
-    """
+    """The prompts of the keys in `data`: uint8 [num_bytes]; `offsets`: int64 [num_prompts + 1]."""
     used = data[offsets[0] : offsets[-1]]
     token_ids = used.view(">u4").astype(np.int32)
     return TokenTable(token_ids, (offsets - offsets[0]) // _TOKEN_BYTES)
@@ -76,15 +71,12 @@ def num_ranges(num_rows: int, sample: Sequence[Place]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Boundaries of ranges, ascending, and the shards of each range.
-
-    Attributes:
-        boundaries: one fewer than ranges.
-        num_shards: of each range; None where its work decides.
-    """
+    """Boundaries of ranges, ascending, and the shards of each range."""
 
     boundaries: tuple[Place, ...]
+    """One fewer than ranges."""
     num_shards: tuple[int | None, ...]
+    """Of each range; None where its work decides."""
 
     def __len__(self) -> int:
         return len(self.num_shards)

@@ -27,6 +27,7 @@ from batchllm_operator.lake import (
     joined,
     open_table,
 )
+from batchllm_operator.plan.given import Given
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.keys import MAX_NAMED, NullKeys, named_keys, repeated_keys
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
@@ -78,23 +79,21 @@ class Part:
 class Reading:
     """What a task needs to read a part; small, as each task gets it."""
 
-    spec_json: str
+    spec: JobSpec
     ds: str
     snapshot: Snapshot
-    """With one file at most: parts bring their own."""
+    """Without its files: parts bring their own."""
+    where: str
+    """Names the rows in errors."""
     stored: StoredColumns | None = None
     """The columns in the output table."""
+    is_exact: bool = False
+    """Whether prompts are encoded without the fast library, whose ids have differed before."""
 
     @classmethod
-    def of(
-        cls, spec: JobSpec, ds: str, snapshot: Snapshot, stored: StoredColumns | None = None
-    ) -> Reading:
-        some = replace(snapshot, files=snapshot.files[:1])
-        return cls(spec.model_dump_json(), ds, some, stored)
-
-    @property
-    def spec(self) -> JobSpec:
-        return _spec(self.spec_json)
+    def of(cls, given: Given, *, is_exact: bool = False) -> Reading:
+        snapshot = replace(given.snapshot, files=())
+        return cls(given.spec, given.ds, snapshot, given.where, given.stored, is_exact)
 
     def scan(self, part: Part, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The part's rows that pass the filter, in order."""
@@ -106,10 +105,10 @@ class Reading:
             for batch in table.scan(self.snapshot, columns, spec.input.filter, piece)
         )
 
-    def tokenizer(self, is_exact: bool = False) -> tuple[Tokenizer, RowAdapters | None]:
-        """Loaded once in each process; if `is_exact`, it encodes without its fast library."""
-        tokenizer, adapters = _tokenizer(self.spec_json, self.ds)
-        if is_exact:
+    def tokenizer(self) -> tuple[Tokenizer, RowAdapters | None]:
+        """Loaded once in each process."""
+        tokenizer, adapters = _tokenizer(self.spec.model_dump_json(), self.ds)
+        if self.is_exact:
             tokenizer.be_exact()
         return tokenizer, adapters
 
@@ -150,11 +149,6 @@ def _pieces(table: LakeTable, snapshot: Snapshot) -> Iterator[FilePart]:
 
 
 @lru_cache(maxsize=4)
-def _spec(spec_json: str) -> JobSpec:
-    return parse_spec_json(spec_json, source="planner.engine: spark")
-
-
-@lru_cache(maxsize=4)
 def _table(uri: str, partition_column: str) -> LakeTable:
     return open_table(uri, partition_column)
 
@@ -164,7 +158,7 @@ def _tokenizer(spec_json: str, ds: str) -> tuple[Tokenizer, RowAdapters | None]:
     # An executor has as many tasks as cores: more threads would only take turns.
     for name in ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    spec = _spec(spec_json)
+    spec = parse_spec_json(spec_json, source="planner.engine: spark")
     tokenizer = load_tokenizer(spec, ds)
     loaded = tokenizer, RowAdapters.of(spec, tokenizer)
     gc.freeze()  # of libraries nothing is garbage: to look at them took a tenth of a task's time
@@ -173,14 +167,10 @@ def _tokenizer(spec_json: str, ds: str) -> tuple[Tokenizer, RowAdapters | None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNumbers:
-    """Turns places into positions among all rows that take part.
-
-    Attributes:
-        firsts: int64 [num_parts + 1], the position of each part's first row; then the number of
-            all rows.
-    """
+    """Turns places into positions among all rows that take part."""
 
     firsts: npt.NDArray[np.int64]
+    """[num_parts + 1]: the position of each part's first row; then the number of all rows."""
 
     @property
     def num_rows(self) -> int:
@@ -191,33 +181,27 @@ class RowNumbers:
         return firsts + (places & ((1 << PLACE_BITS) - 1))
 
 
-def number_rows(
-    spark: SparkSession, reading: Reading, parts: Sequence[Part], where: str
-) -> RowNumbers:
+def number_rows(spark: SparkSession, reading: Reading, parts: Sequence[Part]) -> RowNumbers:
     """Count the rows of each part, and check their keys.
 
-    Args:
-        where: names the table in errors.
-
-    Raises:
-        KeyColumnError: keys aren't unique or are null; names up to ten.
+    Raises `KeyColumnError`: keys aren't unique or are null; names up to ten.
     """
     from pyspark.sql.functions import col
 
-    spec = reading.spec
+    key, where = reading.spec.input.key, reading.where
     pieces = (piece for part in parts for piece in part.pieces)
     # An upper bound: no filter, and no row deleted.
     most_rows = sum(piece.file.num_rows for piece in pieces if piece.first_row == 0)
     num_buckets = max(1, most_rows // _BUCKET_ROWS)
 
-    digest = partial(_digests, reading, num_buckets, where)
+    digest = partial(_digests, reading, num_buckets)
     digests = tasks(spark, parts, Part, digest, _KEY_SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
     ordered = shuffled.sortWithinPartitions("digest", "place")
     results = reports_of(mapped(ordered, partial(_repeats, num_buckets)), dict[str, Any])
     counted = sorted((report for report in results if "part" in report), key=itemgetter("part"))
     firsts = np.cumsum([0, *(part["num_rows"] for part in counted)], dtype=np.int64)
-    nulls = NullKeys(spec.input.key)
+    nulls = NullKeys(key)
     for first, part in zip(firsts.tolist(), counted, strict=False):
         for name, num in part["nulls"].items():
             nulls.note(name, num, [first + row for row in part["first"][name]])
@@ -227,21 +211,19 @@ def number_rows(
         places = sorted(place for report in repeats for place in report["places"])[:MAX_NAMED]
         names: list[str] = []
         for number in sorted({place >> PLACE_BITS for place in places}):
-            scanned = reading.scan(parts[number], spec.input.key)
+            scanned = reading.scan(parts[number], key)
             names += named_keys(scanned, parts[number].first_place, places)
-        raise repeated_keys(names, num_repeated, spec.input.key, where)
+        raise repeated_keys(names, num_repeated, key, where)
     return RowNumbers(firsts)
 
 
-def _digests(
-    reading: Reading, num_buckets: int, where: str, part: Part
-) -> Iterator[pa.RecordBatch]:
+def _digests(reading: Reading, num_buckets: int, part: Part) -> Iterator[pa.RecordBatch]:
     """Digests of the part's keys; then, in a bucket of its own, the number of its rows."""
     key = reading.spec.input.key
     nulls, num_rows = NullKeys(key), 0
     for batch in reading.scan(part, key):
         nulls.add(batch, num_rows)
-        digests = fingerprints_of(encode_keys(batch, where))
+        digests = fingerprints_of(encode_keys(batch, reading.where))
         heads = digests.view(np.uint8).reshape(len(digests), -1)[:, :4].copy().view("<u4")[:, 0]
         places = part.first_place + num_rows + np.arange(batch.num_rows)
         buckets = pa.array((heads % num_buckets).astype(np.int32))

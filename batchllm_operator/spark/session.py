@@ -185,12 +185,7 @@ def _given_to_tasks(spark: SparkSession) -> Iterator[None]:
 
 
 def _check_executors(spark: SparkSession) -> None:
-    """Refuse executors that lack this package, or have another release of it.
-
-    Raises:
-        SpecError: they do.
-        SparkJobError: they can't be asked.
-    """
+    """Refuse executors that lack this package, or have another release of it (`SpecError`)."""
     from pyspark.errors import PythonException
     from pyspark.sql.functions import col, udf
 

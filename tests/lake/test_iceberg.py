@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import inspect
 import io
 import sqlite3
 import traceback
@@ -19,9 +18,6 @@ from lake.test_tables import first_call, numbers, rows, values
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.io.pyarrow import (
     PyArrowFile,
-    _get_parquet_writer_kwargs,
-    _pyarrow_to_schema_without_ids,
-    _read_deletes,
     schema_to_pyarrow,
 )
 from pyiceberg.manifest import (
@@ -35,7 +31,6 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import Table
-from pyiceberg.table.update.snapshot import _SnapshotProducer
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
 from pyiceberg.types import LongType
 from pyiceberg.utils.config import Config
@@ -488,41 +483,6 @@ def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
     assert len(lake.load().snapshots()) == 2
 
 
-def test_a_value_that_a_type_cannot_hold(lake: IcebergLake, table: LakeTable) -> None:
-    exact = pa.array([1_000], pa.timestamp("ns"))
-    publish(table, pa.table({"n": exact}))
-    with pytest.raises(TableError, match="'n' has a value that doesn't fit the table's type"):
-        publish(table, pa.table({"n": pa.array([1], pa.timestamp("ns"))}), of_plan("p2"))
-    with pytest.raises(TableError, match="uint64, which Iceberg has no type for"):
-        publish(table, pa.table({"n": pa.array([1], pa.uint64())}), of_plan("p2"))
-    assert len(lake.data_files()) == 1
-
-
-# What isn't public in pyiceberg
-
-
-PRIVATE: dict[Any, list[str]] = {
-    Table._do_commit: ["self", "updates", "requirements"],
-    _SnapshotProducer._clean_all_uncommitted: ["self"],
-    _read_deletes: ["io", "data_file"],
-    _get_parquet_writer_kwargs: ["table_properties"],
-    _pyarrow_to_schema_without_ids: ["schema", "downcast_ns_timestamp_to_us", "format_version"],
-}
-
-
-@pytest.mark.parametrize("function", PRIVATE, ids=lambda function: function.__qualname__)
-def test_a_private_function_that_is_called_has_its_arguments(function: Any) -> None:
-    assert list(inspect.signature(function).parameters) == PRIVATE[function]
-
-
-def test_a_transaction_holds_what_a_commit_sends(lake: IcebergLake) -> None:
-    lake.append(DS, numbers(1))
-    transaction = lake.load().transaction()
-    assert (transaction._updates, transaction._requirements) == ((), ())
-    transaction.set_properties(a="b")
-    assert transaction._updates
-
-
 # Catalogs
 
 
@@ -601,12 +561,6 @@ def test_a_namespace_that_is_not_there(lake: IcebergLake) -> None:
         table.check_outputs(DS, numbers().schema)
 
 
-def test_a_catalog_that_fails(lake: IcebergLake, table: LakeTable) -> None:
-    no_route = failing(ConnectionError("no route"))
-    with wrapped(lake.read, no_route), pytest.raises(StorageError, match="no route"):
-        table.published(DS)
-
-
 @pytest.mark.parametrize(
     ("value", "name", "message"),
     [
@@ -616,11 +570,6 @@ def test_a_catalog_that_fails(lake: IcebergLake, table: LakeTable) -> None:
             "holds date, and .* isn't one; name one with --ds .*nearest .* are '2026-01-31'",
         ),
         (20260131, "2026-01-31", "holds long, and .*nearest partitions are '20260131'"),
-        (
-            datetime.datetime(2026, 1, 31, 5),
-            "2026-01-31",
-            "holds timestamp, which can't name .*nearest partitions are '2026-01-31 05:00:00'",
-        ),
     ],
 )
 def test_a_name_that_is_not_of_the_partition_columns_type_is_shown_beside_the_nearest(

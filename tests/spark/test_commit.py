@@ -170,8 +170,10 @@ def test_columns_that_change_meanwhile(
 
     def then_change(*args: Any) -> Any:
         staged: Any = write(*args)
-        columns = staged.file_schema.set(0, staged.file_schema.field(0).with_type(pa.int64()))
-        return dataclasses.replace(staged, file_schema=columns)
+        columns = staged.staging.file_schema
+        columns = columns.set(0, columns.field(0).with_type(pa.int64()))
+        staging = dataclasses.replace(staged.staging, file_schema=columns)
+        return dataclasses.replace(staged, staging=staging)
 
     monkeypatch.setattr(commit, "_write", then_change)
     with pytest.raises(StorageError, match="has changed while the outputs were written"):

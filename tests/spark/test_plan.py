@@ -31,7 +31,6 @@ from batchllm_operator.errors import (
 from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prompts import TokenIdsDifferError
-from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spark import plan_job as stage
 from batchllm_operator.spark import ranges, reading, session
 from batchllm_operator.spark.plan_job import plan_on_spark
@@ -107,32 +106,6 @@ def test_its_counts_are_a_local_plans(lake: Path, small_ranges: None) -> None:
             assert getattr(counts, name) == getattr(local, name), name
         assert counts.num_logical_tokens == local.num_logical_tokens
         assert counts.num_truncated_rows == counts.num_rows
-
-
-def test_its_job_publishes_what_a_local_plan_does(lake: Path, small_ranges: None) -> None:
-    """Rows that can't be prompted and duplicates included, with a filter."""
-    rows = document_rows(12, 10)
-    rows[7]["document"] = None
-    rows[40] |= {"document": rows[3]["document"], "query": rows[3]["query"]}
-    rows[90]["document"] = "x" * 3000
-    write_rows(lake, rows)
-    changes: dict[str, Any] = {
-        "input": {"filter": [{"column": "query", "op": "!=", "value": "question 4"}]},
-        "engine": {"max_model_len": 2000},
-        "max_failed_fraction": 0.5,
-    }
-    published = []
-    for name, make in (("local", plan_job), ("spark", plan_on_spark)):
-        spec = job(lake, output={"uri": f"{lake}/{name}"}, **changes)
-        plan = make(spec, DS)
-        run_worker(plan)
-        report = commit_run(plan.folder.uri)
-        assert report.plan.num_rows == 108
-        table = pq.read_table(lake / name / f"ds={DS}" / "data.parquet")
-        published.append(table.drop_columns(["run_id", "num_cached_tokens"]).to_pylist())
-    assert published[0] == published[1]
-    faults = {row["row_key"]: row["status"] for row in published[1] if row["error"]}
-    assert faults == {rows[7]["row_key"]: "rejected", rows[90]["row_key"]: "rejected"}
 
 
 def test_planning_again_gives_the_same_bytes(lake: Path, small_ranges: None) -> None:
@@ -322,8 +295,8 @@ def test_wrong_ids_of_the_fast_tokenizer(
     tried = []
     work = getattr(stage, where)
 
-    def first_differ(*args: Any, **options: Any) -> Any:
-        is_exact = args[-1].is_exact if where == "plan_ranges" else options["is_exact"]
+    def first_differ(*args: Any) -> Any:
+        is_exact = (args[1].reading if where == "plan_ranges" else args[1]).is_exact
         tried.append(is_exact)
         if not is_exact:
 
@@ -331,7 +304,7 @@ def test_wrong_ids_of_the_fast_tokenizer(
                 raise TokenIdsDifferError("a sample's token ids differ")
 
             rows_of(tasks(spark, [0], int, differ))
-        return work(*args, **options)
+        return work(*args)
 
     monkeypatch.setattr(stage, where, first_differ)
     plan = plan_on_spark(job(lake), DS)
@@ -423,7 +396,7 @@ def test_a_part_has_many_small_files_or_some_row_groups_of_a_large_one(
     num_pieces = [len(part.pieces) for part in parts]
     assert min(num_pieces[0], num_pieces[1]) > 1
     assert [part.pieces[-1].row_groups for part in parts][-1] is not None
-    of_task = reading.Reading.of(job(tmp_path), DS, given.snapshot)
+    of_task = reading.Reading.of(given)
     keys = [
         key
         for part in parts

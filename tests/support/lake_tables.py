@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -28,7 +28,7 @@ ON_S3 = pytest.mark.parametrize("lake_uri", ["s3"], indirect=True)
 """For tests whose tables lie on S3, not on local disk; alone, or as a module's `pytestmark`."""
 
 
-class Lake(Protocol):
+class Lake:
     """An empty place for one table of a format, partitioned by strings in column `ds`."""
 
     has_versions: bool
@@ -52,39 +52,22 @@ class Lake(Protocol):
         """Another program adds a file of rows to a partition: a text, or a scalar of another type
         where the table is made by it; None is null.
         """
+        raise NotImplementedError
 
     def create(self, columns: pa.Schema) -> None:
         """Another program creates the table, with these columns besides `ds`."""
-
-    def data_files(self) -> list[str]:
-        """Names of all data files, those included that no version refers to."""
-
-    def remove(self, path: str) -> None:
-        """Take a data file away."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Make all versions but the newest unreadable."""
-
-
-class _FolderLake:
-    """What all formats have in common: data files below a folder."""
-
-    folder: Folder
+        raise NotImplementedError
 
     def data_files(self) -> list[str]:
+        """Names of all data files, those included that no version refers to."""
         return [name for name in self.folder.find() if name.endswith(".parquet")]
 
-    def remove(self, path: str) -> None:
-        self.folder.remove(path)
 
-    def create(self, columns: pa.Schema) -> None:
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        raise NotImplementedError
-
-
-class ParquetLake(_FolderLake):
+class ParquetLake(Lake):
     """A plain dataset. Its commits go through one function of ours."""
 
     has_versions = False
@@ -113,7 +96,7 @@ class ParquetLake(_FolderLake):
         self.folder.write_bytes(name, sink.getvalue())
 
 
-class IcebergLake(_FolderLake):
+class IcebergLake(Lake):
     """A table of a SQL catalog in a file; the warehouse is where the test's lake is."""
 
     has_versions = True
@@ -182,7 +165,7 @@ class IcebergLake(_FolderLake):
         table.maintenance.expire_snapshots().by_ids(old).commit()
 
 
-class DeltaLake(_FolderLake):
+class DeltaLake(Lake):
     """A table in a folder; other programs write it with delta-rs."""
 
     has_versions = True

@@ -133,10 +133,10 @@ class Jobs:
         fields = job_fields(str(self.lake), name=name, planner=planner, output=output, **changes)
         return json.dumps(fields)
 
-    def start(self, *specs: str, are_cut: Sequence[bool] = (True,)) -> Driver:
+    def start(self, *specs: str) -> Driver:
         """A driver that plans in one session, with a working folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="driver-", dir=self.lake))
-        listed = json.dumps(list(zip(specs, are_cut, strict=True)))
+        listed = json.dumps(specs)
         process = subprocess.Popen(
             [sys.executable, "-P", str(DRIVER), DS, listed],
             cwd=folder,

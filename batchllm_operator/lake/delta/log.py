@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -36,16 +37,22 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_MESSAGE_CHARS: Final = 500
 
 
+@dataclass(frozen=True, slots=True)
+class NextVersion:
+    """The version after `seen`; after None, the table's first, of the columns `new`."""
+
+    seen: TableVersion | None
+    place: tuple[str, str]
+    """The partition column, and the value as the log has it."""
+    new: pa.Schema
+    """Columns that the table lacks."""
+
+
 class DeltaLog:
     """The log of the table in a folder, which need not exist yet."""
 
     def __init__(self, folder: Folder) -> None:
-        """`folder` is the table's.
-
-        Raises:
-            SpecError: a Delta table can't be there.
-            ModuleNotFoundError: deltalake isn't installed.
-        """
+        """Raises `SpecError` for a place of the table that delta-rs doesn't take."""
         self.uri = f"delta+{folder.uri}"
         self.folder = folder
         self._options = None if folder.is_local else _s3_options()
@@ -62,9 +69,7 @@ class DeltaLog:
     def latest(self) -> TableVersion | None:
         """The table as it is now; None if there is none.
 
-        Raises:
-            TableError: the log is damaged, or needs a feature that can't be read.
-            StorageError: it can't be reached.
+        Raises `TableError`: the log is damaged, or needs a feature that can't be read.
         """
         from deltalake.exceptions import DeltaError, TableNotFoundError
 
@@ -81,31 +86,21 @@ class DeltaLog:
             ) from None
 
     def commit(
-        self,
-        seen: TableVersion | None,
-        place: tuple[str, str],
-        files: Sequence[AddAction],
-        new: pa.Schema,
-        properties: Mapping[str, str],
+        self, following: NextVersion, files: Sequence[AddAction], properties: Mapping[str, str]
     ) -> RefusedCommit | None:
-        """Write the version after `seen`, with `files` as the partition's only files.
+        """Write the next version, with `files` as the partition's only files.
 
         delta-rs's retries are off: they would commit on top of versions unknown to the caller.
-
-        Args:
-            seen: the table's version; None creates it, of the new columns and the partition column.
-            place: the partition column, and the value as the log has it.
-            files: data files that are in the table's folder already.
-            new: columns to add to the table.
-            properties: stored with the commit in the table's history.
+        `properties` are stored with the commit in the table's history.
         """
         try:
-            self._write(seen, place, files, new, properties)
+            self._write(following, files, properties)
             return None
         except Exception as error:  # noqa: BLE001 - delta-rs has no common base
             text = _text(error)
             is_storage = isinstance(error, OSError) and not isinstance(error, PermissionError)
-        with looking_again(self.uri, place[1]):
+        seen = following.seen
+        with looking_again(self.uri, following.place[1]):
             now = self.latest()
         if (now and now.number) != (seen and seen.number):
             return RefusedCommit("another commit to the table came first")
@@ -117,38 +112,30 @@ class DeltaLog:
         )
         return RefusedCommit(text, may_repeat=False, kind=TableError)
 
-    def rehearse(
-        self, seen: TableVersion | None, place: tuple[str, str], new: pa.Schema, *, replaces: bool
-    ) -> RefusedCommit | None:
+    def rehearse(self, following: NextVersion, *, replaces: bool) -> RefusedCommit | None:
         """Why `commit` would be refused; None if it wouldn't.
 
-        The version after `seen` is written to a copy of the table on local disk, which has its
-        protocol, properties and columns, and a file of the partition if the commit `replaces` any.
+        The version is written to a copy of the table on local disk, which has its protocol,
+        properties and columns, and a file of the partition if the commit `replaces` any.
         """
         from deltalake.transaction import AddAction
 
-        values = dict([place])
+        values = dict([following.place])
         with tempfile.TemporaryDirectory(prefix="batchllm-delta-") as folder:
             copy = DeltaLog(Folder.open(folder))
-            if seen is not None:
-                seen.write_empty_copy(Path(folder, "_delta_log"), values if replaces else None)
-                seen = copy.latest()
-            return copy.commit(
-                seen, place, [AddAction("new.parquet", 1, values, 1, True, "{}")], new, {}
-            )
+            if following.seen is not None:
+                log = Path(folder, "_delta_log")
+                following.seen.write_empty_copy(log, values if replaces else None)
+                following = replace(following, seen=copy.latest())
+            return copy.commit(following, [AddAction("new.parquet", 1, values, 1, True, "{}")], {})
 
     def _write(
-        self,
-        seen: TableVersion | None,
-        place: tuple[str, str],
-        files: Sequence[AddAction],
-        new: pa.Schema,
-        properties: Mapping[str, str],
+        self, following: NextVersion, files: Sequence[AddAction], properties: Mapping[str, str]
     ) -> None:
         from deltalake import CommitProperties, Schema
         from deltalake.transaction import create_table_with_add_actions
 
-        column, value = place
+        seen, new, (column, value) = following.seen, following.new, following.place
         commit = CommitProperties(dict(properties), max_commit_retries=0)
         if seen is None:
             create_table_with_add_actions(

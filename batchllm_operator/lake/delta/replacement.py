@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from batchllm_operator.errors import StorageError, TableError
-from batchllm_operator.lake.delta.log import DeltaLog
+from batchllm_operator.lake.delta.log import DeltaLog, NextVersion
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.lake.publishing import Publication, RefusedCommit
 from batchllm_operator.lake.schema import FormatTypes, check_names, fit_columns, holds
@@ -61,19 +61,14 @@ class Replacement(Change[TableVersion]):
         *,
         add_columns: bool,
     ) -> None:
-        """`place` is the partition column, and the partition; `given` are the rows' columns.
-
-        Raises `TableError`: such rows can't be published there.
-        """
+        """`given` are the rows' columns; raises `TableError` if such rows can't be published."""
         column, where = place[0], f"output {log.uri}"
         if seen is None:
             _check_free(log.folder, where)
         else:
             _check_partition(where, seen, *place)
         table = None if seen is None else seen.schema
-        self.columns, new = fit_columns(
-            where, column, given, table, _TYPES, add_columns=add_columns
-        )
+        stored, new = fit_columns(where, column, given, table, _TYPES, add_columns=add_columns)
         features = ["timestampNtz"] if seen is None else seen.raw.protocol().writer_features or ()
         if "timestampNtz" not in features and any(
             holds(kind, lambda part: types.is_timestamp(part) and part.tz is None)
@@ -84,35 +79,32 @@ class Replacement(Change[TableVersion]):
                 " lacks the Delta feature timestampNtz; add it, or give the column a zone"
             )
         check_names(where, new, "\0")  # delta-rs writes all others
-        self._log, self._seen, self._place, self._new = log, seen, place, new
-        self._given, self._most_file_bytes = given, most_file_bytes
+        self._log, self._next = log, NextVersion(seen, place, new)
         self._holds_rows = seen is not None and bool(seen.files_of(*place))
-
-    def rehearse(self) -> None:
-        refused = self._log.rehearse(self._seen, self._place, self._new, replaces=self._holds_rows)
-        if refused is not None:
-            raise refused.error(self._log.uri, self._place[1])
-
-    def staging(self) -> Staging:
-        return _DeltaStaging(
-            uri=self._log.uri,
-            schema=self._given,
-            stored=self.columns,
-            file_schema=self.columns.schema,
+        self.staging = _DeltaStaging(
+            uri=log.uri,
+            schema=given,
+            stored=stored,
+            file_schema=stored.schema,
             constants={},
             options={"compression": "zstd"},
-            most_file_bytes=self._most_file_bytes,
+            most_file_bytes=most_file_bytes,
             most_group_rows=None,
-            folder=self._log.folder.uri,
-            prefix="=".join(quote(part, safe="") for part in self._place) + f"/{_FILE_PREFIX}",
+            folder=log.folder.uri,
+            prefix="=".join(quote(part, safe="") for part in place) + f"/{_FILE_PREFIX}",
         )
 
+    def rehearse(self) -> None:
+        refused = self._log.rehearse(self._next, replaces=self._holds_rows)
+        if refused is not None:
+            raise refused.error(self._log.uri, self._next.place[1])
+
     def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
-        if not (self._seen is None or files or self._new or self._holds_rows):
+        following = self._next
+        if not (following.seen is None or files or following.new or self._holds_rows):
             return None
-        actions = [_add_action(file, dict([self._place])) for file in files]
-        properties = publication.properties
-        return self._log.commit(self._seen, self._place, actions, self._new, properties)
+        actions = [_add_action(file, dict([following.place])) for file in files]
+        return self._log.commit(following, actions, publication.properties)
 
 
 @dataclass(frozen=True)

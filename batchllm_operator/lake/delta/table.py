@@ -29,12 +29,7 @@ class DeltaTable(FolderTable, VersionedTable[TableVersion]):
     def __init__(
         self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
     ) -> None:
-        """`uri` is a local path or an `s3://` URI; `most_file_bytes` bounds new data files.
-
-        Raises:
-            SpecError: a Delta table can't be there.
-            ModuleNotFoundError: deltalake isn't installed.
-        """
+        """`uri` is a local path or an `s3://` URI; raises as `open_table`."""
         self._folder = Folder.open(uri)
         self._log = DeltaLog(self._folder)
         super().__init__(self._log.uri, partition_column, most_file_bytes)

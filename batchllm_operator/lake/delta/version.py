@@ -101,9 +101,8 @@ class TableVersion:
         return None if value == "" else value  # Delta keeps an empty text as null
 
     def write_empty_copy(self, log: Path, held: Mapping[str, str] | None) -> None:
-        """Write a log of one version to the new folder `log`, without this version's files.
-
-        With `held`, it has one file of these partition values, which isn't there.
+        """Write a log of one version to the new folder `log`: without files, or with a file of the
+        partition values `held`, which isn't there.
         """
         protocol, metadata = self.raw.protocol(), self.raw.metadata()
         described = {

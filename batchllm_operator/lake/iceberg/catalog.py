@@ -51,12 +51,7 @@ class CatalogTable:
     """A table that may not exist yet."""
 
     def __init__(self, address: TableAddress) -> None:
-        """Find the catalog by pyiceberg's own configuration.
-
-        Raises:
-            SpecError: there is no such catalog, or a library that it needs is missing.
-            StorageError: the catalog can't be reached.
-        """
+        """Find the catalog by pyiceberg's own configuration; raises as `open_table`."""
         self.uri = address.uri
         self._identifier = tuple(address.identifier.split("."))
         self._name = address.catalog
@@ -81,8 +76,6 @@ class CatalogTable:
 
         A connection whose commit was refused (SQLite: database is locked) may keep the transaction
         open, and answer as if it were committed.
-
-        Raises `TableError`, `StorageError`: see `load`.
         """
         with iceberg_errors(self.uri, faults=()):
             self._catalog.close()
@@ -120,7 +113,6 @@ class CatalogTable:
         return schema, PartitionSpec(field)
 
     def _open(self) -> Catalog:
-        """Raises: see `__init__`."""
         try:
             with iceberg_errors(self.uri, faults=(), passing=(ValueError, NotInstalledError)):
                 return load_catalog(self._name)

@@ -38,16 +38,13 @@ def read_file(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a file, or a part of it, in their order, without those that were deleted.
 
-    Rows that don't meet the scan's conditions, which are on wanted columns, may still be returned.
+    Rows that don't meet the scan's conditions may still be returned.
 
     Args:
         table: in any version.
-        path: the file's.
-        wanted: columns of the snapshot's schema.
+        wanted: columns of the snapshot's schema, those of conditions included.
 
-    Raises:
-        FileNotFoundError: the file is gone.
-        pa.ArrowException, OSError, ValueError: it is damaged or can't be read.
+    Raises `FileNotFoundError`, or `pa.ArrowException`, `OSError`, `ValueError`: it can't be read.
     """
     deleted = _deleted(table.io, path, file)
     schema = arrow_schema(wanted)
@@ -154,16 +151,8 @@ def _project(
 ) -> pa.Array:
     """Convert `array` from type `held` to `wanted`, by field id at every level of nesting.
 
-    pyiceberg's own projection turns null lists into empty ones (0.12, lists of structs).
-
-    Args:
-        array: of any length and offset.
-        held: its type, with the file's names and ids.
-        wanted: the column's type now.
-        kind: `wanted` as an Arrow type.
-
-    Raises:
-        pa.ArrowException: a value can't be of that type.
+    pyiceberg's own projection turns null lists into empty ones (0.12, lists of structs). `kind` is
+    `wanted` as an Arrow type. Raises `pa.ArrowException`: a value can't be of that type.
     """
     match held, wanted:
         case StructType(), StructType():

@@ -62,25 +62,36 @@ class Replacement(Change[Table]):
         *,
         add_columns: bool,
     ) -> None:
-        """`given` are the rows' columns.
-
-        Raises `TableError`: such rows can't replace the partition.
-        """
-        self._catalog, self._place, self._given = catalog, place, given
-        self._most_file_bytes = most_file_bytes
+        """`given` are the rows' columns; raises `TableError` if such rows can't be published."""
+        self._catalog, self._place = catalog, place
         self._table, self._uri = place.table, place.uri
         self._producer: Any = None
         where = f"output {self._uri}"
         self._check(where)
         table = schema_to_pyarrow(self._table.schema())
-        self.columns, new = fit_columns(
+        stored, new = fit_columns(
             where, place.column, given, table, ICEBERG, add_columns=add_columns
         )
-        with iceberg_errors(self._uri):
+        with iceberg_errors(self._uri), warnings.catch_warnings(action="ignore"):
             self._transaction: Transaction = self._table.transaction()
             if new:
                 with self._transaction.update_schema() as update:
                     update.union_by_name(iceberg_schema(new))
+            properties = self._metadata.properties
+            # Warnings are of properties without an effect.
+            options = _get_parquet_writer_kwargs(properties)
+            self.staging = IcebergStaging(
+                uri=self._uri,
+                schema=given,
+                stored=stored,
+                file_schema=schema_to_pyarrow(self._metadata.schema()),
+                constants={place.column: place.value},
+                options={**options, "store_decimal_as_integer": True},
+                most_file_bytes=most_file_bytes,
+                most_group_rows=property_as_int(
+                    properties, TableProperties.PARQUET_ROW_GROUP_LIMIT
+                ),
+            )
 
     @property
     def _metadata(self) -> TableMetadata:
@@ -111,34 +122,12 @@ class Replacement(Change[Table]):
         with iceberg_errors(self._uri):
             self._table.location_provider()
             compute_statistics_plan(self._metadata.schema(), self._metadata.properties)
-            staging = self.staging()
             try:
-                sink, schema = pa.MockOutputStream(), staging.file_schema
-                with pq.ParquetWriter(sink, schema, **staging.options) as writer:
+                sink, schema = pa.MockOutputStream(), self.staging.file_schema
+                with pq.ParquetWriter(sink, schema, **self.staging.options) as writer:
                     writer.write_table(schema.empty_table())
             except OSError as error:  # Arrow's, of a codec that it lacks
                 raise ValueError(str(error)) from error
-
-    @cached_property
-    def _staging(self) -> IcebergStaging:
-        with iceberg_errors(self._uri), warnings.catch_warnings(action="ignore"):
-            # Warnings are of properties without an effect.
-            options = _get_parquet_writer_kwargs(self._metadata.properties)
-        return IcebergStaging(
-            uri=self._uri,
-            schema=self._given,
-            stored=self.columns,
-            file_schema=schema_to_pyarrow(self._metadata.schema()),
-            constants={self._place.column: self._place.value},
-            options={**options, "store_decimal_as_integer": True},
-            most_file_bytes=self._most_file_bytes,
-            most_group_rows=property_as_int(
-                self._metadata.properties, TableProperties.PARQUET_ROW_GROUP_LIMIT
-            ),
-        )
-
-    def staging(self) -> Staging:
-        return self._staging
 
     def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
         if not files and not self._place.tasks:

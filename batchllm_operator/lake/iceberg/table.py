@@ -37,12 +37,6 @@ class IcebergTable(VersionedTable[Table]):
     """A table in an Iceberg catalog."""
 
     def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
-        """The table need not exist yet. `most_file_bytes` bounds new data files.
-
-        Raises:
-            SpecError: pyiceberg's configuration has no such catalog.
-            StorageError: the catalog can't be reached.
-        """
         super().__init__(address.uri, partition_column, most_file_bytes)
         self._catalog = CatalogTable(address)
         self._read_from: tuple[str, Table] = ("", cast(Table, None))

@@ -19,7 +19,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from deltalake import Schema, convert_to_deltalake
 from support.benchmark_modules import load
 from support.fake_job import DS, document_rows
 from support.spark_jobs import Driver, Jobs, only_error, planned_rows, wait_for
@@ -29,7 +28,6 @@ from batchllm_operator.errors import ERROR_MARK, ExitCode
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NUM_ROWS = 300
-NUM_FILES = 3_000
 HOSTS = ("127.0.0.1", "127.0.0.2")  # neither a file nor a task of one serves the other
 
 
@@ -63,35 +61,19 @@ class Outcome:
 @pytest.fixture(scope="module")
 def planned(jobs: Jobs) -> dict[str, Outcome]:
     """Several jobs, each by its name, in the session of one driver."""
-    cluster, many = "/proc/self/cwd", jobs.lake / "many"
-    write_many_files(many)
+    cluster = "/proc/self/cwd"
     specs = {
         "undisturbed": jobs.spec("undisturbed"),
         # A working folder of a process: in those of executors, `stdout` is a file.
         "unwritable": jobs.spec("unwritable", output={"staging_uri": f"{cluster}/stdout"}),
         "apart": jobs.spec("apart", output={"staging_uri": f"{cluster}/staging"}),
-        "parquet": jobs.spec("parquet", input={"uri": f"{many}/parquet"}),
-        "delta": jobs.spec("delta", input={"uri": f"delta+{many}/delta"}),
     }
-    are_cut = [name not in ("parquet", "delta") for name in specs]
-    driver = jobs.start(*specs.values(), are_cut=are_cut)
+    driver = jobs.start(*specs.values())
     outcomes = driver.outcomes()
     return {
         name: Outcome(code, lines, driver.folder)
         for name, (code, lines) in zip(specs, outcomes, strict=True)
     }
-
-
-def write_many_files(folder: Path) -> None:
-    """The same rows as a Parquet and as a Delta table, a file for each."""
-    rows = pa.Table.from_pylist(document_rows(NUM_FILES // 20, 20))
-    for name in ("parquet", "delta"):
-        partition = folder / name / f"ds={DS}"
-        partition.mkdir(parents=True)
-        for number in range(NUM_FILES):
-            pq.write_table(rows.slice(number, 1), partition / f"{number:04}.parquet")
-    by = Schema.from_arrow(pa.schema([("ds", pa.string())]))
-    convert_to_deltalake(folder / "delta", partition_by=by, partition_strategy="hive")
 
 
 @pytest.fixture(scope="module")
@@ -263,12 +245,3 @@ def test_staging_that_isnt_shared(
     assert re.match(ERROR_MARK + fault, only_error(found.lines))
     assert not [path for path in found.folder.rglob("*") if path.is_file()]
     assert jobs.folders(name) == []
-
-
-@pytest.mark.parametrize("name", ["parquet", "delta"])
-def test_many_small_files(jobs: Jobs, planned: dict[str, Outcome], name: str) -> None:
-    """A task reads many of them."""
-    assert planned[name].exit_code == 0, planned[name].lines
-    plan = jobs.plan(name)
-    assert planned_rows(plan) == Counter(range(NUM_FILES))
-    assert 1 < len(plan.manifest.row_parts) < NUM_FILES // 100
