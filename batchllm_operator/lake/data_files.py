@@ -93,17 +93,19 @@ def files_of(data: Path) -> list[Path]:
     return sorted(data.glob("*.parquet")) if data.is_dir() else [data]
 
 
-def row_groups(data: Iterable[Path], columns: StoredColumns) -> Iterator[pa.Table]:
-    """Each row group of local Parquet files that hold `columns`, in these types.
+def stored_batches(data: Iterable[Path], columns: StoredColumns) -> Iterator[pa.RecordBatch]:
+    """Rows of local Parquet files that hold `columns`, in these types.
 
     Raises `TableError` for a value that the table can't keep.
     """
     names, first_row = columns.schema.names, 0
     for path in data:
         with pq.ParquetFile(path) as file:
-            for idx in range(file.num_row_groups):
-                rows = file.read_row_group(idx, columns=names, use_threads=False).select(names)
-                for batch in rows.to_batches():
-                    columns.check(batch, first_row)
-                    first_row += batch.num_rows
-                yield rows.cast(columns.schema)
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(
+                    row_groups=[group], columns=names, use_threads=False
+                ):
+                    rows = batch.select(names)
+                    columns.check(rows, first_row)
+                    first_row += rows.num_rows
+                    yield rows.cast(columns.schema)

@@ -68,7 +68,7 @@ def read_batches(
     steps = _steps(file, fragment.metadata, chosen, in_file)
     pieces = (piece for step in steps for piece in halved(step, _BATCH_BYTES))
     for batch in joined(pieces, _BATCH_BYTES):
-        aligned = _align(batch, schema, folder_values)
+        aligned = align(batch, schema, folder_values)
         if condition is not None:
             aligned = aligned.filter(condition)
         if aligned.num_rows:
@@ -156,7 +156,7 @@ def halved(rows: Rows, most_bytes: int) -> Iterator[Rows]:
     yield from halved(rows.slice(half), most_bytes)
 
 
-def _align(
+def align(
     batch: pa.RecordBatch, schema: pa.Schema, folder_values: Mapping[str, Any]
 ) -> pa.RecordBatch:
     """`batch` with the columns of `schema`, as Arrow's dataset scan evolves a file's schema."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,16 +12,36 @@ from pyarrow import types
 
 from batchllm_operator.errors import TableError
 
+_ALIKE: Final = (
+    *(types.is_boolean, types.is_int32, types.is_int64, types.is_float32, types.is_float64),
+    *(types.is_string, types.is_binary, types.is_date32),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class FormatTypes:
-    """What a table format can hold."""
+    """What a table format can hold: microseconds, UTC, dates of 32 bits."""
 
     format_name: str
-    store: Callable[[pa.DataType], pa.DataType | None]
-    """The format's type for a plain one without parts; None if there is none."""
-    has_calendar: bool = False
+    others: Mapping[pa.DataType, pa.DataType]
+    """The format's types for those that not all formats hold alike."""
+    has_fixed_binary: bool
+    has_calendar: bool
     """Whether its statistics know dates of the years 1 to 9999 only."""
+
+    def store(self, kind: pa.DataType) -> pa.DataType | None:
+        """The format's type for a plain one without parts; None if there is none."""
+        if any(is_such(kind) for is_such in _ALIKE):
+            return kind
+        if types.is_timestamp(kind):
+            return pa.timestamp("us", None if kind.tz is None else "UTC")
+        if types.is_date(kind):
+            return pa.date32()
+        if types.is_decimal(kind) and kind.precision <= 38:
+            return pa.decimal128(kind.precision, kind.scale)
+        if types.is_fixed_size_binary(kind):
+            return kind if self.has_fixed_binary else pa.binary()
+        return self.others.get(kind)
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.lake.data_files import files_of, files_written, gather, row_groups
+from batchllm_operator.lake.data_files import files_of, files_written, gather, stored_batches
+from batchllm_operator.lake.row_stream import align
 from batchllm_operator.lake.schema import StoredColumns, plain_type
 
 
@@ -100,22 +101,13 @@ class Staging(ABC):
         """Files with the columns of `file_schema`: those of `data` if they have them already."""
         if not self.constants and _same_types(self.schema, self.file_schema):
             return data
-        rows = map(self._conformed, row_groups(data, self.stored))
-        groups = gather(rows, self.most_file_bytes)
+        batches = (
+            align(batch, self.file_schema, self.constants)
+            for batch in stored_batches(data, self.stored)
+        )
+        groups = gather((pa.Table.from_batches([b]) for b in batches), self.most_file_bytes)
         limits = self.most_file_bytes, self.options, self.most_group_rows
         return files_written(groups, spool, self.file_schema, *limits)
-
-    def _conformed(self, rows: pa.Table) -> pa.Table:
-        return pa.Table.from_arrays(list(self._columns(rows)), schema=self.file_schema)
-
-    def _columns(self, rows: pa.Table) -> Iterator[pa.ChunkedArray | pa.Array]:
-        for name, kind in zip(self.file_schema.names, self.file_schema.types, strict=True):
-            if name in rows.column_names:
-                yield rows[name].cast(kind)
-            elif name in self.constants:
-                yield pa.repeat(pa.scalar(self.constants[name], kind), rows.num_rows)
-            else:
-                yield pa.nulls(rows.num_rows, kind)
 
 
 @dataclass(frozen=True, slots=True)

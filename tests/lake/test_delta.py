@@ -152,16 +152,6 @@ def test_a_damaged_log(folder: Folder, table: DeltaTable) -> None:
 # Scans
 
 
-def test_a_table_that_was_made_anew(folder: Folder, table: DeltaTable) -> None:
-    write(folder, theirs(1, 2))
-    snapshot = table.snapshot(DS)
-    for name in folder.find():
-        folder.remove(name)
-    write(folder, theirs(3))
-    with pytest.raises(TableError, match=r"vanished .* plan again"):
-        list(DeltaTable(folder.uri, "ds").scan(snapshot, ["n"]))
-
-
 @pytest.mark.parametrize("bound", ["minValues", "maxValues"])
 def test_statistics_that_are_not_numbers(folder: Folder, table: DeltaTable, bound: str) -> None:
     """Spark has NaN as the greatest of all."""
@@ -382,19 +372,6 @@ def meanwhile(action: Callable[[], object], times: int = 1) -> Iterator[None]:
 
     with wrapped((DeltaLog, "commit"), around):
         yield
-
-
-def test_a_schema_that_changes_meanwhile(
-    folder: Folder, table: DeltaTable, publish: Publish
-) -> None:
-    publish("a", 1)
-    more = theirs(9, ds="other", run_id=["x"], score=["high"])
-    with (
-        meanwhile(lambda: write(folder, more, schema_mode="merge")),
-        pytest.raises(TableError, match="'score' holds string"),
-    ):
-        publish("b", 2, score=pa.array([0.5]), add_columns=True)
-    assert values(table) == [1]
 
 
 def test_a_commit_that_never_arrives(folder: Folder, publish: Publish) -> None:

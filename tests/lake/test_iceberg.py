@@ -118,18 +118,6 @@ def test_a_column_that_was_made_wider(lake: IcebergLake, table: LakeTable) -> No
     assert rows(table, ["n"], [FilterTerm(column="n", value=2**40)]) == [{"n": 2**40}]
 
 
-def test_a_snapshot_is_read_with_the_names_it_was_looked_at(
-    lake: IcebergLake, table: LakeTable
-) -> None:
-    lake.append(DS, numbers(1))
-    snapshot = table.snapshot(DS)
-    with lake.load().update_schema() as update:
-        update.rename_column("n", "m")
-    [batch] = table.scan(snapshot, ["n"], [FilterTerm(column="n", value=1)])
-    assert batch.to_pylist() == [{"n": 1}]
-    assert rows(table, ["m"]) == [{"m": 1}]
-
-
 def test_a_snapshot_is_not_read_by_a_later_schema_that_looks_the_same(
     lake: IcebergLake, table: LakeTable
 ) -> None:

@@ -74,28 +74,6 @@ def test_a_part_that_fails_leaves_no_upload(
     assert folder.find() == {}
 
 
-def test_a_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
-    folder = Folder.open(str(tmp_path / "table"))
-    inside: list[int] = []
-    most: list[int] = []
-
-    def work() -> None:
-        for _ in range(20):
-            with exclusive(folder, "ds=x"):
-                inside.append(1)
-                most.append(len(inside))
-                time.sleep(0.001)
-                inside.pop()
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (max(most), len(most)) == (1, 80)
-    assert folder.find() == {}
-
-
 def _hold(path: str, ready: threading.Event) -> None:
     with exclusive(Folder.open(path), "ds=x"):
         ready.set()

@@ -487,15 +487,6 @@ def test_column_names(table: LakeTable) -> None:
         assert rows(table, ["n"], [FilterTerm(column=name, value=second)]) == [{"n": 4}]
 
 
-def test_batches_stay_small(table: LakeTable) -> None:
-    text = pa.array(["x" * 2000] * 20_000)
-    publish(table, pa.table({"n": range(20_000), "text": text}))
-    batches = list(table.scan(table.snapshot(DS), ["n", "text"]))
-    assert sum(batch.num_rows for batch in batches) == 20_000
-    assert all(batch.num_rows <= 4096 for batch in batches)
-    assert all(batch.nbytes <= 17 << 20 for batch in batches)
-
-
 # Publishing
 
 
@@ -690,14 +681,6 @@ def test_foreign_rows_are_neither_replaced_nor_taken_for_ours(
     with pytest.raises(TableError, match="no job of this"):
         publish(table, numbers(1), replaces=None)
     assert values(table) == [5, 6]
-
-
-def test_rows_that_another_program_adds_to_ours(lake: Lake, table: LakeTable) -> None:
-    publish(table, numbers(1))
-    lake.append(DS, pa.table({"n": [5], "run_id": ["theirs"]}))
-    with pytest.raises(TableError, match="no job of this"):
-        publish(table, numbers(2), of_plan("p2"), replaces=of_plan())
-    assert sorted(values(table)) == [1, 5]
 
 
 # Schemas

@@ -149,16 +149,6 @@ def published_is_empty(spec: JobSpec) -> bool:
     return table.published(DS) is None
 
 
-def test_a_second_partition_replaces_nothing(tmp_path: Path, make_spec: MakeSpec) -> None:
-    """Another plan of the same partition replaces it; the table keeps its columns."""
-    write_table(tmp_path / "documents", document_rows(12, 10))
-    spec = make_spec("table")
-    commit_on_spark(finished(spec).folder.uri)
-    write_table(tmp_path / "documents", document_rows(4, 3))
-    commit_on_spark(finished(spec).folder.uri)
-    assert len(published(spec)) == 12
-
-
 def test_columns_that_change_meanwhile(
     tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

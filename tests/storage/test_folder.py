@@ -157,23 +157,6 @@ def test_a_failed_local_write_keeps_the_old_file(
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
-def test_a_local_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    """Whoever has the old file open goes on reading the old content."""
-    folder = Folder.open(str(tmp_path))
-    folder.write_bytes("a", b"old content")
-    with folder.open_file("a") as file:
-        assert file.read(3) == b"old"
-        folder.write_bytes("a", b"new")
-        assert file.read() == b" content"
-
-
-def test_create_writes_once(folder: Folder) -> None:
-    assert folder.create("attempt-1/claim.json", b"first")
-    assert not folder.create("attempt-1/claim.json", b"second")
-    assert folder.read_bytes("attempt-1/claim.json") == b"first"
-    assert list(folder.find()) == ["attempt-1/claim.json"]
-
-
 def test_of_many_that_create_one_name_one_has_written_it(folder: Folder) -> None:
     together = threading.Barrier(8)
 

@@ -35,16 +35,12 @@ if TYPE_CHECKING:
 
 _FILE_PREFIX: Final = "batchllm-"
 _MOST_STATISTIC_CHARS: Final = 64
-_WIDER: Final = {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()}
-_AS_THEY_ARE: Final = (
-    types.is_boolean,
-    types.is_signed_integer,
-    types.is_float32,
-    types.is_float64,
-    types.is_decimal128,
-    types.is_string,
-    types.is_binary,
-    types.is_date32,
+_TYPES: Final = FormatTypes(
+    "Delta",
+    {kind: kind for kind in (pa.int8(), pa.int16())}
+    | {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()},
+    has_fixed_binary=False,
+    has_calendar=False,
 )
 
 
@@ -154,20 +150,6 @@ def _check_free(folder: Folder, where: str) -> None:
                 f"{where}: holds {name!r}, but is no Delta table; move it away or choose another"
                 " output table"
             )
-
-
-def _delta_type(kind: pa.DataType) -> pa.DataType | None:
-    """Wider signed integers, microseconds, UTC, dates of 32 bits."""
-    if any(is_such(kind) for is_such in _AS_THEY_ARE):
-        return kind
-    if types.is_timestamp(kind):
-        return pa.timestamp("us", "UTC" if kind.tz else None)
-    if types.is_date(kind):
-        return pa.date32()
-    return pa.binary() if types.is_fixed_size_binary(kind) else _WIDER.get(kind)
-
-
-_TYPES: Final = FormatTypes("Delta", _delta_type)
 
 
 def _add_action(file: StagedFile, partition_values: Mapping[str, str | None]) -> AddAction:

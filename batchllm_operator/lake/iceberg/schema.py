@@ -6,7 +6,6 @@ import datetime
 from typing import Any, Final
 
 import pyarrow as pa
-from pyarrow import types
 from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids, schema_to_pyarrow
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.types import DateType, NestedField, TimestampType, TimestamptzType
@@ -16,9 +15,16 @@ from batchllm_operator.lake.partition_order import CAN_NOT_NAME, NAME_ONE, value
 from batchllm_operator.lake.schema import FormatTypes, plain_type
 
 _EPOCH: Final = datetime.datetime(1970, 1, 1)
-_SAME: Final = (
-    *(types.is_int32, types.is_int64, types.is_float32, types.is_float64, types.is_boolean),
-    *(types.is_string, types.is_binary, types.is_fixed_size_binary, types.is_date32),
+ICEBERG: Final = FormatTypes(
+    "Iceberg",
+    {
+        **dict.fromkeys((pa.int8(), pa.int16(), pa.uint8(), pa.uint16()), pa.int32()),
+        **dict.fromkeys(map(pa.time32, ("s", "ms")), pa.time64("us")),
+        **dict.fromkeys(map(pa.time64, ("us", "ns")), pa.time64("us")),
+        **{pa.uint32(): pa.int64(), pa.float16(): pa.float32()},
+    },
+    has_fixed_binary=True,
+    has_calendar=True,
 )
 
 
@@ -59,23 +65,3 @@ def python_value(kind: Any, value: Any) -> Any:
     if isinstance(kind, TimestampType | TimestamptzType) and isinstance(value, int):
         return _EPOCH + datetime.timedelta(microseconds=value)
     return value
-
-
-def _iceberg_type(kind: pa.DataType) -> pa.DataType | None:
-    """Wider integers, microseconds, UTC."""
-    if any(is_kind(kind) for is_kind in _SAME):
-        return kind
-    if types.is_integer(kind) and kind.bit_width < 64:
-        return pa.int64() if types.is_uint32(kind) else pa.int32()
-    if types.is_float16(kind):
-        return pa.float32()
-    if types.is_decimal(kind) and kind.precision <= 38:
-        return pa.decimal128(kind.precision, kind.scale)
-    if types.is_timestamp(kind):
-        return pa.timestamp("us", None if kind.tz is None else "UTC")
-    if types.is_date64(kind):
-        return pa.date32()
-    return pa.time64("us") if types.is_time(kind) else None
-
-
-ICEBERG: Final = FormatTypes("Iceberg", _iceberg_type, has_calendar=True)

@@ -11,7 +11,6 @@ from storage.test_folder import (
     test_an_error_of_the_reader_is_not_blamed_on_the_storage,
     test_another_process_is_seen_at_once,
     test_awkward_names,
-    test_create_writes_once,
     test_exists,
     test_find_is_relative_sorted_and_has_sizes,
     test_many_files_are_read_hashed_and_removed,
