@@ -5,7 +5,6 @@ Everything here raises `StorageError` when the storage or a catalog fails.
 
 from batchllm_operator.lake.data_files import gather as gather
 from batchllm_operator.lake.data_files import write_files as write_files
-from batchllm_operator.lake.opening import open_table as open_table
 from batchllm_operator.lake.parquet.table import ParquetTable as ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema as published_schema
 from batchllm_operator.lake.partition_order import NAME_ONE as NAME_ONE
@@ -25,4 +24,5 @@ from batchllm_operator.lake.table import FilePart as FilePart
 from batchllm_operator.lake.table import InputFile as InputFile
 from batchllm_operator.lake.table import LakeTable as LakeTable
 from batchllm_operator.lake.table import Snapshot as Snapshot
+from batchllm_operator.lake.table import open_table as open_table
 from batchllm_operator.lake.versioned import VersionedTable as VersionedTable

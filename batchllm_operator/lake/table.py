@@ -1,4 +1,4 @@
-"""The interface of a lake table, and what its formats have in common."""
+"""The interface of a lake table, what its formats have in common, and opening one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.publishing import Attempt, Publication, check_name, publish_once
@@ -20,7 +22,7 @@ from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import Scan, reading
 from batchllm_operator.lake.schema import StoredColumns
 from batchllm_operator.lake.staging import StagedRows
-from batchllm_operator.spec import FilterTerm
+from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm, TableAddress
 from batchllm_operator.storage import Folder
 
 
@@ -249,3 +251,41 @@ class FolderTable(LakeTable):
         row_groups = None if part is None else part.row_groups
         with self._folder.open_file(file.name, read_ahead=False) as source:
             yield from read_batches(source, scan.schema, file.values, scan.condition, row_groups)
+
+
+def open_table(
+    uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
+) -> LakeTable:
+    """The table at an address of the spec; a folder is opened in the format that lies there.
+
+    `most_file_bytes` bounds published data files, in formats that allow several per partition.
+
+    Raises:
+        SpecError: the address isn't one, or no catalog or storage of its kind is set up.
+        MissingLibraryError: the format's library isn't installed.
+        TableError: an Iceberg table's folder is addressed without its catalog.
+    """
+    try:
+        address = TableAddress.parse(uri)
+    except ValueError as error:
+        raise SpecError(f"{uri}: {error}") from error
+    table_format = _format_in(address) if address.format == "parquet" else address.format
+    try:  # formats that aren't used aren't imported
+        module = import_module(f"batchllm_operator.lake.{table_format}.table")
+        table: LakeTable = module.open_at(address, partition_column, most_file_bytes)
+        return table
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, f"table {uri}") from error
+
+
+def _format_in(address: TableAddress) -> str:
+    """The format of the table in a folder, whose address names none."""
+    folder = Folder.open(address.location)
+    if folder.exists("_delta_log"):
+        return "delta"
+    if any(name.endswith(".metadata.json") for name in folder.child("metadata").find()):
+        raise TableError(
+            f"table {address.uri}: an Iceberg table lies there; write"
+            " iceberg://CATALOG/NAMESPACE.TABLE, as only its catalog knows which of its files count"
+        )
+    return "parquet"
