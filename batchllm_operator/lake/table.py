@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -150,6 +150,13 @@ class LakeTable(ABC):
                     yield batch.select(list(columns))
         if part is None:
             self.check_unchanged(snapshot)
+
+    def narrowed(self, snapshot: Snapshot, conditions: Sequence[FilterTerm]) -> Snapshot:
+        """The snapshot without the files that conditions rule out; the others have no bounds."""
+        scan = Scan.of(self.uri, snapshot.schema, (), conditions)
+        files = [file for file in snapshot.files if scan.may_match(file.lowest, file.highest)]
+        bare = tuple(replace(file, lowest={}, highest={}) for file in files)
+        return replace(snapshot, files=bare)
 
     @abstractmethod
     def _read(

@@ -97,7 +97,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
     """Raises `TokenIdsDifferError` unless `is_exact`; see `Reading`."""
     spec, ds = given.spec, given.ds
     reading = Reading.of(given, is_exact=is_exact)
-    parts = parts_of(given.table, given.snapshot)
+    parts = parts_of(given.table, given.table.narrowed(given.snapshot, spec.input.filter))
     with Progress("plan on Spark", len(PHASES), unit="phases") as progress:
         progress.advance(0, PHASES[0])
         numbers = number_rows(spark, reading, parts)
