@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, cast
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.dataset as pds
@@ -39,7 +39,7 @@ class IcebergTable(VersionedTable[Table]):
     def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
         super().__init__(address.uri, partition_column, most_file_bytes)
         self._catalog = CatalogTable(address)
-        self._read_from: tuple[str, Table] = ("", cast(Table, None))
+        self._read_from: tuple[str, Table, Schema] | None = None
 
     def partitions(self) -> list[str]:
         """Read from metadata, so the table must be partitioned by the column's values."""
@@ -77,7 +77,7 @@ class IcebergTable(VersionedTable[Table]):
 
     def _pin(self, version: Table, partition: str) -> Snapshot:
         snapshot = self._partition(version, partition).snapshot()
-        self._read_from = snapshot.version, version
+        self._read_from = snapshot.version, version, version.schema()
         return snapshot
 
     def _partition(self, table: Table, partition: str) -> Partition:
@@ -101,21 +101,24 @@ class IcebergTable(VersionedTable[Table]):
                 yield chosen
 
     def _at(self, snapshot: Snapshot) -> tuple[Table, Schema]:
-        """The table, and its schema in a snapshot; the last table is kept, for many files."""
+        """The table, and its schema in a snapshot; the last ones are kept, for many files."""
+        last = self._read_from
+        if last is None or last[0] != snapshot.version:
+            last = self._read_from = snapshot.version, *self._loaded(snapshot)
+        return last[1:]
+
+    def _loaded(self, snapshot: Snapshot) -> tuple[Table, Schema]:
+        """See `_at`."""
         where = f"table {self.uri}: snapshot {snapshot.version}"
-        known = _VERSION.fullmatch(snapshot.version)
+        table, known = self._catalog.load(), _VERSION.fullmatch(snapshot.version)
         if known is None:
             raise TableError(f"{where} isn't one of an Iceberg table")
-        table: Table | None = self._read_from[1]
-        if self._read_from[0] != snapshot.version:
-            table = self._catalog.load()
         if table is None or (
             known[1] != "none" and table.metadata.snapshot_by_id(int(known[1])) is None
         ):
             raise TableError(
                 f"{where} is gone: it was expired; keep snapshots for as long as jobs read"
             )
-        self._read_from = snapshot.version, table
         # Names may mean other columns in the table's newest schema.
         schema = table.schemas().get(int(known[2]))
         if schema is None or arrow_schema(schema) != snapshot.schema:
