@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -171,13 +171,18 @@ def _statistics(footer: pq.FileMetaData) -> str:
     lowest: dict[str, Any] = {}
     highest: dict[str, Any] = {}
     null_counts: dict[str, int] = {}
-    for name, groups in _flat_columns(footer):
-        if all(group is not None and group.has_null_count for group in groups):
-            null_counts[name] = sum(group.null_count for group in groups)
-        if not all(group is not None and group.has_min_max for group in groups):
+    for idx in range(footer.num_columns):
+        column = footer.schema.column(idx)
+        if column.path != column.name or column.max_repetition_level:  # it has nested values
+            continue
+        name, groups = column.name, range(footer.num_row_groups)
+        found = [footer.row_group(group).column(idx).statistics for group in groups]
+        if all(group is not None and group.has_null_count for group in found):
+            null_counts[name] = sum(group.null_count for group in found)
+        if not all(group is not None and group.has_min_max for group in found):
             continue
         with suppress(OverflowError, ValueError):  # a date that Python doesn't know, or no groups
-            least, greatest = min(group.min for group in groups), max(group.max for group in groups)
+            least, greatest = min(group.min for group in found), max(group.max for group in found)
             if _is_bound(least) and _is_bound(greatest):
                 lowest[name], highest[name] = least, greatest
     described = {"numRecords": footer.num_rows, "minValues": lowest, "maxValues": highest}
@@ -188,12 +193,3 @@ def _is_bound(value: Any) -> bool:
     return type(value) in (int, date) or (
         type(value) is str and len(value) <= _MOST_STATISTIC_CHARS
     )
-
-
-def _flat_columns(footer: pq.FileMetaData) -> Iterator[tuple[str, list[Any]]]:
-    """The statistics of each row group, for columns without nested values."""
-    for idx in range(footer.num_columns):
-        column = footer.schema.column(idx)
-        if column.path == column.name and not column.max_repetition_level:
-            groups = range(footer.num_row_groups)
-            yield column.name, [footer.row_group(group).column(idx).statistics for group in groups]

@@ -10,12 +10,12 @@ ends with its process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,12 +42,10 @@ from batchllm_operator.streams import ahead
 
 DATA_FILE: Final = "data.parquet"
 _THREADS: Final = 16
-"""Footers that are read at the same time: each is a request."""
+"""Footers that are read at the same time: on S3 each is a request."""
 
 Details = Mapping[str, Any]
 """fsspec's, of a file."""
-Item = TypeVar("Item")
-T = TypeVar("T")
 
 
 def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> ParquetTable:
@@ -85,7 +83,8 @@ class ParquetTable(FolderTable):
         last: pa.Schema | None = None
         pinned: list[InputFile] = []
         columns = hive_values(next(iter(chosen), ""))  # others aren't in the schema
-        for schema, file in self._each(chosen.items(), partial(self._pin, partition)):
+        pin = partial(self._pin, partition)
+        for schema, file in ahead(chosen.items(), pin, num_threads=_THREADS):
             if last is None or not schema.equals(last, check_metadata=True):
                 schemas[file.name] = last = schema
             values = {n: value for n, value in hive_values(file.name).items() if n in columns}
@@ -124,7 +123,7 @@ class ParquetTable(FolderTable):
             return version == file.version
 
         if sizes != {file.name: file.size_bytes for file in snapshot.files} or not all(
-            self._each(snapshot.files, is_same)
+            ahead(snapshot.files, is_same, num_threads=_THREADS)
         ):
             raise StorageError(
                 f"table {self.uri}, partition {snapshot.partition!r}: changed while it was read;"
@@ -215,12 +214,6 @@ class ParquetTable(FolderTable):
             )
         ((name, files),) = holding.items() or ((own, {}),)
         return self._folder.child(name), files
-
-    def _each(self, items: Iterable[Item], work: Callable[[Item], T]) -> Iterator[T]:
-        """`map(work, items)`; on S3 `_THREADS` at a time."""
-        return (
-            map(work, items) if self._folder.is_local else ahead(items, work, num_threads=_THREADS)
-        )
 
     def _merge(self, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
         """One schema for all files, by name; the folders' columns are strings and win."""
