@@ -66,6 +66,8 @@ class Scan:
 
     def may_match(self, lowest: Mapping[str, Any], highest: Mapping[str, Any]) -> bool:
         """Whether a file may have wanted rows, by bounds of its columns' values."""
+        if not self.conditions or not lowest:
+            return True
         known = pds.scalar(True)
         for term in self.conditions:
             kind, column = self.schema.field(term.column).type, pds.field(term.column)
