@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,7 +26,15 @@ from batchllm_operator.errors import ERROR_MARK
 from batchllm_operator.spark.plan_job import PHASES
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-DRIVER: Final = Path(__file__).with_name("spark_driver.py")
+_DRIVER: Final = """
+import sys
+from batchllm_operator import cli
+from batchllm_operator.spark import ranges, reading
+
+ranges.RANGE_BYTES, reading.PART_BYTES = 12_000, 500
+sys.exit(cli.main(["plan", "--ds", sys.argv[1], "--job-json", sys.argv[2], "--on", "spark"]))
+"""
+"""Plans a small table in many parts and ranges."""
 _PATIENCE_S: Final = 240.0
 _QUICK_JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _CONF: Final = {
@@ -81,28 +89,10 @@ class Driver:
     @property
     def error(self) -> str:
         """What the user is told: the last line, and no other."""
-        return only_error(self.lines)
-
-    def outcomes(self) -> list[tuple[int, list[str]]]:
-        """Exit codes and lines of several jobs, at the end."""
-        code = self.wait()
-        found: list[tuple[int, list[str]]] = []
-        lines: list[str] = []
-        for line in self.lines:
-            if line.startswith("exit code "):
-                found.append((int(line.split()[2]), lines))
-                lines = []
-            else:
-                lines.append(line)
-        assert found, (code, self.lines)
-        return found
-
-
-def only_error(lines: Sequence[str]) -> str:
-    (error,) = (line for line in lines if line.startswith(ERROR_MARK))
-    assert lines[-1] == error
-    assert not any(line.startswith("Traceback") for line in lines), "\n".join(lines)
-    return error
+        (error,) = (line for line in self.lines if line.startswith(ERROR_MARK))
+        assert self.lines[-1] == error
+        assert not any(line.startswith("Traceback") for line in self.lines), self.text
+        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +123,11 @@ class Jobs:
         fields = job_fields(str(self.lake), name=name, planner=planner, output=output, **changes)
         return json.dumps(fields)
 
-    def start(self, *specs: str) -> Driver:
-        """A driver that plans in one session, with a working folder of its own."""
+    def start(self, spec: str) -> Driver:
+        """A driver that plans a job, with a working folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="driver-", dir=self.lake))
-        listed = json.dumps(specs)
         process = subprocess.Popen(
-            [sys.executable, "-P", str(DRIVER), DS, listed],
+            [sys.executable, "-P", "-c", _DRIVER, DS, spec],
             cwd=folder,
             env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "BATCHLLM_PROGRESS_INTERVAL_S": "0"},
             stdout=subprocess.DEVNULL,

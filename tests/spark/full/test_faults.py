@@ -10,9 +10,8 @@ import subprocess
 import sys
 import venv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.benchmark_modules import load
 from support.fake_job import DS, document_rows
-from support.spark_jobs import Driver, Jobs, only_error, planned_rows, wait_for
+from support.spark_jobs import Driver, Jobs, planned_rows, wait_for
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import ERROR_MARK, ExitCode
@@ -48,37 +47,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         yield jobs
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of a job in a session of several."""
-
-    exit_code: int
-    lines: Sequence[str]
-    folder: Path
-    """In which the driver worked."""
-
-
 @pytest.fixture(scope="module")
-def planned(jobs: Jobs) -> dict[str, Outcome]:
-    """Several jobs, each by its name, in the session of one driver."""
-    cluster = "/proc/self/cwd"
-    specs = {
-        "undisturbed": jobs.spec("undisturbed"),
-        # A working folder of a process: in those of executors, `stdout` is a file.
-        "unwritable": jobs.spec("unwritable", output={"staging_uri": f"{cluster}/stdout"}),
-        "apart": jobs.spec("apart", output={"staging_uri": f"{cluster}/staging"}),
-    }
-    driver = jobs.start(*specs.values())
-    outcomes = driver.outcomes()
-    return {
-        name: Outcome(code, lines, driver.folder)
-        for name, (code, lines) in zip(specs, outcomes, strict=True)
-    }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(jobs: Jobs, planned: dict[str, Outcome]) -> StoredPlan:
-    assert planned["undisturbed"].exit_code == 0, planned["undisturbed"].lines
+def undisturbed(jobs: Jobs) -> StoredPlan:
+    driver = jobs.start(jobs.spec("undisturbed"))
+    assert driver.wait() == 0, driver.lines
     return jobs.plan("undisturbed")
 
 
@@ -227,21 +199,15 @@ def test_executors_without_the_package(jobs: Jobs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        (
-            "unwritable",
-            r"Spark's executors can't write the plan: /proc/self/cwd/stdout/.*: \[Errno",
-        ),
-        (
-            "apart",
-            r"/proc/self/cwd/staging/.*: the driver doesn't see what Spark's executors write",
-        ),
+        ("stdout", r"Spark's executors can't write the plan: /proc/self/cwd/stdout/.*: \[Errno"),
+        ("staging", r"/proc/self/cwd/staging/.*: the driver doesn't see what Spark's executors w"),
     ],
 )
-def test_staging_that_isnt_shared(
-    jobs: Jobs, planned: dict[str, Outcome], name: str, fault: str
-) -> None:
-    found = planned[name]
-    assert found.exit_code == ExitCode.FAILURE
-    assert re.match(ERROR_MARK + fault, only_error(found.lines))
-    assert not [path for path in found.folder.rglob("*") if path.is_file()]
+def test_staging_that_isnt_shared(jobs: Jobs, name: str, fault: str) -> None:
+    """A working folder of a process: in those of executors, `stdout` is a file."""
+    uri = f"/proc/self/cwd/{name}"
+    driver = jobs.start(jobs.spec(name, output={"staging_uri": uri}))
+    assert driver.wait() == ExitCode.FAILURE
+    assert re.match(ERROR_MARK + fault, driver.error)
+    assert not [path for path in driver.folder.rglob("*") if path.is_file()]
     assert jobs.folders(name) == []
