@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
@@ -131,16 +131,19 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
         return active, False
     # Java that loses its driver while it starts never ends, so a stop waits for it. In a thread,
     # pyspark leaves the handler of SIGINT alone.
+    made: list[tuple[SparkSession, bool]] = []
     with ThreadPoolExecutor(1, "batchllm-spark") as thread:
-        starting = thread.submit(_start, spec)
+        thread.submit(int).result()  # a stop while it begins would lose the thread
         try:
-            wait([starting])
-        except BaseException:
+            thread.submit(lambda: made.append(_start(spec))).result()
+        except KeyboardInterrupt:
             _log.warning("stopping as soon as Spark has started")
-            spark, is_new = starting.result()
-            with _ended(spark) if is_new else nullcontext():
-                raise
-        return starting.result()
+            thread.shutdown()
+            for spark, is_new in made:
+                with _ended(spark) if is_new else nullcontext():
+                    raise
+            raise
+    return made[0]
 
 
 def _start(spec: JobSpec) -> tuple[SparkSession, bool]:
