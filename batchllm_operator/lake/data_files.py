@@ -94,10 +94,7 @@ def files_of(data: Path) -> list[Path]:
 
 
 def stored_batches(data: Iterable[Path], columns: StoredColumns) -> Iterator[pa.RecordBatch]:
-    """Rows of local Parquet files that hold `columns`, in these types.
-
-    Raises `TableError` for a value that the table can't keep.
-    """
+    """Rows of local files in the types of `columns`; raises as `StoredColumns.check`."""
     names, first_row = columns.schema.names, 0
     for path in data:
         with pq.ParquetFile(path) as file:

@@ -22,10 +22,7 @@ _LEAST_ALIKE: Final = 6
 
 
 def value_named(name: str, kind: pa.DataType) -> str | int | date | None:
-    """The value of a partition column whose text is `name`; None if there is none.
-
-    Raises `TypeError`: values of the type can't name partitions.
-    """
+    """The value whose text is `name`, or None; `TypeError` if the type can't name partitions."""
     if types.is_string(kind):
         return name
     if not (types.is_integer(kind) or types.is_date32(kind)):

@@ -100,10 +100,7 @@ class Attempt(Protocol):
 def publish_once(
     uri: str, publication: Publication, replaces: Publication | None, attempt: Attempt
 ) -> None:
-    """Commit until the partition holds the publication, or somebody else's, or commits are refused.
-
-    Raises: see `LakeTable.publish`.
-    """
+    """See `LakeTable.publish`: commit until somebody's rows are there, or commits are refused."""
     refusal: RefusedCommit | None = None
     published = attempt.look()
     for idx in range(_ATTEMPTS):

@@ -48,11 +48,7 @@ class Scan:
     def of(
         cls, uri: str, table: pa.Schema, columns: Sequence[str], conditions: Sequence[FilterTerm]
     ) -> Scan:
-        """A scan of a table with the columns `table`.
-
-        Raises `TableError`: a column is unknown, or its type doesn't allow a condition's
-        comparison.
-        """
+        """A scan of a table with the columns `table`; raises as `LakeTable.scan`."""
         for what, names in (("column", columns), ("filter column", [c.column for c in conditions])):
             for name in names:
                 if name not in table.names:

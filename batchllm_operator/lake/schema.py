@@ -73,10 +73,7 @@ def nested_type(
 
 
 def stored_schema(where: str, rows: pa.Schema, kinds: FormatTypes) -> pa.Schema:
-    """The columns of `rows` in a format's types.
-
-    Raises `TableError`: the format has no type for a column.
-    """
+    """The columns of `rows` in a format's types; raises `TableError` where it has none."""
 
     def stored(kind: pa.DataType) -> pa.DataType:
         plain = plain_type(kind)

@@ -34,9 +34,8 @@ class InputFile:
     """Path relative to the table's root."""
     size_bytes: int
     num_rows: int
-    version: str
-    """Changes with the content: an ETag, a digest of the Parquet footer, `modified:<ms>` for Delta,
-    `immutable` for Iceberg."""
+    version: str = ""
+    """Changes with the content, where files may be replaced: an ETag, or a digest of the footer."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values of partition columns that all its rows have, in the order of the table's layout; None
     is null."""
@@ -169,10 +168,7 @@ class LakeTable(ABC):
 
     @abstractmethod
     def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
-        """The Parquet footer of one of the snapshot's files.
-
-        Raises `TableError`: the file is gone or damaged.
-        """
+        """The Parquet footer of one of the snapshot's files; raises `TableError` if it is gone."""
 
     def check_unchanged(self, snapshot: Snapshot) -> None:  # noqa: B027 - versions don't change
         """Check that what was read since the snapshot was taken is the snapshot.

@@ -1,5 +1,1 @@
-"""Plans and commits of tables that outgrow one machine (ADR 36).
-
-The only room that imports pyspark.
-Spark moves rows, sorts them and repeats what failed; all else is the code that works without it.
-"""
+"""Plans and commits of tables that outgrow one machine (ADR 36). Only this room imports pyspark."""

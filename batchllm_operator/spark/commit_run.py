@@ -154,10 +154,7 @@ def _joined(
     rows_each: int,
     num_ranges: int,
 ) -> list[StagedFile]:
-    """Write the data files of each range; returns them in row order.
-
-    Raises `PlanError`: outputs and rows aren't one to one.
-    """
+    """Write the data files of each range; returns them in row order."""
     from pyspark.sql.functions import col
 
     fields = pa.schema([ROW_FIELD, *output_fields(part_schema(plan.manifest.spec))])

@@ -69,10 +69,7 @@ class PartResult(Frozen):
 def draw_sample(
     spark: SparkSession, reading: Reading, parts: Sequence[Part], numbers: RowNumbers
 ) -> list[Place]:
-    """Keys and places of some prompts, sorted: which ones is a function of the snapshot alone.
-
-    Raises as `rows_of`.
-    """
+    """Keys and places of some prompts, sorted: which ones is a function of the snapshot alone."""
     wanted = min(max(numbers.num_rows // _ROWS_PER_SAMPLE, _LEAST_SAMPLE), _MOST_SAMPLE)
     by_hash = sorted(parts, key=lambda part: blake2b(str(part.number).encode()).digest())
     chosen = sorted(by_hash[:_MOST_PARTS], key=lambda part: part.number)

@@ -182,10 +182,7 @@ class RowNumbers:
 
 
 def number_rows(spark: SparkSession, reading: Reading, parts: Sequence[Part]) -> RowNumbers:
-    """Count the rows of each part, and check their keys.
-
-    Raises `KeyColumnError`: keys aren't unique or are null; names up to ten.
-    """
+    """Count the rows of each part, and check their keys (`KeyColumnError`)."""
     from pyspark.sql.functions import col
 
     key, where = reading.spec.input.key, reading.where

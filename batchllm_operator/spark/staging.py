@@ -66,10 +66,7 @@ class Staging:
         return cls(job_folder(spec, ds).child(f"staged-{uuid.uuid4().hex}").uri)
 
     def publish(self, path: Path, stem: str, num_rows: int) -> StagedFile:
-        """Copy a task's local file into the folder.
-
-        Raises `StorageError`: it can't be written, or the driver has closed the folder.
-        """
+        """Copy a task's local file into the folder, unless the driver has closed it."""
         described = describe_file(path)
         name = f"{stem}-{described.sha256}.parquet"
         folder = Folder.open(self.uri)
@@ -79,10 +76,7 @@ class Staging:
         return StagedFile(name=name, num_rows=num_rows, described=described)
 
     def open(self, spark: SparkSession) -> None:
-        """Open the folder for tasks, and check that the driver sees what they write.
-
-        Raises `StorageError`: it doesn't, or they can't write.
-        """
+        """Open the folder for tasks, and check that the driver sees what they write."""
         (fault,) = reports_of(tasks(spark, [self.uri], str, _opened), str)
         if fault:
             raise StorageError(f"Spark's executors can't write the plan: {fault}")
@@ -95,10 +89,7 @@ class Staging:
     def name_files(
         self, spark: SparkSession, names: Sequence[tuple[str, str]], target: Folder
     ) -> None:
-        """Give files, by pairs of name and new name, their names in the plan's folder.
-
-        Raises `StorageError`: one can't be copied.
-        """
+        """Give files, by pairs of name and new name, their names in the plan's folder."""
         dealt = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
         copy = partial(_copied, self.uri, target.uri)
         rows_of(tasks(spark, dealt, list[tuple[str, str]], copy))

@@ -6,6 +6,7 @@ import datetime
 import io
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 from support.lake_tables import (
     DS,
     HIVE_NULL,
@@ -28,7 +31,7 @@ from support.lake_tables import (
 )
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
-from batchllm_operator.lake import LakeTable, in_order, open_table
+from batchllm_operator.lake import FilePart, LakeTable, in_order, open_table
 from batchllm_operator.lake.parquet.table import ParquetTable
 from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.spec import FilterTerm
@@ -391,6 +394,11 @@ def test_partition_columns_of_other_types(
             publish(table, numbers(5), of_plan(partition=other), replaces=None)
     publish(table, numbers(5), of_plan("b", name))
     assert rows(table, ["n", "ds"], partition=name) == [{"n": 5, "ds": value}]
+    snapshot = table.snapshot(name)  # as Spark's tasks read it
+    for file in snapshot.files:
+        part = TypeAdapter(FilePart).validate_json(to_json(FilePart(file)))
+        [batch] = open_lake(lake).scan(replace(snapshot, files=()), ["n", "ds"], part=part)
+        assert batch.to_pylist() == [{"n": 5, "ds": value}]
 
 
 def test_a_partition_column_of_times_is_refused_with_the_nearest_names(lake: Lake) -> None:

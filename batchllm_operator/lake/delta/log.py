@@ -67,10 +67,7 @@ class DeltaLog:
         import deltalake  # noqa: F401 - else the first use says that it is missing
 
     def latest(self) -> TableVersion | None:
-        """The table as it is now; None if there is none.
-
-        Raises `TableError`: the log is damaged, or needs a feature that can't be read.
-        """
+        """The table as it is now; None if there is none."""
         from deltalake.exceptions import DeltaError, TableNotFoundError
 
         try:

@@ -52,17 +52,13 @@ class TableVersion:
                     name=unquote(action["path"]),
                     size_bytes=action["size_bytes"],
                     num_rows=-1 if num_rows is None else num_rows,
-                    version=f"modified:{action['modification_time']}",
                     values={name: action["partition"][name] for name in self.partition_columns},
                     lowest=action.get("min") or {},
                     highest=action.get("max") or {},
                 )
 
     def files_of(self, column: str, partition: str) -> list[InputFile]:
-        """A partition's files, by name.
-
-        Raises `TableError`: the table isn't partitioned by the column, or a file lies elsewhere.
-        """
+        """A partition's files, by name; raises `TableError` if one lies outside of the table."""
         self.check_partitioned_by(column)
         value = self.partition_value(column, partition)
         if value is None:
@@ -85,10 +81,7 @@ class TableVersion:
             )
 
     def partition_value(self, column: str, partition: str) -> str | int | date | None:
-        """The partition column's value whose text is `partition`; None if there is none.
-
-        Raises `TableError`: the column doesn't hold strings, integers or dates.
-        """
+        """The partition column's value whose text is `partition`; None if there is none."""
         kind = self.schema.field(column).type
         try:
             value = value_named(partition, kind)

@@ -58,10 +58,7 @@ class CatalogTable:
         self._catalog = self._open()
 
     def load(self) -> Table | None:
-        """The table as it is now; None if there is none.
-
-        Raises `TableError`: the catalog has another kind of table there.
-        """
+        """The table as it is now; None if there is none."""
         try:
             with iceberg_errors(self.uri, faults=(), passing=_MISSING):
                 return self._catalog.load_table(self._identifier)
@@ -90,10 +87,7 @@ class CatalogTable:
             new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location="")
 
     def create(self, rows: pa.Schema, partition_column: str) -> Table:
-        """Create the table for such rows, with a further partition column of strings.
-
-        Raises `TableError`: there is no such namespace, or a column's type isn't one of Iceberg's.
-        """
+        """Create the table for such rows, with a further partition column of strings."""
         with self._creating():
             schema, spec = self._described(rows, partition_column)
             try:

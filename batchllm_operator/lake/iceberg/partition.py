@@ -25,11 +25,7 @@ from batchllm_operator.lake.table import InputFile, Snapshot
 
 @dataclass(eq=False)
 class Partition:
-    """The files of a partition.
-
-    Raises `TableError`: the table isn't partitioned by the column, or the partition's name can't be
-    a value of it.
-    """
+    """The files of a partition."""
 
     table: Table
     uri: str
@@ -82,15 +78,15 @@ class Partition:
             source = self._schema.find_field(part.source_id)
             if _is_identity(part, source.field_id):
                 values[source.name] = python_value(source.field_type, file.partition[place])
+        deletes = ((each.file_path, each.file_format.value) for each in task.delete_files)
         return InputFile(
             file.file_path.removeprefix(root_of(self.table)),
             file.file_size_in_bytes,
             file.record_count,
-            "immutable",
-            values,
-            self._bounds(file.lower_bounds or {}),
-            self._bounds(file.upper_bounds or {}),
-            tuple(sorted((each.file_path, each.file_format.value) for each in task.delete_files)),
+            values=values,
+            lowest=self._bounds(file.lower_bounds or {}),
+            highest=self._bounds(file.upper_bounds or {}),
+            deletes=tuple(sorted(deletes)),
         )
 
     def _bounds(self, bounds: Mapping[int, bytes]) -> dict[str, Any]:
@@ -107,10 +103,7 @@ def root_of(table: Table) -> str:
 
 
 def partition_names(table: Table, uri: str, column: str) -> list[str]:
-    """Names of the partitions in the table's newest state, ascending.
-
-    Raises `TableError`: the table isn't partitioned by the column's values.
-    """
+    """Names of the partitions in the table's newest state, ascending."""
     field = _partition_field(table, uri, column)
     names: set[str] = set()
     with iceberg_errors(uri):

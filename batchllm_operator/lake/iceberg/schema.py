@@ -43,11 +43,7 @@ def iceberg_schema(rows: pa.Schema) -> Schema:
 
 
 def partition_value(where: str, field: NestedField, partition: str) -> str | int | datetime.date:
-    """The column's value for a partition's name; each value has one name.
-
-    Raises `TableError`: the name isn't a value of the field's type, or that type can't name
-    partitions.
-    """
+    """The column's value for a partition's name; raises `TableError` if it has none."""
     holds = f"{where}: the partition column holds {field.field_type}"
     try:
         value = value_named(partition, arrow_schema(Schema(field)).field(0).type)

@@ -27,10 +27,7 @@ def folder_name(column: str, value: str) -> str:
 
 
 def hive_values(name: str) -> dict[str, str | None]:
-    """Partition columns and values in a relative file name such as `ds=2026-01-31/a.parquet`.
-
-    None is null.
-    """
+    """Partition columns and values in a name such as `ds=2026-01-31/a.parquet`; None is null."""
     segments = name.split("/")[:-1]
     pairs = (segment.partition("=") for segment in segments if "=" in segment)
     return {
@@ -74,10 +71,7 @@ class Partitions:
         ]
 
     def files_near(self, partition: str) -> dict[str, dict[str, Any]]:
-        """Files that readers see, by name: the partition's, or all if it has none.
-
-        Raises `TableError`: a file of the partition can't be read, and isn't skipped.
-        """
+        """Files that readers see, by name: the partition's, or all if it has none."""
         files = {
             f"{name}/{below}": details
             for name in self.folders(partition)
@@ -98,8 +92,6 @@ class Partitions:
         """Refuse to write a table on top of another: readers would take both for one.
 
         Of a table that has partitions, only folders of other columns are looked at.
-
-        Raises `TableError`: there is Parquet that isn't in a partition.
         """
         columns = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
         folders = [f"{name}/" for name, values in columns.items() if self.column not in values]

@@ -250,10 +250,7 @@ def _listing_version(files: Iterable[InputFile]) -> str:
 
 @contextmanager
 def exclusive(folder: Folder, name: str) -> Iterator[None]:
-    """Lock the local file `name` against replacement; on S3 do nothing.
-
-    Raises `StorageError`: the folder can't be created, or can't hold a lock.
-    """
+    """Lock the local file `name` against replacement; on S3 do nothing."""
     if not folder.is_local:
         yield
         return
