@@ -58,12 +58,9 @@ def tasks(
     work: Callable[[Any], Iterator[pa.RecordBatch]],
     schema: pa.Schema = REPORTS,
 ) -> DataFrame:
-    """A data frame of what `work` makes of each item, which is a partition and a task.
+    """A data frame of what `work` makes of each item, a task each; see `mapped`.
 
-    Args:
-        items: of a type `kind` that pydantic writes as JSON and reads.
-        work: see `mapped`.
-        schema: of its batches.
+    Items are of a type `kind` that pydantic writes as JSON and reads.
     """
     from pyspark.sql.functions import col
 
@@ -80,12 +77,9 @@ def tasks(
 
 
 def mapped(frame: DataFrame, work: Task, schema: pa.Schema = REPORTS) -> DataFrame:
-    """A data frame of what `work` makes of each partition.
+    """A data frame of what `work` makes of each partition's batches: batches of `schema`.
 
-    Args:
-        work: gets a partition's batches. Errors of ours that it raises reach the driver as they
-            are.
-        schema: of its batches.
+    Errors of ours that it raises reach the driver as they are.
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -102,12 +96,7 @@ def mapped(frame: DataFrame, work: Task, schema: pa.Schema = REPORTS) -> DataFra
 
 
 def rows_of(frame: DataFrame) -> list[Row]:
-    """All rows of a data frame that tasks make.
-
-    Raises:
-        BatchLLMError, TokenIdsDifferError: the one that a task raised.
-        SparkJobError: the job failed for another reason: the last line of a task's traceback.
-    """
+    """All rows of a data frame that tasks make; raises as `named_failures`."""
     with named_failures("Spark's job failed"):
         return frame.collect()
 

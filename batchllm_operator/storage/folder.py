@@ -35,7 +35,10 @@ _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that need not exist yet; names in it use `/` and never start with one."""
+    """A folder that need not exist yet; names in it use `/` and never start with one.
+
+    To read a file that isn't there raises `FileNotFoundError`.
+    """
 
     fs: Any  # fsspec.AbstractFileSystem; fsspec ships no types
     path: str
@@ -47,8 +50,7 @@ class Folder:
         Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client, unless
         `options` of the file system say otherwise.
 
-        Raises `SpecError`: the URI's scheme isn't one of ours, or its file system isn't installed,
-        or it can't be a path, or it holds credentials.
+        Raises `SpecError`: the URI isn't one of these, or holds credentials.
         """
         if holds_credentials(uri):  # without the URI, which goes into plans and reports, too
             raise SpecError(
@@ -134,8 +136,6 @@ class Folder:
 
         Without `read_ahead` each read on S3 is one request for just those bytes, for readers that
         seek in large steps.
-
-        Raises `FileNotFoundError`: there is no such file.
         """
         options = {} if read_ahead or self.is_local else {"cache_type": "none"}
         with self._errors(name):
@@ -144,18 +144,12 @@ class Folder:
             yield file
 
     def read_bytes(self, name: str, start: int | None = None) -> bytes:
-        """The content of `name`, from byte `start` on.
-
-        Raises `FileNotFoundError`: there is no such file.
-        """
+        """The content of `name`, from byte `start` on."""
         with self._errors(name):
             return bytes(self.fs.cat_file(self.full_path(name), start=start))
 
     def sha256(self, name: str) -> str:
-        """SHA-256 (hex) of `name`, read in chunks.
-
-        Raises `FileNotFoundError`: there is no such file.
-        """
+        """SHA-256 (hex) of `name`, read in chunks."""
         options = {} if self.is_local else {"block_size": _READ_AHEAD_BYTES}
         with self._errors(name), self.fs.open(self.full_path(name), "rb", **options) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -175,8 +169,7 @@ class Folder:
         After an error the file is read back, because the answer to a successful write may be lost.
         Competing callers therefore put a random token into `data`.
 
-        Raises `StorageError`: nothing was written, as far as can be known; or see
-        `check_conditional_writes`.
+        Raises `StorageError`: nothing was written, as far as can be known.
         """
         from botocore.exceptions import BotoCoreError
 
@@ -196,10 +189,7 @@ class Folder:
             raise AssertionError("the last try returns or raises")
 
     def check_conditional_writes(self, *conditions: Condition) -> None:
-        """Refuse a store of S3 that ignores conditional writes; see `s3.check_honours`.
-
-        Raises `StorageError`: it ignores or lacks a condition.
-        """
+        """Raise `StorageError` at a store of S3 that ignores conditions; see `s3.check_honours`."""
         if not self.is_local:
             check_honours(self.fs, self.path, *conditions)
 
@@ -216,8 +206,6 @@ class Folder:
         """Make `name` a file of another folder of the same storage, too, replacing what is there.
 
         On local disk both names share their bytes where links are possible; S3 copies by itself.
-
-        Raises `FileNotFoundError`: there is no such file.
         """
         with self._errors(name):
             if not self.is_local:
