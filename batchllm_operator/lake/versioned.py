@@ -7,9 +7,9 @@ version = _latest() -> _pin(version, partition): Snapshot -> whose rows it holds
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -124,17 +124,13 @@ class VersionedTable(LakeTable, Generic[Version]):
         version = self._latest() or self._create(columns)
         return self._change(version, partition, columns, add_columns=add_columns).staging
 
-    @contextmanager
     def _attempt(
         self, publication: Publication, data: Path | StagedRows, add_columns: bool
-    ) -> Iterator[_Attempt]:
-        attempt = _Attempt(self, publication, data, add_columns)
-        try:
-            yield attempt
-        finally:
-            attempt.close()
+    ) -> AbstractContextManager[_Attempt]:
+        return closing(_Attempt(self, publication, data, add_columns))
 
 
+@dataclass
 class _Attempt:
     """See `publishing.Attempt`.
 
@@ -142,50 +138,46 @@ class _Attempt:
     refer to them, so not while the outcome of a commit is unknown.
     """
 
-    def __init__(
-        self,
-        table: VersionedTable[Any],
-        publication: Publication,
-        data: Path | StagedRows,
-        add_columns: bool,
-    ) -> None:
-        self._table, self._publication, self._data = table, publication, data
-        self._add_columns = add_columns
-        self._columns = (
-            data.staging.schema
-            if isinstance(data, StagedRows)
-            else pq.read_schema(files_of(data)[0])
-        )
-        self._is_ours = not isinstance(data, StagedRows)
+    table: VersionedTable[Any]
+    publication: Publication
+    data: Path | StagedRows
+    add_columns: bool
+
+    def __post_init__(self) -> None:
+        self._is_ours = isinstance(self.data, Path)
+        if isinstance(self.data, StagedRows):
+            self._columns = self.data.staging.schema
+        else:
+            self._columns = pq.read_schema(files_of(self.data)[0])
         self._tried: list[Change[Any]] = []  # any may be in the table
         self._may_be_referred_to = False
 
     def look(self) -> Publication | None:
         # Another writer may create the table first: what it holds then is looked at below.
-        self._version = self._table._latest() or self._table._create(self._columns)
+        self._version = self.table._latest() or self.table._create(self._columns)
         if any(self._version and change.is_in(self._version) for change in self._tried):
-            return self._publication
-        return self._table._published_in(self._version, self._publication.partition)
+            return self.publication
+        return self.table._published_in(self._version, self.publication.partition)
 
     def commit(self) -> RefusedCommit | None:
-        partition = self._publication.partition
-        change = self._table._change(
-            self._version, partition, self._columns, add_columns=self._add_columns
+        partition = self.publication.partition
+        change = self.table._change(
+            self._version, partition, self._columns, add_columns=self.add_columns
         )
-        if not isinstance(self._data, StagedRows):
-            self._data = StagedRows(change.staging, tuple(change.staging.put(self._data)))
-        self._data.staging.check_unchanged(change.staging)
+        if not isinstance(self.data, StagedRows):
+            self.data = StagedRows(change.staging, tuple(change.staging.put(self.data)))
+        self.data.staging.check_unchanged(change.staging)
         self._tried.append(change)
         before, self._may_be_referred_to = self._may_be_referred_to, True
-        refused = change.commit(self._data.files, self._publication)
+        refused = change.commit(self.data.files, self.publication)
         if refused is not None and refused.is_certain:
             self._may_be_referred_to = before
             return replace(refused, may_arrive=before)
         return refused
 
     def close(self) -> None:
-        if self._is_ours and isinstance(self._data, StagedRows) and not self._may_be_referred_to:
-            self._data.staging.remove([file.name for file in self._data.files])
+        if self._is_ours and isinstance(self.data, StagedRows) and not self._may_be_referred_to:
+            self.data.staging.remove([file.name for file in self.data.files])
 
 
 def _values(column: pa.Array) -> set[Any]:
