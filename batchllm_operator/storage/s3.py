@@ -86,7 +86,13 @@ def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:
         fs.call_s3("put_object", **target)
         try:
             for condition in unknown:
-                _check(fs, target, condition, f"s3://{folder}: the S3 store of bucket {bucket!r}")
+                if (how := _breach(fs, target, condition)) is not None:
+                    raise StorageError(
+                        f"s3://{folder}: the S3 store of bucket {bucket!r} {how} conditional writes"
+                        f" ({_UNMET[condition][0]}), so concurrent workers and commits would"
+                        " overwrite each other; use a store that honours them, as AWS S3, MinIO"
+                        " and R2 do, or a newer version of this one"
+                    )
                 _proven.add((endpoint, bucket, condition))
         finally:
             with suppress(OSError, BotoCoreError):  # not all may delete; readers skip the file
@@ -95,22 +101,17 @@ def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:
         _log.debug("s3://%s: conditional writes can't be tried: %s", folder, error)
 
 
-def _check(fs: Any, target: dict[str, Any], condition: Condition, where: str) -> None:
-    header, value = _UNMET[condition]
+def _breach(fs: Any, target: dict[str, Any], condition: Condition) -> str | None:
+    """What the store does with a condition that doesn't hold, in place of refusing the write."""
     try:
-        fs.call_s3("put_object", **target, **{condition: value})
-        how = "ignores"
+        fs.call_s3("put_object", **target, **{condition: _UNMET[condition][1]})
+        return "ignores"
     except OSError as error:
         if is_unmet(error):
-            return
+            return None
         if http_status(error) not in (400, 501):
             raise
-        how = "doesn't know"
-    raise StorageError(
-        f"{where} {how} conditional writes ({header}), so concurrent workers and commits would"
-        " overwrite each other; use a store that honours them, as AWS S3, MinIO and R2 do, or a"
-        " newer version of this one"
-    )
+        return "doesn't know"
 
 
 def http_status(error: BaseException) -> int | None:

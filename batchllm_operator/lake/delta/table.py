@@ -13,12 +13,8 @@ from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.table import FolderTable, Snapshot
 from batchllm_operator.lake.versioned import VersionedTable
-from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
+from batchllm_operator.spec import TARGET_FILE_BYTES
 from batchllm_operator.storage import Folder
-
-
-def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> DeltaTable:
-    return DeltaTable(address.location, partition_column, most_file_bytes)
 
 
 class DeltaTable(FolderTable, VersionedTable[TableVersion]):

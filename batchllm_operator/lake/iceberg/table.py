@@ -29,10 +29,6 @@ from batchllm_operator.spec import TableAddress
 _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapshot, of the schema
 
 
-def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> IcebergTable:
-    return IcebergTable(address, partition_column, most_file_bytes)
-
-
 class IcebergTable(VersionedTable[Table]):
     """A table in an Iceberg catalog."""
 

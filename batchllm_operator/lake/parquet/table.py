@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ from batchllm_operator.lake.scanning import reading
 from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas
 from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.lake.table import FolderTable, InputFile, Snapshot
-from batchllm_operator.spec import TableAddress
 from batchllm_operator.storage import Folder, s3
 from batchllm_operator.streams import ahead
 
@@ -46,10 +45,6 @@ _THREADS: Final = 16
 
 Details = Mapping[str, Any]
 """fsspec's, of a file."""
-
-
-def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> ParquetTable:
-    return ParquetTable(Folder.open(address.location), partition_column)
 
 
 class ParquetTable(FolderTable):
@@ -103,14 +98,11 @@ class ParquetTable(FolderTable):
 
     def _newest_schema(self, files: Mapping[str, Details], partition: str) -> dict[str, pa.Schema]:
         """The columns of an absent partition: those of the last readable file."""
-        broken: TableError | None = None
-        for item in reversed(list(files.items())):
-            try:
+        newest, *others = reversed(list(files.items()))
+        for item in (newest, *others):
+            with suppress(TableError):
                 return {item[0]: self._pin(partition, item)[0]}
-            except TableError as error:
-                broken = broken or error
-        assert broken is not None, "a table without files has been refused"
-        raise broken
+        return {newest[0]: self._pin(partition, newest)[0]}  # raises
 
     def check_unchanged(self, snapshot: Snapshot) -> None:
         near = self._partitions.files_near(snapshot.partition)
