@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -355,9 +355,10 @@ def test_a_stop_waits_until_java_has_started(
 ) -> None:
     """Then the new session is ended."""
     seen: list[str] = []
+    main = threading.get_ident()
 
     def start(spec: JobSpec) -> tuple[Any, bool]:
-        os.kill(os.getpid(), number)
+        signal.pthread_kill(main, number)
         time.sleep(0.2)
         seen.append("started")
         return SimpleNamespace(stop=lambda: seen.append("stopped")), True

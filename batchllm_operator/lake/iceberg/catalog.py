@@ -23,8 +23,6 @@ from pyiceberg.exceptions import ValidationError as IcebergValidationError
 from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
-from pyiceberg.table.metadata import new_table_metadata
-from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.utils.config import Config
 
@@ -83,8 +81,7 @@ class CatalogTable:
         """Raise `TableError` if `create` would."""
         with self._creating():
             self._catalog.load_namespace_properties(self._identifier[:-1])
-            schema, spec = self._described(rows, partition_column)
-            new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location="")
+            self._described(rows, partition_column)
 
     def create(self, rows: pa.Schema, partition_column: str) -> Table:
         """Create the table for such rows, with a further partition column of strings."""
