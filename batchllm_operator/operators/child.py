@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import queue
+import re
+import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Final
+from typing import Final
 
 from batchllm_operator.errors import ERROR_MARK
 from batchllm_operator.secrets import Masker
 
 _POLL_S: Final = 0.2
-_DRAIN_S: Final = 5.0  # for output left in the pipes when the command has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class ChildOutcome:
     exit_code: int
     """As in a shell: 128 + signal number for a child that a signal ended."""
     error: str
-    """The command's last error message, or its last line on stderr; may be empty."""
+    """The command's last error message, or its last line; may be empty."""
     stop_reason: str | None
     """Why it was asked to stop; None if it wasn't."""
 
@@ -40,23 +39,15 @@ class ChildProcess:
     """
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        kill_grace_s: float,
-        masker: Masker | None = None,
+        self, argv: Sequence[str], *, env: Mapping[str, str], kill_grace_s: float, masker: Masker
     ) -> None:
-        self._argv = tuple(argv)
-        self._env = dict(env)
-        self._masker = masker or Masker()
-        self._kill_grace_s = kill_grace_s
-        self._process: subprocess.Popen[str] | None = None
+        self._argv, self._env = tuple(argv), dict(env)
+        self._kill_grace_s, self._masker = kill_grace_s, masker
+        self._process: subprocess.Popen[bytes] | None = None
         self._kill_at_s: float | None = None
         self._stop_reason: str | None = None
-        self._error = ""
-        self._last_line = ""
-        self._lines: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
+        self._unfinished_line = b""
+        self._error = self._last_line = ""
 
     def run(self, log: Callable[[str], None]) -> ChildOutcome:
         """Run the command, pass each line that it prints to `log`, and wait for its end.
@@ -74,27 +65,24 @@ class ChildProcess:
             env=self._env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            bufsize=1,
+            stderr=subprocess.STDOUT,
             process_group=0,
         )
-        readers = self._start_readers(process)
-        try:
-            self._wait(process, log, parent_pid)
-        except BaseException as error:
-            self.stop(type(error).__name__)
-            self._wait(process, log, parent_pid)
-            raise
-        finally:
-            if process.returncode != 0:  # its own children may still run
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            for reader in readers:
-                reader.join(_DRAIN_S)
-        self._log_lines(log)
+        assert process.stdout is not None
+        with process.stdout as output:
+            try:
+                self._wait(process, output.fileno(), log, parent_pid)
+            except BaseException as error:
+                self.stop(type(error).__name__)
+                self._wait(process, output.fileno(), log, parent_pid)
+                raise
+            finally:
+                if process.returncode != 0:  # its own children may still run
+                    _kill_group(process.pid)
+                    process.wait()
+            while self._log_lines(output.fileno(), log):
+                pass
+        self._log_line(self._unfinished_line, log)
         code = process.returncode
         exit_code = 128 - code if code < 0 else code
         return ChildOutcome(exit_code, self._error or self._last_line, self._stop_reason)
@@ -113,39 +101,40 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
 
-    def _start_readers(self, process: subprocess.Popen[str]) -> list[threading.Thread]:
-        def read(stream: IO[str], is_stderr: bool) -> None:  # only reads: `run` alone logs
-            with stream:
-                for line in stream:
-                    self._lines.put((is_stderr, self._masker(line).rstrip()))
-
-        streams = [(process.stdout, False), (process.stderr, True)]
-        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
-        for reader in readers:
-            reader.start()
-        return readers
-
     def _wait(
-        self, process: subprocess.Popen[str], log: Callable[[str], None], parent_pid: int
+        self,
+        process: subprocess.Popen[bytes],
+        output: int,
+        log: Callable[[str], None],
+        parent_pid: int,
     ) -> None:
         """Log lines until the process has ended; kill it when its grace period is over."""
         while process.poll() is None:
             if os.getppid() != parent_pid:
                 self.stop("the process that supervised this task has died")
             if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            self._log_lines(log, timeout_s=_POLL_S)
+                _kill_group(process.pid)
+            if not self._log_lines(output, log, _POLL_S):
+                time.sleep(_POLL_S / 20)  # it may have closed its output
 
-    def _log_lines(self, log: Callable[[str], None], timeout_s: float = 0.0) -> None:
-        """Log what has been read, waiting up to `timeout_s` for the first line."""
-        with suppress(queue.Empty):
-            is_stderr, line = self._lines.get(timeout=timeout_s)
-            while True:
-                if line:
-                    log(line)
-                    if is_stderr:
-                        self._last_line = line
-                    if line.startswith(ERROR_MARK):
-                        self._error = line.removeprefix(ERROR_MARK)
-                is_stderr, line = self._lines.get_nowait()
+    def _log_lines(self, output: int, log: Callable[[str], None], wait_s: float = 0.0) -> bool:
+        """Log what the command has printed; false if it prints nothing for `wait_s`."""
+        reading = select.poll()
+        reading.register(output, select.POLLIN)
+        data = os.read(output, 1 << 16) if reading.poll(wait_s * 1000) else b""
+        *lines, self._unfinished_line = re.split(rb"[\r\n]", self._unfinished_line + data)
+        for line in lines:
+            self._log_line(line, log)
+        return bool(data)
+
+    def _log_line(self, line: bytes, log: Callable[[str], None]) -> None:
+        if text := self._masker(line.decode("utf-8", "replace")).rstrip():
+            log(text)
+            self._last_line = text
+            if text.startswith(ERROR_MARK):
+                self._error = text.removeprefix(ERROR_MARK)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

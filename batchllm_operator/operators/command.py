@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, NoReturn
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
-from airflow.sdk import BaseOperator
+from airflow.sdk import BaseOperator, Context, XComArg
 
 from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
 from batchllm_operator.operators.child import ChildOutcome, ChildProcess
@@ -39,8 +39,7 @@ class CommandRunner:
     ) -> None:
         self._log = log
         self._env = credentials.added_to({**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})})
-        self._masker = credentials.masker
-        self._kill_grace_s = kill_grace_s
+        self._masker, self._kill_grace_s = credentials.masker, kill_grace_s
         self._child: ChildProcess | None = None
 
     def run(self, command: str, *arguments: str) -> dict[str, Any]:
@@ -51,7 +50,9 @@ class CommandRunner:
                 failed, or the command speaks another result version; a retry won't help.
             AirflowException: the command failed in any other way, or was stopped.
         """
-        self._log.info("Running batchllm %s", _shown(command, arguments))
+        is_json = [False, *(argument == "--job-json" for argument in arguments)]
+        shown = ("..." if hides else text for text, hides in zip(arguments, is_json, strict=False))
+        self._log.info("Running batchllm %s", " ".join((command, *shown)))
         result, outcome = self._run(command, arguments, self._log.info)
         if result is None:
             _raise_failure(command, outcome)
@@ -83,22 +84,21 @@ class CommandRunner:
         self, command: str, arguments: Sequence[str], log: Callable[[str], None]
     ) -> tuple[dict[str, Any] | None, ChildOutcome]:
         with TemporaryDirectory(prefix="batchllm-") as folder:
-            result_path = Path(folder) / "result.json"
-            argv = (*_COMMAND, command, *arguments)
+            path = Path(folder) / "result.json"
+            own = ("--result", str(path), "--die-with-parent", str(os.getpid()))
             child = self._child = ChildProcess(
-                (*argv, "--result", str(result_path), "--die-with-parent", str(os.getpid())),
+                (*_COMMAND, command, *arguments, *own),
                 env=self._env,
                 masker=self._masker,
                 kill_grace_s=self._kill_grace_s,
             )
             outcome = child.run(log)
-            if outcome.exit_code != ExitCode.OK:
-                return None, outcome
-            return read_result(result_path, command), outcome
+            is_done = outcome.exit_code == ExitCode.OK
+            return _read_result(path, command) if is_done else None, outcome
 
 
 class BatchLLMCommandOperator(BaseOperator):
-    """Base of the operators that run one `batchllm` command in the worker.
+    """Base of the operators that run `batchllm` commands in the worker.
 
     The command's output goes into the task's log. When the task is killed, times out or loses its
     supervisor, the command gets SIGTERM, and SIGKILL after `kill_grace_s`; when the task itself is
@@ -109,8 +109,7 @@ class BatchLLMCommandOperator(BaseOperator):
             Airflow stores and shows them: no place for secrets.
         aws_conn_id: Airflow connection of type `aws` whose credentials, region and endpoint
             the command gets as `AWS_*` variables, which win over those of `env` and of the
-            worker (templated). Read when the task runs, passed on in the command's environment
-            only. By default the command uses the worker's own.
+            worker (templated). Read when the task runs. By default the command uses the worker's.
         connection_env: environment variables that are fields of Airflow connections, such as
             `{"PYICEBERG_CATALOG__LAKE__TOKEN": "lake_catalog.password"}`; see
             `credentials.Credentials` (templated).
@@ -131,21 +130,18 @@ class BatchLLMCommandOperator(BaseOperator):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.env = env
-        self.aws_conn_id = aws_conn_id
-        self.connection_env = connection_env
+        self.env, self.aws_conn_id, self.connection_env = env, aws_conn_id, connection_env
         self.kill_grace_s = kill_grace_s
         self._runner: CommandRunner | None = None
 
-    def run_command(self, command: str, *arguments: str) -> dict[str, Any]:
-        """Run `batchllm <command> <arguments>` and return its result; see `CommandRunner.run`.
+    def credentials(self) -> Credentials:
+        """What the named connections hold; raises `AirflowFailException` if one is wrong."""
+        return Credentials.of(self.aws_conn_id, self.connection_env)
 
-        Raises:
-            AirflowFailException: as there, or a connection is wrong or absent.
-        """
-        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
-        self._runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
-        return self._runner.run(command, *arguments)
+    def commands(self) -> CommandRunner:
+        """Runs commands until the task is killed; raises as `credentials`."""
+        self._runner = CommandRunner(self.log, self.env, self.credentials(), self.kill_grace_s)
+        return self._runner
 
     def on_kill(self) -> None:
         if self._runner is not None:
@@ -153,13 +149,40 @@ class BatchLLMCommandOperator(BaseOperator):
             self._runner.stop("the task was killed")
 
 
-def read_result(path: Path, command: str) -> dict[str, Any]:
-    """Read what `batchllm <command> --result <path>` wrote.
+class BatchLLMReportOperator(BatchLLMCommandOperator):
+    """Logs the summary of a committed plan, and returns the report's URIs and counts.
 
-    Raises:
-        AirflowFailException: there is no file, or it isn't a result of this version and
-            command; both mean that the installed releases don't fit together.
+    Runs `batchllm report`, which writes at most the report's page, if that is missing or outdated.
+    If it fails, the partition stays published.
+
+    Args:
+        plan_uri: the plan: a URI (templated) or the XCom that holds it.
+        kwargs: see `BatchLLMCommandOperator`.
     """
+
+    template_fields: Sequence[str] = ("plan_uri", *BatchLLMCommandOperator.template_fields)
+    ui_color = "#f1ecc9"
+
+    def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.plan_uri = plan_uri
+
+    def execute(self, context: Context) -> dict[str, str | int | float]:
+        return uris_and_counts(self.commands().run("report", "--plan", str(self.plan_uri)))
+
+
+def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """The numbers and URIs of a result, for an XCom; no other texts, nothing nested."""
+    return {
+        name: value
+        for name, value in result.items()
+        if (isinstance(value, int | float) and name != "result_version")
+        or (isinstance(value, str) and name.endswith("_uri"))
+    }
+
+
+def _read_result(path: Path, command: str) -> dict[str, Any]:
+    """What the command wrote; `AirflowFailException` if the installed releases don't fit."""
     try:
         result = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -175,28 +198,9 @@ def read_result(path: Path, command: str) -> dict[str, Any]:
             f"batchllm {command}: result version {version!r}; these operators read version"
             f" {RESULT_VERSION}: install the same release of batchllm-operator on both sides"
         )
-    if result.get("command") != command:
-        raise AirflowFailException(
-            f"batchllm {command}: the result is that of {result.get('command')!r}"
-        )
+    if (name := result.get("command")) != command:
+        raise AirflowFailException(f"batchllm {command}: the result is that of {name!r}")
     return dict(result)
-
-
-def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """The numbers and URIs of a result, for an XCom; no other texts, nothing nested."""
-    return {
-        name: value
-        for name, value in result.items()
-        if (isinstance(value, int | float) and name != "result_version")
-        or (isinstance(value, str) and name.endswith("_uri"))
-    }
-
-
-def _shown(command: str, arguments: Sequence[str]) -> str:
-    """The command line for the log, without a spec among the arguments."""
-    after_json = {index + 1 for index, each in enumerate(arguments) if each == "--job-json"}
-    shown = ("..." if index in after_json else each for index, each in enumerate(arguments))
-    return " ".join((command, *shown))
 
 
 def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:
@@ -204,7 +208,7 @@ def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:
         raise AirflowException(
             f"batchllm {command} was stopped: {outcome.stop_reason}; finished parts are kept"
         )
-    message = f"batchllm {command}: {outcome.error or 'no message'} (exit code {outcome.exit_code})"
-    if outcome.exit_code in FINAL_EXIT_CODES:
-        raise AirflowFailException(message)
-    raise AirflowException(message)
+    is_final = outcome.exit_code in FINAL_EXIT_CODES
+    raise (AirflowFailException if is_final else AirflowException)(
+        f"batchllm {command}: {outcome.error or 'no message'} (exit code {outcome.exit_code})"
+    )

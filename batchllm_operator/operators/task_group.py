@@ -8,13 +8,13 @@ from typing import Any
 
 from airflow.sdk import Asset, TaskGroup, XComArg
 
+from batchllm_operator.operators.command import BatchLLMReportOperator
 from batchllm_operator.operators.commit import BatchLLMCommitOperator
 from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.jobs.job_operator import Runner
 from batchllm_operator.operators.jobs.pod import GpuVendor
 from batchllm_operator.operators.plan import BatchLLMPlanOperator
 from batchllm_operator.operators.planning import NUM_WORKERS_KEY, PLAN_URI_KEY
-from batchllm_operator.operators.report import BatchLLMReportOperator
 from batchllm_operator.operators.spark.planning import spark_plan_operator
 
 

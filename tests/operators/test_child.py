@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from batchllm_operator.operators.child import ChildOutcome, ChildProcess
+from batchllm_operator.secrets import Masker
 
 HANG_GUARD_S = 60
 
 
 def child(code: str, *arguments: str, kill_grace_s: float = 30.0) -> ChildProcess:
     argv = (sys.executable, "-u", "-c", code, *arguments)
-    return ChildProcess(argv, env=dict(os.environ), kill_grace_s=kill_grace_s)
+    return ChildProcess(argv, env=dict(os.environ), kill_grace_s=kill_grace_s, masker=Masker())
 
 
 def await_writer(fifo: Path) -> int:
@@ -35,53 +36,44 @@ def await_no_writer(reader: int) -> None:
     assert os.read(reader, 1) == b""
 
 
-def test_lines_of_both_streams_are_logged() -> None:
+@pytest.mark.parametrize(
+    ("code", "outcome", "printed"),
+    [
+        ("print('a'); print(); print('ü', file=sys.stderr)", (0, "ü"), ["a", "ü"]),
+        ("print('1%\\r2%\\r\\n', end='x')", (0, "x"), ["1%", "2%", "x"]),
+        ("for i in range(20_000): print(i)", (0, "19999"), [str(i) for i in range(20_000)]),
+        (
+            "print('batchllm: error: no such table'); print('bye'); sys.exit(2)",
+            (2, "no such table"),
+            ["batchllm: error: no such table", "bye"],
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", (128 + signal.SIGKILL, ""), []),
+        ("os.close(1); os.close(2); time.sleep(0.3); sys.exit(3)", (3, ""), []),
+    ],
+)
+def test_a_command_ends_with_its_code_its_error_and_all_of_its_lines(
+    code: str, outcome: tuple[int, str], printed: list[str]
+) -> None:
     lines: list[str] = []
-    code = "import sys; print('a'); print(); print('ü', file=sys.stderr)"
-    outcome = child(code).run(lines.append)
-    assert outcome == ChildOutcome(exit_code=0, error="ü", stop_reason=None)
-    assert sorted(lines) == ["a", "ü"]
-
-
-def test_the_commands_own_message_is_the_error() -> None:
-    code = (
-        "import sys; print('batchllm: error: no such table', file=sys.stderr);"
-        "print('goodbye', file=sys.stderr); sys.exit(2)"
+    assert child(f"import os, signal, sys, time\n{code}").run(lines.append) == ChildOutcome(
+        *outcome, stop_reason=None
     )
-    outcome = child(code).run(lambda line: None)
-    assert outcome == ChildOutcome(exit_code=2, error="no such table", stop_reason=None)
-
-
-def test_long_output_arrives_whole() -> None:
-    lines: list[str] = []
-    child("for i in range(20_000): print(i)").run(lines.append)
-    assert lines == [str(i) for i in range(20_000)]
-
-
-def test_death_by_a_signal_is_an_exit_code_as_in_a_shell() -> None:
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert child(code).run(lambda line: None).exit_code == 128 + signal.SIGKILL
+    assert lines == printed
 
 
 def test_a_command_that_does_not_exist_is_an_oserror() -> None:
     with pytest.raises(FileNotFoundError):
-        ChildProcess(["/nowhere/batchllm"], env={}, kill_grace_s=1).run(print)
+        ChildProcess(["/nowhere/batchllm"], env={}, kill_grace_s=1, masker=Masker()).run(print)
 
 
-def test_stop_asks_with_sigterm() -> None:
-    process = child("import signal; print('up'); signal.pause()")
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_stop_asks_with_sigterm_and_kills_after_the_grace(is_ignored: bool) -> None:
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if is_ignored else ""
+    code = f"import signal; {ignore} print('up')\nwhile True: signal.pause()"
+    process = child(code, kill_grace_s=0.1 if is_ignored else 30.0)
     outcome = process.run(lambda line: process.stop("enough"))
-    assert outcome == ChildOutcome(128 + signal.SIGTERM, error="", stop_reason="enough")
-
-
-def test_a_command_that_ignores_sigterm_is_killed_after_the_grace() -> None:
-    code = (
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up');"
-        "\nwhile True: signal.pause()"
-    )
-    process = child(code, kill_grace_s=0.1)
-    outcome = process.run(lambda line: process.stop("enough"))
-    assert outcome.exit_code == 128 + signal.SIGKILL
+    number = signal.SIGKILL if is_ignored else signal.SIGTERM
+    assert outcome == ChildOutcome(128 + number, error="up", stop_reason="enough")
 
 
 def test_stop_may_come_from_a_signal_handler() -> None:
@@ -150,7 +142,9 @@ def test_death_of_the_parent_ends_the_command(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from batchllm_operator.operators.child import ChildProcess\n"
         f"argv = [sys.executable, '-c', {command!r}, {str(fifo)!r}]\n"
-        "outcome = ChildProcess(argv, env=dict(os.environ), kill_grace_s=30).run(print)\n"
+        "from batchllm_operator.secrets import Masker\n"
+        "process = ChildProcess(argv, env=dict(os.environ), kill_grace_s=30, masker=Masker())\n"
+        "outcome = process.run(print)\n"
         f"part = Path({str(outcome) + '.part'!r})\n"
         "part.write_text(f'{outcome.exit_code} {outcome.stop_reason}')\n"
         f"part.rename({str(outcome)!r})\n"

@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from support.fork_server import ForkServer
@@ -20,7 +20,7 @@ def fork_children(commands: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None
     def popen(argv: Sequence[str], *, env: Mapping[str, str], **options: Any) -> _Child:
         return _Child(commands, argv, env)
 
-    pipes = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
+    pipes = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "STDOUT")}
     monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=popen, **pipes))
 
 
@@ -31,19 +31,13 @@ class _Child:
         module = argv.index("-m") + 1
         arguments = list(argv[module + 1 :])
         arguments[arguments.index("--die-with-parent") + 1] = str(commands.pid)
-        out, stdout = os.pipe()
-        err, stderr = os.pipe()
-        process = commands.start(argv[module], arguments, env=env, stdout=stdout, stderr=stderr)
-        os.close(stdout)
-        os.close(stderr)
-        self.stdout, self.stderr = _lines(out), _lines(err)
+        reader, writer = os.pipe()
+        process = commands.start(argv[module], arguments, env=env, stdout=writer, stderr=writer)
+        os.close(writer)
+        self.stdout = os.fdopen(reader, "rb")
         self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
         self._process = process
 
     @property
     def returncode(self) -> int | None:
         return self._process.returncode
-
-
-def _lines(descriptor: int) -> IO[str]:
-    return os.fdopen(descriptor, encoding="utf-8", errors="replace")

@@ -28,7 +28,7 @@ def test_death_of_the_task_by_sigkill_ends_the_real_command(tmp_path: Path) -> N
     task = (
         "import sys\n"
         "from batchllm_operator.operators.command import BatchLLMCommandOperator\n"
-        "BatchLLMCommandOperator(task_id='task').run_command(\n"
+        "BatchLLMCommandOperator(task_id='task').commands().run(\n"
         "    'plan', '--job', sys.argv[1], '--ds', '2026-01-31')\n"
     )
     process = subprocess.Popen([sys.executable, "-c", task, str(spec)], stdout=subprocess.DEVNULL)
