@@ -11,5 +11,5 @@ from batchllm_operator.operators.commit import BatchLLMCommitOperator as BatchLL
 from batchllm_operator.operators.generate import (
     BatchLLMGenerateOperator as BatchLLMGenerateOperator,
 )
-from batchllm_operator.operators.plan import BatchLLMPlanOperator as BatchLLMPlanOperator
+from batchllm_operator.operators.planning import BatchLLMPlanOperator as BatchLLMPlanOperator
 from batchllm_operator.operators.task_group import batchllm_task_group as batchllm_task_group

@@ -26,8 +26,7 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     With a schedule of assets, an event names its partition in `extra["ds"]`, as the events of
     `BatchLLMCommitOperator` do. Airflow gives several events to one run, and may leave others
     until the next event. So a run that has events does no work: for each partition it starts a
-    run of the same DAG, whose id is made of partition and event, and skips the tasks that follow.
-    A run that exists already isn't started twice.
+    run of the same DAG, once, and skips the tasks that follow.
 
     By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a logical date.
 
@@ -57,10 +56,9 @@ class BatchLLMArrivalOperator(BaseOperator):
 
     The partition is that of the conf, the partition key or, without events, the logical date.
 
-    XComs: `ds` is the partition, empty for a run that starts others; the return value has one
-    `{"trigger_run_id": ..., "conf": {"ds": ...}}` for each partition among the run's events and
-    later ones, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`. A run id is made of the
-    partition and the time of its latest event; a digest replaces characters that Airflow refuses.
+    XComs: `ds` is the partition, empty for a run that starts others; the return value has the
+    arguments of a `TriggerDagRunOperator` for each partition among the run's events and later ones.
+    A run id is made of the partition and the time of its latest event.
 
     Args:
         assets: input tables whose events name the partitions.
@@ -79,7 +77,9 @@ class BatchLLMArrivalOperator(BaseOperator):
         Raises:
             AirflowFailException: an event has no `ds`, or nothing says which partition.
         """
-        given = _given_ds(context)
+        run = context["dag_run"]
+        key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
+        given = (run.conf or {}).get(DS_KEY) or context["params"].get(DS_KEY) or key
         arrived = {} if given else self._arrived(context)
         ds = given or (None if arrived else context.get("ds"))
         if not ds and not arrived:
@@ -93,16 +93,12 @@ class BatchLLMArrivalOperator(BaseOperator):
             self.log.info("Partitions %s have runs of their own", ", ".join(arrived))
         context["ti"].xcom_push(key=DS_KEY, value=ds or "")
         return [
-            {"trigger_run_id": f"arrival__{_named(each)}__{timestamp}", "conf": {"ds": each}}
-            for each, timestamp in arrived.items()
+            {"trigger_run_id": f"arrival__{_named(name)}__{time}", "conf": {"ds": name}}
+            for name, time in arrived.items()
         ]
 
     def _arrived(self, context: Context) -> dict[str, str]:
-        """Each partition with the time of its latest event.
-
-        Airflow may give an event that comes between another one and its run to no run
-        (apache/airflow#54659, #56050), so all later events are read, too.
-        """
+        """The partitions that the events name, and when the latest event of each came."""
         triggering = context["triggering_asset_events"]
         arrived: dict[str, str] = {}
         for asset in self.assets:
@@ -113,7 +109,7 @@ class BatchLLMArrivalOperator(BaseOperator):
             if hasattr(later, "after"):  # from Airflow 3.2 on
                 later = later.after(since.isoformat())
             events = [*triggering[asset], *(event for event in later if event.timestamp > since)]
-            for ds, time in _partitions(asset, events).items():
+            for ds, time in _partitions(asset, events):
                 arrived[ds] = max(time, arrived.get(ds, time))
         return arrived
 
@@ -134,13 +130,6 @@ class _PartitionOperator(BaseOperator):
         return str(self.ds)
 
 
-def _given_ds(context: Context) -> str | None:
-    run = context["dag_run"]
-    conf: dict[str, Any] = run.conf or {}
-    key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
-    return conf.get(DS_KEY) or context["params"].get(DS_KEY) or key
-
-
 def _named(ds: str) -> str:
     """The partition as part of a run id: itself, or its allowed characters and a digest."""
     if len(ds) <= _MAX_IN_RUN_ID and not _NOT_IN_RUN_IDS.search(ds):
@@ -149,8 +138,7 @@ def _named(ds: str) -> str:
     return f"{_NOT_IN_RUN_IDS.sub('-', ds)[:_MAX_IN_RUN_ID]}-{digest}"
 
 
-def _partitions(asset: Asset, events: Iterable[Any]) -> dict[str, str]:
-    partitions = {}
+def _partitions(asset: Asset, events: Iterable[Any]) -> Iterable[tuple[str, str]]:
     for event in sorted(events, key=lambda event: event.timestamp):
         ds = event.extra.get(DS_KEY) or getattr(event, "partition_key", None)
         if not isinstance(ds, str) or not ds:
@@ -158,5 +146,4 @@ def _partitions(asset: Asset, events: Iterable[Any]) -> dict[str, str]:
                 f"asset {asset.name!r}: the event of {event.timestamp} doesn't say which partition"
                 ' has arrived; its extra must be like {"ds": "2026-01-31"}'
             )
-        partitions[ds] = event.timestamp.strftime("%Y%m%dT%H%M%S.%f")
-    return partitions
+        yield ds, event.timestamp.strftime("%Y%m%dT%H%M%S.%f")

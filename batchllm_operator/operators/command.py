@@ -147,6 +147,7 @@ class BatchLLMCommandOperator(BaseOperator):
         if self._runner is not None:
             self.log.warning("The task is being killed; stopping the command")
             self._runner.stop("the task was killed")
+        super().on_kill()
 
 
 class BatchLLMReportOperator(BatchLLMCommandOperator):

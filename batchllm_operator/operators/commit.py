@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from airflow.sdk import Asset, Context, XComArg
+from airflow.sdk import Asset, Context
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
-from batchllm_operator.operators.jobs.owner import LABEL, job_of
 from batchllm_operator.operators.metrics import send_stage
-from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
+from batchllm_operator.operators.stage_operator import BatchLLMPlannedOperator
 
 _EVENT_FIELDS: Final = (
     *("ds", "num_rows_in", "num_rows_out", "num_failed_rows", "achieved_saving_ratio"),
@@ -20,7 +19,7 @@ _EVENT_FIELDS: Final = (
 )
 
 
-class BatchLLMCommitOperator(BatchLLMStageOperator):
+class BatchLLMCommitOperator(BatchLLMPlannedOperator):
     """Checks that every row of a plan is answered and publishes the partition in one step.
 
     Runs `batchllm commit`, in the worker or, with `runner="kubernetes"`, in the pod of a Job; doing
@@ -33,20 +32,14 @@ class BatchLLMCommitOperator(BatchLLMStageOperator):
     Two events for one `ds` with the same `plan_uri` stand for the same rows.
 
     Args:
-        plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        kwargs: see `BatchLLMJobOperator`; `outlets` is Airflow's.
+        kwargs: `plan_uri`; see `BatchLLMJobOperator`; `outlets` is Airflow's.
     """
 
-    template_fields: Sequence[str] = ("plan_uri", *BatchLLMStageOperator.template_fields)
     ui_color = "#e2d5ef"
     component: ClassVar[str] = "commit"
 
-    def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.plan_uri = plan_uri
-
     def command(self, context: Context) -> list[str]:
-        return ["commit", "--plan", str(self.plan_uri)]
+        return ["commit", *self.plan_arguments]
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
         return self.command(context)
@@ -57,19 +50,7 @@ class BatchLLMCommitOperator(BatchLLMStageOperator):
             return ""
         if end.kind is not EndKind.COMPLETE:
             return "nothing says that the partition is published"
-        return self._commands().run("report", *self.command(context)[1:])
-
-    def work(self) -> str:
-        return " ".join(self.command({}))
-
-    def table_uri(self) -> str:
-        return str(self.plan_uri).partition("/_batchllm/")[0]
-
-    def stem(self) -> str:
-        return f"{job_of(str(self.plan_uri))}-commit"
-
-    def stage_labels(self) -> dict[str, str]:
-        return {f"{LABEL}/job": job_of(str(self.plan_uri))}
+        return self.commands().run("report", *self.plan_arguments)
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
         if num_failed := result.get("num_failed_rows"):

@@ -1,33 +1,29 @@
-"""What every task that plans has, wherever it does so: the job, the limits, the XComs."""
+"""Tasks that plan a job for one partition: what they have in common wherever they do so."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, ClassVar, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import BaseOperator, Context
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts
+from batchllm_operator.operators.jobs.end import JobEnd
+from batchllm_operator.operators.jobs.owner import LABEL
+from batchllm_operator.operators.jobs.pod import JOB_UID
 from batchllm_operator.operators.metrics import send_stage
+from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
 from batchllm_operator.spec import JobSpec, load_spec
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 PLAN_URI_KEY: Final = "plan_uri"
-SUMMARY_KEY: Final = "plan"
 NUM_WORKERS_KEY: Final = "num_workers"
 
 
 class Planning(BaseOperator):
-    """Base of operators that plan, beside one of Airflow's; `BatchLLMPlanOperator` explains it.
-
-    Raises:
-        ValueError: `num_workers` isn't a positive integer.
-    """
+    """Base of operators that plan, beside one of Airflow's; `BatchLLMPlanOperator` explains it."""
 
     # `report_root` is templated only because Airflow keeps template fields with the parsed DAG.
     planning_fields = ("spec_path", "ds", "num_workers", "report_root")
@@ -40,29 +36,23 @@ class Planning(BaseOperator):
         num_workers: int | str | None = None,
         **kwargs: Any,
     ) -> None:
-        check_num_workers(num_workers)
+        is_late = num_workers is None or isinstance(num_workers, str)  # rendered, if it is a text
+        if not is_late and (type(num_workers) is not int or num_workers < 1):
+            raise ValueError(f"num_workers is {num_workers!r}; it must be an integer from 1")
         super().__init__(**kwargs)
-        self.spec_path = spec_path
-        self.ds = ds
-        self.num_workers = num_workers
+        self.spec_path, self.ds, self.num_workers = spec_path, ds, num_workers
         self.report_root = _report_root(spec_path)
 
-    def render_template_fields(
-        self, context: Context, jinja_env: Environment | None = None
-    ) -> None:
-        """Render them as Airflow does.
-
-        Raises:
-            AirflowFailException: `ds` needs a logical date, and the run has none.
-        """
+    def render_template_fields(self, context: Context, jinja_env: Any = None) -> None:
+        """As Airflow does; `AirflowFailException` for a `ds` that needs an absent logical date."""
         from jinja2 import UndefinedError
 
-        if context.get("logical_date") is None:
-            try:
-                self.render_template(self.ds, context, jinja_env or self.get_template_env())
-            except UndefinedError as error:
-                raise AirflowFailException(self._no_partition(str(error))) from None
-        super().render_template_fields(context, jinja_env)
+        try:
+            super().render_template_fields(context, jinja_env)
+        except UndefinedError as error:
+            if context.get("logical_date") is not None:
+                raise
+            raise AirflowFailException(self._no_partition(str(error))) from None
 
     def _no_partition(self, why: str) -> str:
         return (
@@ -82,11 +72,8 @@ class Planning(BaseOperator):
             message = f"num_workers is {self.num_workers!r}; it must be an integer from 1"
             raise AirflowFailException(message) from None
 
-    def work(self) -> str:
-        return " ".join(self.job_arguments)
-
-    def table_uri(self) -> str:
-        return self.spec.output.uri
+    def identity(self) -> tuple[str, str]:
+        return self.spec.output.uri, " ".join(self.job_arguments)
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
         """Push the plan's URI, counts and number of workers, and return the counts."""
@@ -94,11 +81,8 @@ class Planning(BaseOperator):
         summary = uris_and_counts(result)
         wanted = int(self.num_workers or self.spec.planner.num_shards or 1)
         num_workers = min(wanted, int(result["num_shards"]))
-        for key, value in (
-            (PLAN_URI_KEY, str(result["plan_uri"])),
-            (SUMMARY_KEY, summary),
-            (NUM_WORKERS_KEY, num_workers),
-        ):
+        xcoms = {PLAN_URI_KEY: str(result["plan_uri"]), "plan": summary}
+        for key, value in (xcoms | {NUM_WORKERS_KEY: num_workers}).items():
             context["ti"].xcom_push(key=key, value=value)
         return summary
 
@@ -116,12 +100,46 @@ class Planning(BaseOperator):
         return ["--job-json", self.spec.model_dump_json(exclude_unset=True), "--ds", self.ds]
 
 
-def check_num_workers(number: Any) -> None:
-    """Raise `ValueError` unless it is None, a positive integer or a text, which Airflow renders."""
-    if number is None or isinstance(number, str):
-        return
-    if type(number) is not int or number < 1:
-        raise ValueError(f"num_workers is {number!r}; it must be an integer from 1")
+class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
+    """Builds the prefix plan of a job for one partition of its input table.
+
+    Runs `batchllm plan`, in the worker or, with `runner="kubernetes"`, in the pod of a Job that
+    needs no GPU. Planning the same partition again gives the same plan.
+
+    XComs: `plan_uri` is the plan's URI, `plan` the URI and all counts, `num_workers` how many
+    workers share it, for `BatchLLMGenerateOperator`: at most as many as there are shards.
+
+    Args:
+        spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
+            its content, with absolute local paths, which must be valid there, too.
+        ds: the partition (templated); by default the run's logical date.
+        num_workers: workers that share the plan, or one for each shard if there are fewer
+            (templated). The plan doesn't depend on it. None: a worker for each shard if the spec
+            says how many (`planner.num_shards`), else one worker.
+        kwargs: see `BatchLLMJobOperator`.
+
+    Raises:
+        ValueError: `num_workers` isn't a positive integer.
+    """
+
+    template_fields = (*Planning.planning_fields, *BatchLLMStageOperator.template_fields)
+    ui_color = "#cde6d0"
+    component: ClassVar[str] = "plan"
+
+    def command(self, context: Context) -> list[str]:
+        return ["plan", "--job", self.spec_path, "--ds", self.ds]
+
+    def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
+        """`batchllm plan` with the spec itself, and a record for `verify` under the Job's UID."""
+        return ["plan", *self.job_arguments, "--record", JOB_UID]
+
+    def verified(self, context: Context, end: JobEnd | None) -> dict[str, Any] | str:
+        if end is None:  # only a Job can have left results
+            return ""
+        return self.commands().verify(*self.job_arguments, "--record", end.uid)
+
+    def stage_labels(self) -> dict[str, str]:
+        return {f"{LABEL}/job": self.spec.name}
 
 
 def _report_root(spec_path: str) -> str | None:

@@ -9,13 +9,15 @@ import random
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
-from airflow.sdk import Context
+from airflow.sdk import Context, XComArg
 
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
-from batchllm_operator.operators.jobs.job_task import KILLED, BatchLLMJobTask, will_be_retried
+from batchllm_operator.operators.jobs.job_task import KILLED, BatchLLMJobTask, may_be_retried
+from batchllm_operator.operators.jobs.owner import LABEL, job_of
 from batchllm_operator.operators.jobs.trigger import WatchedJob
 
 _DEFERRAL_FAILED: Final = "__fail__"
@@ -70,20 +72,21 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             if not self.num_pods() and not isinstance(whole := self._verify(context, None), str):
                 return self.finish(context, whole)
             command, *arguments = self.command(context)
-            return self.finish(context, self._commands().run(command, *arguments))
+            return self.finish(context, self.commands().run(command, *arguments))
         with self._released_when_killed(context):
             try:
                 results = self._verify(context, None)
+                if isinstance(results, str) and not self.num_pods():
+                    raise AirflowFailException(f"num_workers is 0, but work is left: {results}")
             except AirflowException as error:
-                is_last = isinstance(error, AirflowFailException) or not will_be_retried(context)
-                if is_last and not self._is_over:
+                if not self._is_over and not may_be_retried(context, error):
                     self._release(context)  # no later try will adopt an earlier try's Job
                 raise
             if not isinstance(results, str):
                 self.log.info("The results are in the lake already: no Job is needed")
-                self._release(context)  # one that an earlier try left behind
+                self._release(context, keeps_ended=self._keeps_ended(is_whole=True))
                 return self.finish(context, results)
-            self._watched = self._take(context)
+            self._take(context)
             return self._follow(context)
 
     def resume(self, context: Context, event: Mapping[str, Any], watched: Mapping[str, Any]) -> Any:
@@ -111,9 +114,12 @@ class BatchLLMStageOperator(BatchLLMJobTask):
         while end is None or end.kind is EndKind.PAUSED:
             if end is not None and self._is_done(context, end):
                 break
+            assert self._watched is not None, "the Job was taken before"
+            watched = replace(self._watched, before=end.as_event() if end else None)
             if self.deferrable:
-                self._defer(context, end)
-            end = self._watch(context, end)
+                self._defer(context, watched)
+            masker, log = self.credentials().masker, self.log.info
+            end = self._ask(lambda job: watched.end(job, log, masker))  # noqa: B023
         return self._conclude(context, end)
 
     def _is_done(self, context: Context, end: JobEnd) -> bool:
@@ -127,38 +133,35 @@ class BatchLLMStageOperator(BatchLLMJobTask):
 
     def _conclude(self, context: Context, end: JobEnd) -> Any:
         """The task's return value; else raises. The Job is deleted, unless its state is unknown."""
-        results: dict[str, Any] | str = ""
+        fault: AirflowException | None = None
         try:
             results = self._verify(context, end)
         except AirflowException as error:
-            raise type(error)(f"{end.explanation()}. In the lake: {error}") from error
-        finally:
-            is_whole = not isinstance(results, str)
-            if not end.is_unseen or is_whole or not will_be_retried(context):
-                self._finish_job(context, end, is_whole=is_whole)
-        if isinstance(results, str):
-            message = f"{end.explanation()}. In the lake: {results}"
-            raise (AirflowFailException if end.is_final else AirflowException)(message)
+            fault = type(error)(f"{end.explanation()}. In the lake: {error}")
+            fault.__cause__ = error
+        else:
+            if isinstance(results, str):
+                failure = AirflowFailException if end.is_final else AirflowException
+                fault = failure(f"{end.explanation()}. In the lake: {results}")
+        if not (end.is_unseen and fault and may_be_retried(context, fault)):
+            self._release(context, keeps_ended=self._keeps_ended(is_whole=fault is None))
+        if fault is not None:
+            raise fault
         if end.kind not in (EndKind.COMPLETE, EndKind.PAUSED):
             self.log.warning("%s; but its results are whole", end.explanation())
         return self.finish(context, results)
 
-    # The lake
-
-    def _verify(self, context: Context, end: JobEnd | None) -> dict[str, Any] | str:
+    def _verify(self, context: Context, end: JobEnd | None) -> Any:
         """`verified`, repeated if the check fails."""
-        for pause_s in _VERIFY_PAUSES_S:
+        for pause_s in (*_VERIFY_PAUSES_S, None):
             try:
                 return self.verified(context, end)
-            except AirflowFailException:
-                raise
             except AirflowException as error:
-                if self._is_killed:
+                if isinstance(error, AirflowFailException) or self._is_killed or pause_s is None:
                     raise
                 pause_s *= random.uniform(0.5, 1.5)  # tasks may have failed together
                 self.log.warning("%s; looking again in %d s", error, round(pause_s))
                 self._sleep(pause_s)
-        return self.verified(context, end)
 
     def _sleep(self, seconds: float) -> None:
         """Sleep; raises `AirflowException` if the task ends meanwhile."""
@@ -167,3 +170,30 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             if self._is_over:
                 raise AirflowException(KILLED)
             time.sleep(min(0.5, seconds))
+
+
+class BatchLLMPlannedOperator(BatchLLMStageOperator):
+    """A stage of a plan that exists.
+
+    Args:
+        plan_uri: the plan: a URI (templated) or the XCom that holds it.
+        kwargs: see `BatchLLMJobOperator`.
+    """
+
+    template_fields = ("plan_uri", *BatchLLMStageOperator.template_fields)
+
+    def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.plan_uri = plan_uri
+
+    @property
+    def plan_arguments(self) -> list[str]:
+        return ["--plan", str(self.plan_uri)]
+
+    def identity(self) -> tuple[str, str]:
+        """The table, or the staging folder if the job has one, and the plan."""
+        return str(self.plan_uri).partition("/_batchllm/")[0], " ".join(self.plan_arguments)
+
+    def stage_labels(self) -> dict[str, str]:
+        plan = str(self.plan_uri).rstrip("/").rpartition("/")[2]
+        return {f"{LABEL}/job": job_of(str(self.plan_uri)), f"{LABEL}/plan": plan}

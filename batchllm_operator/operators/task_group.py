@@ -13,9 +13,12 @@ from batchllm_operator.operators.commit import BatchLLMCommitOperator
 from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.jobs.job_operator import Runner
 from batchllm_operator.operators.jobs.pod import GpuVendor
-from batchllm_operator.operators.plan import BatchLLMPlanOperator
-from batchllm_operator.operators.planning import NUM_WORKERS_KEY, PLAN_URI_KEY
-from batchllm_operator.operators.spark.planning import spark_plan_operator
+from batchllm_operator.operators.planning import (
+    NUM_WORKERS_KEY,
+    PLAN_URI_KEY,
+    BatchLLMPlanOperator,
+)
+from batchllm_operator.operators.spark import spark_plan_operator
 
 
 def batchllm_task_group(
@@ -50,56 +53,37 @@ def batchllm_task_group(
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
         num_workers: pods that share the plan's shards, at most as many as there are shards. A
             template has no such limit, and is rendered again while the triggerer watches the Job,
-            which is scaled then. Another run of the same plan, or one that is cleared, may have
-            another number. None: a worker for each shard if the spec says how many
+            which is scaled then. None: a worker for each shard if the spec says how many
             (`planner.num_shards`), else one worker.
         gpu: `nvidia` or `amd`: generate runs in pods with such GPUs. None: in a child process of
             the Airflow worker, on its hardware.
         gpu_count: GPUs of a pod.
         runner: where shards are generated, if `gpu` doesn't decide it; see `BatchLLMJobOperator`.
-        env: extra environment of all four commands.
-        aws_conn_id: Airflow connection that all four take their AWS credentials from; see
-            `BatchLLMCommandOperator`.
-        connection_env: further variables from connections for all four; see there, too.
+        env: extra environment of all four commands; see `BatchLLMCommandOperator`.
+        aws_conn_id: Airflow connection that all four take their AWS credentials from.
+        connection_env: further variables from connections for all four.
         pool: Airflow pool of generate, over all runs and DAGs, with a slot for each pod if
             `num_workers` is a number, else one. If it doesn't exist, the task waits forever; if it
             doesn't count deferred tasks (`include_deferred`), it bounds nothing while the triggerer
             watches the Job.
-        output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator` for
-            the events.
+        output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator`.
         plan_args: arguments of the plan task that override those above, such as
             `{"runner": "kubernetes"}`. With `{"runner": "spark"}` it plans on Spark; see
             `spark_plan_operator` for the operator.
-        generate_args: the same for generate, such as a namespace; so for the next two.
+        generate_args: the same for generate, such as a namespace.
         commit_args: the same for commit.
         report_args: the same for report.
 
     Raises:
-        ValueError: there is no such `gpu`, `gpu_count` or `num_workers` isn't positive, or a task
-            refuses another argument.
+        ValueError: a task refuses an argument.
     """
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
-    pool_args: dict[str, Any] = {}
-    if pool is not None:
-        where = {"gpu": gpu, "runner": runner, **(generate_args or {})}
-        is_here = where["runner"] == "local" or (where["runner"] is None and where["gpu"] is None)
-        has_slots = type(num_workers) is int and num_workers > 0 and not is_here
-        pool_args = {"pool": pool, "pool_slots": num_workers if has_slots else 1}
-    asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
     with TaskGroup(group_id=group_id) as group:
-        planning: dict[str, Any] = {"spec_path": str(spec_path), "ds": str(ds)}
-        plan = _plan_task(
-            {
-                "task_id": "plan",
-                **planning,
-                "num_workers": num_workers,
-                **everywhere,
-                **(plan_args or {}),
-            }
-        )
+        planning = {"spec_path": str(spec_path), "ds": str(ds), "num_workers": num_workers}
+        plan = _plan_task({"task_id": "plan", **planning, **everywhere, **(plan_args or {})})
         if isinstance(ds, XComArg):  # `str(ds)` is a template, which sets no dependency
             ds >> plan
-        of_plan = {"plan_uri": XComArg(plan, key=PLAN_URI_KEY)}
+        of_plan: dict[str, Any] = {"plan_uri": XComArg(plan, key=PLAN_URI_KEY), **everywhere}
         is_template = isinstance(num_workers, str)
         generating: dict[str, Any] = {
             "task_id": "generate",
@@ -108,26 +92,22 @@ def batchllm_task_group(
             "gpu": gpu,
             "gpu_count": gpu_count,
             "runner": runner,
-            **everywhere,
-            **pool_args,
+            **({} if pool is None else {"pool": pool}),
             **(generate_args or {}),
         }
-        committing: dict[str, Any] = {
-            "task_id": "commit",
-            **of_plan,
-            "outlets": [] if asset is None else [asset],
-            **everywhere,
-            **(commit_args or {}),
-        }
-        reporting: dict[str, Any] = {
-            "task_id": "report",
-            **of_plan,
-            **everywhere,
-            **(report_args or {}),
-        }
+        if pool is not None:
+            is_in_pods = generating["runner"] == "kubernetes" or (
+                generating["runner"] is None and generating["gpu"] is not None
+            )
+            has_slots = isinstance(num_workers, int) and is_in_pods
+            generating.setdefault("pool_slots", num_workers if has_slots else 1)
+        asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
+        outlets = {"outlets": [] if asset is None else [asset]}
         generate = BatchLLMGenerateOperator(**generating)
+        committing = {"task_id": "commit", **of_plan, **outlets, **(commit_args or {})}
         commit = BatchLLMCommitOperator(**committing)
-        generate >> commit >> BatchLLMReportOperator(**reporting)
+        report = BatchLLMReportOperator(**{"task_id": "report", **of_plan, **(report_args or {})})
+        generate >> commit >> report
     return group
 
 

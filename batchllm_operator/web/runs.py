@@ -39,7 +39,7 @@ COMMIT: Final = "BatchLLMCommitOperator"
 REPORT: Final = "BatchLLMReportOperator"
 
 PLAN_URI_KEY: Final = "plan_uri"
-"""As in `operators.plan`, which takes long to import."""
+"""As in `operators.planning`, which takes long to import."""
 _SUMMARY_KEY: Final = "plan"
 """The plan's counts and predictions; as in `operators.planning`."""
 

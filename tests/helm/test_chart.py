@@ -27,7 +27,7 @@ from helm_chart.validation import errors_of
 from helm_python import Chart, package
 
 from batchllm_operator import __version__
-from batchllm_operator.operators.jobs.pod import PodSettings, default_pod, with_gpus
+from batchllm_operator.operators.jobs.pod import default_pod, with_gpus
 
 EXAMPLES = sorted(examples())
 MODEL = {"repo": "org/model", "revision": "0" * 40}
@@ -188,8 +188,8 @@ def test_a_template_says_what_the_operators_do_without_one() -> None:
     """Values are the defaults of the package's pod.yaml, and the rest is read from it."""
     pods = pods_of({"cpu": {"enabled": True}, "gpu": {"amd": {"enabled": True}}})
     for gpu in ("nvidia", "amd", None):
-        operators = default_pod(PodSettings(gpu=gpu), "base")
-        with_gpus(operators, PodSettings(gpu=gpu))
+        operators = default_pod(gpu, "base")
+        with_gpus(operators, gpu, 1)
         chart, own = pods[gpu or "cpu"]["spec"], operators["spec"]
         for part in ("nodeSelector", "tolerations", "securityContext", "restartPolicy"):
             assert chart.get(part) == own.get(part), part

@@ -314,7 +314,7 @@ def test_the_documented_example_for_kubernetes_makes_pods() -> None:
     assert (plan.runner, plan.namespace, plan.aws_conn_id) == ("kubernetes", "batch-gpu", "lake")
     generate = dag.get_task("batchllm.generate")
     assert (generate.gpu, generate.gpu_count, generate.pool) == ("nvidia", 2, "gpus")
-    assert generate.settings.memory == "96Gi"
+    assert generate.memory == "96Gi"
 
 
 def test_images_are_named_as_the_chart_names_them() -> None:

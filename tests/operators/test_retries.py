@@ -12,15 +12,14 @@ from typing import Any
 import certifi
 import pytest
 import yaml
-from airflow.providers.common.compat.sdk import AirflowException
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config import incluster_config
 from support.pauses import MANY, Clock, check_pauses
 
 from batchllm_operator.operators import stage_operator
 from batchllm_operator.operators.jobs import calls
-from batchllm_operator.operators.jobs.api_errors import NoConnectionError
-from batchllm_operator.operators.jobs.calls import Cluster, ClusterCalls
+from batchllm_operator.operators.jobs.calls import Cluster, ClusterCalls, NoConnectionError
 
 KUBECONFIG: dict[str, Any] = {
     "current-context": "c",
@@ -166,6 +165,26 @@ def test_an_airflow_inside_the_cluster_needs_no_connection(
     connection = {"conn_type": "kubernetes", "extra": extra}
     monkeypatch.setenv("AIRFLOW_CONN_KUBERNETES_DEFAULT", json.dumps(connection))
     assert asyncio.run(reached("kubernetes_default")) == ("https://elsewhere:6443", False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "given"),
+    [
+        ({"kube_config_path": "/elsewhere"}, "kube_config_path, config_file"),
+        ({"extra__kubernetes__in_cluster": True}, "in_cluster, config_file"),
+    ],
+)
+def test_a_cluster_that_is_named_twice_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extra: dict[str, Any], given: str
+) -> None:
+    path = tmp_path / "config"
+    path.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
+    connection = {"conn_type": "kubernetes", "extra": extra}
+    monkeypatch.setenv("AIRFLOW_CONN_KUBERNETES_DEFAULT", json.dumps(connection))
+    where = Cluster("kubernetes_default", None, None, str(path))
+    calls = ClusterCalls(where, log=SimpleNamespace(), patience_s=900.0)
+    with pytest.raises(AirflowFailException, match=f"more than one way: {given}; leave one"):
+        asyncio.run(calls.call(Away, "ask"))
 
 
 def test_looking_for_results_again() -> None:

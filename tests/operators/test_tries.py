@@ -31,13 +31,8 @@ KNOWN = {
     *("scheduled", "skipped", "success", "up_for_reschedule", "up_for_retry", "upstream_failed"),
 }
 """Of Airflow 3.1 to 3.3."""
-STATES: list[str | None] = [*(str(each) for each in TaskInstanceState), None]
+STATES: list[str | None] = [*(str(state) for state in TaskInstanceState), None]
 RESULT = {"plan_uri": "p", "num_rows": 1}
-
-
-def test_every_state_that_airflow_has_is_known() -> None:
-    """A new one may be that of a task whose try lives: see `LIVE_STATES`."""
-    assert {str(each) for each in TaskInstanceState} <= KNOWN
 
 
 class ReleasedError(Exception):
@@ -51,10 +46,11 @@ def task(monkeypatch: pytest.MonkeyPatch) -> BatchLLMGenerateOperator:
         task_id="generate", plan_uri="s3://b/_batchllm/job/ds/plan-1", gpu="nvidia"
     )
 
-    def release(context: Any) -> None:
+    def release(context: Any, *, keeps_ended: bool = False) -> None:
         raise ReleasedError
 
     monkeypatch.setattr(task, "_release", release)
+    task._watched = task._watched_job(context(), "namespace", "uid")
     return task
 
 
@@ -66,6 +62,11 @@ def context(state: str | None = "running", *, is_last: bool = False) -> Any:
 def ends_with(task: BatchLLMGenerateOperator, of: Any, error: BaseException) -> None:
     with task._released_when_killed(of):
         raise error
+
+
+def test_every_state_that_airflow_has_is_known() -> None:
+    """A new one may be that of a task whose try lives: see `LIVE_STATES`."""
+    assert {str(state) for state in TaskInstanceState} <= KNOWN
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -81,18 +82,13 @@ def test_a_killed_try_leaves_its_job_only_if_the_task_runs_and_will_be_tried_aga
         ends_with(task, context(state, is_last=True), AirflowException("killed"))
 
 
-def test_a_try_that_fails_by_itself_has_dealt_with_its_job(
-    task: BatchLLMGenerateOperator,
-) -> None:
-    with pytest.raises(AirflowException, match="as ever"):
-        ends_with(task, context(), AirflowException("as ever"))
-
-
-def test_a_timeout_ends_the_job_though_another_try_follows(
+def test_a_timeout_ends_the_job_and_another_failure_has_dealt_with_it(
     task: BatchLLMGenerateOperator,
 ) -> None:
     with pytest.raises(ReleasedError):
         ends_with(task, context(), AirflowTaskTimeout())
+    with pytest.raises(AirflowException, match="as ever"):
+        ends_with(task, context(), AirflowException("as ever"))
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -130,10 +126,9 @@ def test_a_killed_task_does_not_ask_airflow_for_the_connection_again(
     path.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
     extra = {"kube_config_path": str(path)}
     monkeypatch.setenv(name, json.dumps({"conn_type": "kubernetes", "extra": extra}))
-    watched = task._watched_job(context(), "j", "n", "u", task._attempt(context()))
 
     async def address() -> str:
-        async with task._job(watched) as job:
+        async with task._cluster_job() as job:
             return str((await job._connect()).configuration.host)
 
     assert asyncio.run(address()) == "https://elsewhere:6443"
@@ -150,28 +145,28 @@ def test_a_task_that_was_marked_meanwhile_is_not_deferred(
         raise StopIteration
 
     monkeypatch.setattr(task, "defer", defer)
-    task._watched = task._watched_job(context(), "j", "n", "u", task._attempt(context()))
+    assert task._watched is not None
     expected = StopIteration if state in ("running", None) else ReleasedError
     with pytest.raises(expected):
-        task._defer(context(state), None)
+        task._defer(context(state), task._watched)
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_cancelled_trigger_deletes_the_job_unless_a_try_lives(
     task: BatchLLMGenerateOperator, state: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = task._watched_job(context(), "j", "n", "u", task._attempt(context()))
-    trigger = JobTrigger(**asdict(watched))
+    assert task._watched is not None
+    trigger = JobTrigger(**asdict(task._watched))
     deleted: list[str] = []
 
     async def delete(job: Any) -> None:
         deleted.append(job.name)
 
-    async def said() -> str | None:
+    async def state_now() -> str | None:
         return state
 
     monkeypatch.setattr(trigger, "_delete", delete)
-    monkeypatch.setattr(trigger, "get_task_state", said)
+    monkeypatch.setattr(trigger, "get_task_state", state_now)
     asyncio.run(trigger.on_kill())
     assert bool(deleted) == (state not in LIVE_STATES)
 
@@ -183,19 +178,21 @@ def test_results_that_are_whole_are_a_success_for_every_try(
     """Also for one that is killed, or that can't see its Job any more."""
     released: list[Any] = []
     monkeypatch.setattr(task, "verified", lambda context, end: RESULT)
-    monkeypatch.setattr(task, "_release", released.append)
+    monkeypatch.setattr(task, "_release", lambda context, keeps_ended: released.append(context))
     task.on_kill()
     assert task._conclude(context(), JobEnd(kind, "j")) == RESULT
     assert released
 
 
+@pytest.mark.parametrize("has_job", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("error", [AirflowException, AirflowFailException])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_try_that_cannot_read_the_lake_leaves_an_earlier_job_only_to_a_next_try(
+def test_a_try_that_sees_neither_lake_nor_job_leaves_the_job_only_to_a_next_try(
     task: BatchLLMGenerateOperator,
     monkeypatch: pytest.MonkeyPatch,
     is_last: bool,
     error: type[Exception],
+    has_job: bool,
 ) -> None:
     def verified(*_: object) -> str:
         raise error("the lake is away")
@@ -204,7 +201,10 @@ def test_a_try_that_cannot_read_the_lake_leaves_an_earlier_job_only_to_a_next_tr
     monkeypatch.setattr(task, "verified", verified)
     is_released = is_last or error is AirflowFailException  # then Airflow tries no more
     with pytest.raises(ReleasedError if is_released else error):
-        execute(task, context(is_last=is_last))
+        if has_job:
+            task._conclude(context(is_last=is_last), JobEnd(EndKind.API_LOST, "j"))
+        else:
+            execute(task, context(is_last=is_last))
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -215,3 +215,13 @@ def test_a_job_that_cannot_be_seen_is_left_to_the_next_try_if_there_is_one(
     expected: type[Exception] = ReleasedError if is_last else AirflowException
     with pytest.raises(expected):
         task._conclude(context(is_last=is_last), JobEnd(EndKind.API_LOST, "j"))
+
+
+def test_no_workers_make_no_job_for_shards_that_are_left(
+    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task.num_workers = "0"
+    monkeypatch.setattr(task, "_release", lambda context, keeps_ended=False: None)
+    monkeypatch.setattr(task, "verified", lambda context, end: "0 of 2 shards finished")
+    with pytest.raises(AirflowFailException, match="num_workers is 0, but work is left: 0 of 2"):
+        execute(task, context())

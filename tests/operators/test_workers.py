@@ -18,6 +18,7 @@ from batchllm_operator.operators import (
     batchllm_task_group,
 )
 from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 
 
 def record_runs(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[tuple[str, ...]]:
@@ -86,6 +87,29 @@ def test_a_template_that_renders_to_no_number_fails_the_task(
     with pytest.raises(AirflowFailException, match="num_workers is 'many'"):
         execute(task, {"ti": TaskInstance()})
     assert ran == []
+
+
+@pytest.mark.parametrize(
+    ("result", "end", "scaled"),
+    [
+        ("shard 3 is free", {"parallelism": 1}, [(3,)]),
+        ("shard 3 is free", {"parallelism": 3}, []),
+        ({"num_finished": 1, "num_shards": 3}, {"num_running": 1, "num_waiting": 2}, [(1,)]),
+        ({"num_finished": 1, "num_shards": 3}, {"num_pods": 2}, [(3, 3)]),
+        ({"num_finished": 3, "num_shards": 3}, {"num_running": 1, "num_waiting": 2}, []),
+    ],
+)
+def test_a_look_lowers_and_raises_the_jobs_parallelism(
+    monkeypatch: pytest.MonkeyPatch, result: Any, end: dict[str, int], scaled: list[Any]
+) -> None:
+    monkeypatch.setattr(CommandRunner, "verify", lambda *_: result)
+    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/p", num_workers=3, gpu="amd")
+    numbers: list[Any] = []
+    monkeypatch.setattr(task, "scale", lambda *given: numbers.append(given))
+    is_whole = task.look(
+        {}, JobEnd(EndKind.PAUSED, "j", **({"num_pods": 3, "parallelism": 3} | end))
+    )
+    assert (is_whole, numbers) == (result == {"num_finished": 3, "num_shards": 3}, scaled)
 
 
 def test_generate_runs_one_worker_here(monkeypatch: pytest.MonkeyPatch) -> None:

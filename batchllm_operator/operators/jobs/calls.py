@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -13,33 +14,35 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import yaml
+from aiohttp import ClientError
 from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
+from airflow.providers.common.compat.sdk import AirflowFailException
 from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config import ConfigException, load_incluster_config
 
-from batchllm_operator.operators.jobs.api_errors import (
-    ANSWERLESS,
-    NoConnectionError,
-    is_conflict,
-    is_passing,
-    message_of,
-)
-
+CONFLICT, FORBIDDEN, NOT_FOUND = 409, 403, 404
 _REQUEST_S: Final = 30.0
 _SHORTEST_REQUEST_S: Final = 0.5
 """A request is sent even if there is no time to wait for its answer."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-_PREFIX: Final = "extra__kubernetes__"
-"""Of the names of a connection's fields, in its older form."""
+
+logging.getLogger("kubernetes_asyncio.client.rest").setLevel(logging.INFO)  # it logs Secrets
+
+
+class NoConnectionError(Exception):
+    """The cluster's address and credentials can't be read right now."""
+
+
+ANSWERLESS: Final = (ApiException, ClientError, OSError, NoConnectionError)
+"""What a call of the API may raise; a `TimeoutError` is an `OSError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """How to reach a cluster; each process reads its own credentials."""
+    """How to reach a cluster, as for the operator; each process reads its own credentials."""
 
     kubernetes_conn_id: str | None
-    """This and the next two: as for the operator."""
     in_cluster: bool | None
     cluster_context: str | None
     config_file: str | None
@@ -63,17 +66,13 @@ class ClusterCalls:
     """A connection to a cluster, whose calls are repeated for `patience_s` each.
 
     Passing reasons are no connection, 429, 5xx and an expired token: a restart of the API server
-    goes unnoticed. After a failure the configuration is read again. An asynchronous context
-    manager.
-
-    Attributes:
-        extras: fields of the Airflow connection. None until they are read; if they are given,
-            Airflow is asked for them only after a failure.
+    goes unnoticed. After a failure the configuration is read again; else Airflow is asked once for
+    its connection. An asynchronous context manager, which may be entered again.
     """
 
     def __init__(self, cluster: Cluster, *, log: logging.Logger | Any, patience_s: float) -> None:
-        self._cluster, self._log, self._patience_s = cluster, log, patience_s
-        self.extras: dict[str, Any] | None = None
+        self._cluster, self._log, self.patience_s = cluster, log, patience_s
+        self._extras: dict[str, Any] | None = None
         self._connection: Any = None
         self._client: ApiClient | None = None
         self._trouble = ""
@@ -82,18 +81,23 @@ class ClusterCalls:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._disconnect()
+        connection, self._connection, self._client = self._connection, None, None
+        if connection is not None:
+            try:
+                await connection.__aexit__(None, None, None)
+            except ANSWERLESS as error:
+                self._log.debug("The connection to the cluster: %s", message_of(error))
 
     async def _connect(self) -> ApiClient:
         if self._client is None:
             try:
-                extras = None if self._trouble else self.extras
+                extras = None if self._trouble else self._extras
                 hook = await asyncio.to_thread(self._cluster.hook, extras)  # it may read a file
-                self.extras = await hook.get_conn_extras()
-                _complete(hook, self.extras)
+                self._extras = await hook.get_conn_extras()
+                _complete(hook, self._extras)
                 connection = hook.get_conn()
                 self._client = await connection.__aenter__()
-            except ANSWERLESS:
+            except (AirflowFailException, *ANSWERLESS):
                 raise
             # Such as a half-written kubeconfig, or an Airflow that doesn't answer: none of it
             # affects the running pods.
@@ -102,41 +106,29 @@ class ClusterCalls:
             self._connection = connection
         return self._client
 
-    async def _disconnect(self) -> None:
-        connection, self._connection, self._client = self._connection, None, None
-        if connection is not None:
-            try:
-                await connection.__aexit__(None, None, None)
-            except ANSWERLESS as error:
-                self._log.debug("The connection to the cluster: %s", message_of(error))
-
     async def call(
         self, api: type[Any], method: str, *args: Any, patience_s: float = math.inf, **options: Any
     ) -> Any:
         """Call a method of a client's API.
 
-        With `_preload_content=False` the answer isn't read, and so not logged.
-
         Raises:
+            AirflowFailException: the cluster is configured in two ways.
             ApiException: the cluster refuses, its error has lasted too long, or a change is based
                 on an outdated version.
             ClientError, OSError, NoConnectionError: it hasn't answered in time.
         """
-        give_up_at = time.monotonic() + min(patience_s, self._patience_s)
+        give_up_at = time.monotonic() + min(patience_s, self.patience_s)
         pause_s = FIRST_PAUSE_S
         while True:
             limit_s = max(_SHORTEST_REQUEST_S, min(_REQUEST_S, give_up_at - time.monotonic()))
             try:
                 async with asyncio.timeout(limit_s):
                     answer = await getattr(api(await self._connect()), method)(*args, **options)
-                    if options.get("_preload_content") is False:
-                        await _check_unread(answer)
             except ANSWERLESS as error:
                 left_s = give_up_at - time.monotonic()
-                is_stale = is_conflict(error) and not method.startswith("create")
-                if is_stale or not is_passing(error) or left_s <= 0:
+                if left_s <= 0 or not _is_passing(error, is_new=method.startswith("create")):
                     raise
-                await self._disconnect()
+                await self.__aexit__()
                 if self._trouble != (text := message_of(error)):
                     self._trouble = text
                     self._log.warning("The cluster's API: %s; trying again", text)
@@ -150,29 +142,64 @@ class ClusterCalls:
 def _complete(hook: AsyncKubernetesHook, extras: Mapping[str, Any]) -> None:
     """Do what the provider's synchronous hook does, and its asynchronous one doesn't.
 
-    Certificates aren't verified if the connection says so; and this process's own cluster is used
-    if nothing else is configured, in place of a kubeconfig.
+    Certificates aren't verified if the connection says so, and this process's own cluster is used
+    if nothing else is configured. Raises `AirflowFailException` if two ways are.
     """
-    given = {name.removeprefix(_PREFIX) for name, value in extras.items() if value}
+    given = {name.removeprefix("extra__kubernetes__") for name, value in extras.items() if value}
     if "disable_verify_ssl" in given:
         hook.client_configuration = Configuration()
         hook.client_configuration.verify_ssl = False
-    if hook.in_cluster is not None or hook.config_dict is not None:
-        return
-    if given & {"in_cluster", "kube_config", "kube_config_path"}:
-        return
+    if hook.in_cluster is not None:
+        given -= {"in_cluster"}
+    ways = sorted(given & {"in_cluster", "kube_config", "kube_config_path"})
+    ways += ["config_file"] * bool(hook.config_dict) + ["in_cluster=True"] * bool(hook.in_cluster)
+    if len(ways) > 1:
+        raise AirflowFailException(
+            f"the operator and the Airflow connection {hook.conn_id!r} name the cluster in more"
+            f" than one way: {', '.join(ways)}; leave one (kubernetes_conn_id=None: no connection)"
+        )
+    if not ways and hook.in_cluster is None:
+        try:
+            load_incluster_config(client_configuration=Configuration())  # type: ignore[no-untyped-call]
+        except ConfigException:
+            return
+        hook.in_cluster = True
+
+
+def _is_passing(error: BaseException, *, is_new: bool) -> bool:
+    """Whether the same call may succeed later; only creating is independent of versions."""
+    if not isinstance(error, ApiException):
+        return True
+    if error.status == CONFLICT:  # concurrent changes of a quota
+        return is_new and reason_of(error) == "Conflict"
+    return is_over_quota(error) or error.status in (0, 401, 429) or (error.status or 0) >= 500
+
+
+def is_over_quota(error: ApiException) -> bool:
+    """Whether a ResourceQuota is exhausted; a refusal by policy differs in its text only."""
+    return error.status == FORBIDDEN and "exceeded quota" in message_of(error)
+
+
+def is_absent(error: ApiException) -> bool:
+    """Whether the API says that there is no such object; a proxy's 404 doesn't."""
+    return error.status == NOT_FOUND and reason_of(error) == "NotFound"
+
+
+def reason_of(error: ApiException) -> str:
+    """The API's reason for an error, such as `AlreadyExists`."""
+    return str(_answer(error).get("reason", ""))
+
+
+def message_of(error: BaseException) -> str:
+    if isinstance(error, ApiException):
+        return f"{error.status} {_answer(error).get('message') or error.reason}"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _answer(error: ApiException) -> Mapping[str, Any]:
+    """The `Status` in an error answer; empty if it isn't the API's, or isn't JSON."""
     try:
-        load_incluster_config(client_configuration=Configuration())  # type: ignore[no-untyped-call]
-    except ConfigException:
-        return
-    hook.in_cluster = True
-
-
-async def _check_unread(answer: Any) -> None:
-    """Release an answer; raises `ApiException` for an error, as the client does if it reads it."""
-    if answer.status < 300:
-        answer.release()
-        return
-    error = ApiException(status=answer.status, reason=answer.reason)
-    error.body = await answer.text()
-    raise error
+        body = json.loads(error.body or "")
+    except (TypeError, ValueError):
+        return {}
+    return body if isinstance(body, dict) and body.get("kind") == "Status" else {}

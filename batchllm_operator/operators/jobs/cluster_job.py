@@ -10,28 +10,31 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from kubernetes_asyncio.client import BatchV1Api, CoreV1Api, V1Job
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from batchllm_operator.operators.jobs.api_errors import (
+from batchllm_operator.operators.jobs.calls import (
     ANSWERLESS,
     CONFLICT,
+    FIRST_PAUSE_S,
+    Cluster,
+    ClusterCalls,
     is_absent,
     message_of,
     reason_of,
 )
-from batchllm_operator.operators.jobs.calls import FIRST_PAUSE_S, Cluster, ClusterCalls
 from batchllm_operator.operators.jobs.owner import LABEL, QUEUE, Attempt
 
 ENDING_MARGIN_S: Final = 60.0
 """Time after the grace period that a kubelet may take to report a pod's end."""
 _LONGEST_WAIT_S: Final = 8.0
 """Between two looks whether a Job that is being deleted has gone; each takes three requests."""
-_MAX_PODS, _MANY_PODS = 50, 500
+MAX_PODS, _MANY_PODS = 50, 500
 """Pods that one request reads: a thousand each minute would weigh on the API server."""
 
 
-class SupersededError(Exception):
+class SupersededError(AirflowException):
     """A later try of the task has the Job, so this try is obsolete."""
 
 
@@ -54,28 +57,43 @@ class ClusterJob(ClusterCalls):
 
     # The Job
 
-    async def read(self, **limits: float) -> Any:
-        """The Job; None if there is none of this name."""
+    async def _call_if_there(self, api: type[Any], method: str, *args: Any, **options: Any) -> Any:
+        """The answer; None if the object is gone, or isn't of the version that the call names."""
         try:
-            return await self.call(
-                BatchV1Api, "read_namespaced_job", self.name, self.namespace, **limits
-            )
+            return await self.call(api, method, *args, **options)
         except ApiException as error:
-            if not is_absent(error):
+            if error.status != CONFLICT and not is_absent(error):
                 raise
             return None
+
+    async def _call_job(self, verb: str, *args: Any, **options: Any) -> Any:
+        where = (self.name, self.namespace)
+        return await self._call_if_there(
+            BatchV1Api, f"{verb}_namespaced_job", *where, *args, **options
+        )
+
+    async def read(self, **limits: float) -> Any:
+        """The Job; None if there is none of this name."""
+        return await self._call_job("read", **limits)
+
+    async def patch(self, patch: Mapping[str, Any]) -> Any:
+        """Change the Job; None if it is gone, or isn't of the version that the patch names."""
+        return await self._call_job("patch", patch)
 
     async def take(self, body: Mapping[str, Any]) -> tuple[V1Job, bool]:
         """Create the Job, or adopt the one that is there; returns it, and whether it is new.
 
-        One that has ended or does other work is deleted, and one that is being deleted waited for,
-        so that two sets of pods never work side by side.
+        One of this task that has ended or does other work is deleted, and one that is being deleted
+        waited for, so that two sets of pods never work side by side.
 
         Raises:
             SupersededError: a later try has the Job.
+            AirflowFailException: the Job of this name isn't this task's.
+            AirflowException: a Job that is being deleted stays.
             ApiException: the cluster refuses.
         """
-        told, pause_s = False, FIRST_PAUSE_S
+        waits_since: float | None = None
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 create = "create_namespaced_job"
@@ -83,24 +101,45 @@ class ClusterJob(ClusterCalls):
             except ApiException as error:
                 if reason_of(error) != "AlreadyExists":
                     raise
-            job = await self.read()
-            if job is None:
+            if (job := await self.read()) is None:
                 continue
-            if self.attempt.is_before(job.metadata.labels):
-                raise SupersededError
+            labels = job.metadata.labels or {}
+            if not self.attempt.owns(labels):
+                raise AirflowFailException(
+                    f"Job {self.name} in namespace {self.namespace} isn't this task's (its label"
+                    f" {LABEL}/attempt says so): remove it, or use another namespace"
+                )
+            if self.attempt.is_before(labels):
+                raise SupersededError(
+                    f"a later try of this task has Job {self.name}: this one ends"
+                )
             if job.metadata.deletion_timestamp is None:
-                does_work = self.attempt.does_work_of(job.metadata.labels)
-                if does_work and not has_ended(job):
+                if labels.items() >= self.attempt.labels.items() and not ended_condition(job):
                     if (adopted := await self._adopt(job, body)) is not None:
                         return adopted, False
                     continue
                 await self.delete(job.metadata.uid)
-            if not told:
-                told = True
+            if waits_since is None:
+                waits_since = time.monotonic()
                 self._log.info("Waiting until Job %s and its pods have gone", self.name)
             await self.remove_stuck_pods()
+            grace_s = job.spec.template.spec.termination_grace_period_seconds or 0
+            if time.monotonic() - waits_since > grace_s + 2 * ENDING_MARGIN_S + self.patience_s:
+                await self._raise_stays(job)
             await asyncio.sleep(pause_s * random.uniform(1.0, 2.0))
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+
+    async def _raise_stays(self, job: V1Job) -> None:
+        kept = {
+            f"{what.metadata.name} ({name})"
+            for what in (job, *await self.pods())
+            for name in what.metadata.finalizers or ()
+        }
+        raise AirflowException(
+            f"Job {self.name} in namespace {self.namespace} is being deleted, and stays: finalizers"
+            f" of {', '.join(sorted(kept)) or 'its pods'} keep it; remove them, or end what has"
+            " set them"
+        )
 
     async def _adopt(self, job: V1Job, body: Mapping[str, Any]) -> Any:
         """Write this try's id on the Job, and the number of pods; None if it has changed.
@@ -108,79 +147,65 @@ class ClusterJob(ClusterCalls):
         A Job in a queue keeps its number: Kueue refuses another, or stops all pods and queues the
         Job again.
         """
-        wanted, found = body["metadata"]["labels"], job.metadata.labels
-        changes: dict[str, Any] = {"resourceVersion": job.metadata.resource_version}
-        patch: dict[str, Any] = {"metadata": {**changes, "labels": self.attempt.try_label}}
-        num_pods = f"{LABEL}/num-pods"
-        if wanted[num_pods] != found.get(num_pods) and QUEUE not in found:
-            patch["spec"] = scale = {"completions": int(wanted[num_pods])}
-            scale["parallelism"] = scale["completions"]
-            patch["metadata"]["labels"] = {**self.attempt.try_label, num_pods: wanted[num_pods]}
-        elif found.items() >= self.attempt.try_label.items():
+        num_pods, labels = f"{LABEL}/num-pods", job.metadata.labels
+        wanted, own = body["metadata"]["labels"][num_pods], dict(self.attempt.try_label)
+        patch: dict[str, Any] = {}
+        if wanted != labels.get(num_pods) and QUEUE not in labels:
+            patch["spec"] = {"completions": int(wanted), "parallelism": int(wanted)}
+            own[num_pods] = wanted
+        elif labels.items() >= own.items():
             return job
-        return await self.patch(patch)
+        version = job.metadata.resource_version
+        return await self.patch(patch | {"metadata": {"resourceVersion": version, "labels": own}})
 
-    async def patch(self, patch: Mapping[str, Any]) -> Any:
-        """Change the Job; None if it is gone, or isn't of the version that the patch names."""
-        try:
-            return await self.call(
-                BatchV1Api, "patch_namespaced_job", self.name, self.namespace, patch
-            )
-        except ApiException as error:
-            if error.status != CONFLICT and not is_absent(error):
-                raise
-            return None
-
-    async def delete(self, uid: str = "", *, limit_s: float | None = None) -> None:
+    async def delete(
+        self, uid: str = "", *, limit_s: float | None = None, keeps_ended: bool = False
+    ) -> None:
         """Delete the Job, with its pods and its Secret, unless a later try has it.
 
-        Another Job of its name is left alone. Without a `uid` its creation may be under way: it is
-        looked for until `limit_s` is over.
+        Another Job of its name is left alone, and of one that has ended only the Secret is deleted
+        if `keeps_ended`. Without a `uid` its creation may be under way: it is looked for until
+        `limit_s` is over.
         """
         until = time.monotonic() + (0.0 if limit_s is None else limit_s)
         while True:
             left_s = math.inf if limit_s is None else until - time.monotonic()
             conditions = {"uid": uid} if uid else {}
             try:
-                job = await self.read(patience_s=min(left_s, self._patience_s) / 4)
+                job = await self.read(patience_s=min(left_s, self.patience_s) / 4)
             except ANSWERLESS:  # there may be no time for another call
-                job = None
                 if not uid:
                     raise
             else:
+                if job is None and (uid or time.monotonic() >= until):
+                    return
                 if job is not None:
-                    if uid and job.metadata.uid != uid:
+                    if not self._may_delete(job, uid):
                         return
-                    if self.attempt.is_before(job.metadata.labels):
-                        self._log.warning("Job %s is left to a later try of this task", self.name)
-                        return
+                    if keeps_ended and ended_condition(job):
+                        self._log.info("Keeping Job %s (on_finish_action)", self.name)
+                        return await self.delete_secret()
                     version = job.metadata.resource_version
                     conditions = {"uid": job.metadata.uid, "resourceVersion": version}
-                elif uid or time.monotonic() >= until:
+            if conditions:
+                options = {"propagationPolicy": "Foreground", "preconditions": conditions}
+                if await self._call_job("delete", body=options, patience_s=left_s) is not None:
                     return
-            if conditions and await self._delete(conditions, left_s):
-                return
             await asyncio.sleep(FIRST_PAUSE_S / 2)
 
-    async def _delete(self, conditions: Mapping[str, str], patience_s: float) -> bool:
-        """Delete the Job if it meets the conditions; returns whether it is gone."""
-        options = {"propagationPolicy": "Foreground", "preconditions": conditions}
-        where = (self.name, self.namespace)
-        try:
-            await self.call(
-                BatchV1Api, "delete_namespaced_job", *where, body=options, patience_s=patience_s
-            )
-        except ApiException as error:
-            if error.status == CONFLICT:
-                return False
-            if not is_absent(error):
-                raise
+    def _may_delete(self, job: V1Job, uid: str) -> bool:
+        labels = job.metadata.labels
+        if (uid and job.metadata.uid != uid) or not self.attempt.owns(labels):
+            return False
+        if self.attempt.is_before(labels):
+            self._log.warning("Job %s is left to a later try of this task", self.name)
+            return False
         return True
 
     async def put_secret(self, job: V1Job, values: Mapping[str, str]) -> None:
         """Create or replace the Job's Secret, which has its name and is removed with it.
 
-        The pods' containers wait for it. No answer with values is read, as the client would log it.
+        The pods' containers wait for it, so the Job is deleted if it is refused.
         """
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": self.name}
         owner["uid"] = job.metadata.uid
@@ -189,25 +214,21 @@ class ClusterJob(ClusterCalls):
         while True:
             create = "create_namespaced_secret"
             try:
-                await self.call(CoreV1Api, create, self.namespace, secret, _preload_content=False)
+                await self.call(CoreV1Api, create, self.namespace, secret)
                 return
             except ApiException as error:
                 if reason_of(error) != "AlreadyExists":
+                    await self.delete(job.metadata.uid)
                     raise
             await self.delete_secret()
 
     async def delete_secret(self) -> None:
-        try:
-            await self.call(
-                CoreV1Api, "delete_namespaced_secret", self.name, self.namespace, body={}
-            )
-        except ApiException as error:
-            if not is_absent(error):
-                raise
+        where = (self.name, self.namespace)
+        await self._call_if_there(CoreV1Api, "delete_namespaced_secret", *where, body={})
 
     # Its pods
 
-    async def pods(self, phase: str = "", limit: int = _MAX_PODS) -> list[Any]:
+    async def pods(self, phase: str = "", limit: int = MAX_PODS) -> list[Any]:
         """Some of the Job's pods, in this phase or in any."""
         options: dict[str, Any] = {"limit": limit}
         options["label_selector"] = f"batch.kubernetes.io/job-name={self.name}"
@@ -218,16 +239,11 @@ class ClusterJob(ClusterCalls):
 
     async def last_lines(self, pod: str, container: str, count: int) -> list[str]:
         """The last lines of a pod's log; none if it can't be read."""
+        options = {"container": container, "tail_lines": count, "limit_bytes": 1 << 16}
+        where = (pod, self.namespace)
         try:
             text: str = await self.call(
-                CoreV1Api,
-                "read_namespaced_pod_log",
-                pod,
-                self.namespace,
-                container=container,
-                tail_lines=count,
-                limit_bytes=1 << 16,
-                patience_s=0.0,
+                CoreV1Api, "read_namespaced_pod_log", *where, patience_s=0.0, **options
             )
         except ANSWERLESS as error:
             return [f"(its log can't be read: {message_of(error)})"]
@@ -236,14 +252,10 @@ class ClusterJob(ClusterCalls):
 
     async def events(self) -> list[str]:
         """Why the Job's pods couldn't be created, the latest reason last; none if unknown."""
+        options = {"field_selector": f"involvedObject.name={self.name}", "limit": MAX_PODS}
         try:
             listed = await self.call(
-                CoreV1Api,
-                "list_namespaced_event",
-                self.namespace,
-                field_selector=f"involvedObject.name={self.name}",
-                limit=_MAX_PODS,
-                patience_s=0.0,
+                CoreV1Api, "list_namespaced_event", self.namespace, patience_s=0.0, **options
             )
         except ANSWERLESS:  # the Role may not allow it
             return []
@@ -269,11 +281,7 @@ class ClusterJob(ClusterCalls):
             self._log.warning("Pod %s doesn't stop; removing it by force", metadata.name)
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": metadata.uid}}
             where = (metadata.name, self.namespace)
-            try:
-                await self.call(CoreV1Api, "delete_namespaced_pod", *where, body=options)
-            except ApiException as error:
-                if error.status != CONFLICT and not is_absent(error):
-                    raise
+            await self._call_if_there(CoreV1Api, "delete_namespaced_pod", *where, body=options)
 
     @property
     def has_ending_pods(self) -> bool:
@@ -281,13 +289,8 @@ class ClusterJob(ClusterCalls):
         return bool(self._ending_since)
 
 
-def has_ended(job: V1Job) -> bool:
-    return ended_condition(job) is not None
-
-
 def ended_condition(job: V1Job) -> Any:
     """The condition that says how the Job has ended; None while it hasn't."""
     conditions = (job.status.conditions if job.status else None) or []
-    return next(
-        (c for c in conditions if c.type in ("Complete", "Failed") and c.status == "True"), None
-    )
+    ends = (c for c in conditions if c.type in ("Complete", "Failed") and c.status == "True")
+    return next(ends, None)

@@ -1,18 +1,92 @@
-"""How watching a Job ended, and its explanation for the user."""
+"""What the status of a pod says, how watching a Job ended, and the explanation for the user."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final
 
 from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES
-from batchllm_operator.operators.jobs.state import EVICTED, HOPELESS
 
-_SIGKILL_CODE: Final = 137
+EVICTED: Final = "Evicted"
+"""A kubelet's reason: for its node's sake, then with the condition `DisruptionTarget`; or without
+it for what the pod itself has used: more disk than a volume, a container or the pod is allowed."""
+HOPELESS: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})
+_STUCK: Final = HOPELESS | {
+    *("CreateContainerConfigError", "CreateContainerError", "ErrImagePull", "ImageInspectError"),
+    *("ImagePullBackOff", "RegistryUnavailable", "RunContainerError"),
+}
 POLICY: Final = "PodFailurePolicy"
 """Reason of a Job that one exit code has ended: in ours, one that no retry mends."""
+
+
+class Stage(StrEnum):
+    """A pod's progress through its life."""
+
+    QUEUED = "queued"
+    """No node has room for it yet."""
+    STARTING = "starting"
+    """On a node; its image is being pulled, its volumes are being mounted."""
+    RUNNING = "running"
+    ENDED = "ended"
+    """The main container won't run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodState:
+    """A pod at one moment."""
+
+    stage: Stage
+    reason: str = ""
+    """The cluster's reason, such as `Unschedulable`, `ImagePullBackOff`, `OOMKilled`."""
+    message: str = ""
+    exit_code: int | None = None
+    """Exit code of the main container, once it has ended."""
+    is_disrupted: bool = False
+    """The cluster has ended the pod, or is about to; the Job controller replaces it."""
+    since: datetime | None = None
+    """When it entered this stage, if its status tells."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Starting, and failing at it: wrong image, unreachable registry, missing Secret."""
+        return self.stage is Stage.STARTING and self.reason in _STUCK
+
+    @classmethod
+    def of(cls, pod: Any, container_name: str) -> PodState:
+        """Read a `V1Pod` of either client (kubernetes or kubernetes_asyncio)."""
+        status, code = pod.status, None
+        conditions = {c.type: c for c in status.conditions or () if c.status == "True"}
+        target, scheduled = conditions.get("DisruptionTarget"), conditions.get("PodScheduled")
+        mains = [c for c in status.container_statuses or () if c.name == container_name]
+        main = next((c.state for c in mains if c.state), None)
+        states = [c.state for c in status.init_container_statuses or () if c.state]
+        states += [main] if main else []
+        if (main and main.terminated) or status.phase in ("Succeeded", "Failed"):
+            ends = [state.terminated for state in states if state.terminated]
+            failures = (end for end in ends if end.exit_code)
+            says: Any = main.terminated if main and main.terminated else next(failures, None)
+            stage, since, code = Stage.ENDED, *_fields(says, "finished_at", "exit_code")
+        elif main and main.running:
+            stage, says, since = Stage.RUNNING, None, main.running.started_at
+        elif scheduled:
+            waits = [state.waiting for state in states if state.waiting]
+            real = [waiting for waiting in waits if waiting.reason != "PodInitializing"]
+            says = next(iter(real or waits), None)
+            stage, since = Stage.STARTING, scheduled.last_transition_time
+        else:
+            says = next((c for c in status.conditions or () if c.type == "PodScheduled"), None)
+            stage, since = Stage.QUEUED, pod.metadata.creation_timestamp
+        reason, message = _fields(target or says, "reason", "message")
+        words = (status.reason or reason or "", status.message or message or "")
+        return cls(stage, *words, code, is_disrupted=target is not None, since=since)
+
+    def __str__(self) -> str:
+        """Stage, reason and message, for a log."""
+        text = f"{self.stage} ({self.reason})" if self.reason else str(self.stage)
+        return f"{text}: {' '.join(self.message.split())}" if self.message else text
 
 
 class EndKind(StrEnum):
@@ -52,6 +126,8 @@ class JobEnd:
     """When the watch first saw that no pod runs, in ISO format; empty if one does."""
     num_pods: int = 0
     """How many the Job is to have, as its label says; 0 if unknown."""
+    parallelism: int = 0
+    """How many may run at a time; 0 if unknown."""
     num_running: int = 0
     num_waiting: int = 0
     num_succeeded: int = 0
@@ -89,8 +165,7 @@ class JobEnd:
 
     def explanation(self) -> str:
         """One sentence for the task's log: what happened, and what to do about it."""
-        job, said = f"Job {self.job}", _clipped(self.message)
-        kept = "finished parts are kept"
+        job, said, kept = f"Job {self.job}", _clipped(self.message), "finished parts are kept"
         return {
             EndKind.COMPLETE: (
                 f"{job} ended well, but its results aren't in the lake: do its pods run the right"
@@ -123,26 +198,26 @@ class JobEnd:
             return "it ran longer than active_deadline_seconds; finished parts are kept"
         if not self.pod:
             return f"{self.reason or 'no reason given'}: {said}"
-        words = _exit_words(self.reason, self.exit_code)
+        if self.reason == EVICTED:
+            words = (
+                "was evicted for its own use of disk: raise the limit that is named, the sizeLimit"
+                " of a volume (the chart's pods.scratch, pods.cache, pods.shm) or a container's"
+                " ephemeral-storage; finished parts are kept"
+            )
+        elif self.reason == "OOMKilled":
+            words = "ran out of memory (OOMKilled): raise the operator's memory"
+        elif self.exit_code is None:
+            words = f"failed ({self.reason or 'no reason given'})"
+        elif self.exit_code == 137:
+            words = "was killed (exit code 137): by its node for lack of memory, or after its"
+            words += " grace period"
+        else:
+            words = f"failed with exit code {self.exit_code}"
         return f"pod {self.pod} {words}" + (f"; it said: {said}" if said else "")
 
 
-def _exit_words(reason: str, exit_code: int | None) -> str:
-    if reason == EVICTED:
-        return (
-            "was evicted for its own use of disk: raise the limit that is named, the sizeLimit of a"
-            " volume (the chart's pods.scratch, pods.cache, pods.shm) or a container's"
-            " ephemeral-storage; finished parts are kept"
-        )
-    if reason == "OOMKilled":
-        return "ran out of memory (OOMKilled): raise the operator's memory"
-    if exit_code is None:
-        return f"failed ({reason or 'no reason given'})"
-    if exit_code == _SIGKILL_CODE:
-        return (
-            "was killed (exit code 137): by its node for lack of memory, or after its grace period"
-        )
-    return f"failed with exit code {exit_code}"
+def _fields(part: Any, *names: str) -> tuple[Any, ...]:
+    return tuple(getattr(part, name, None) for name in names)
 
 
 def _clipped(text: str, limit: int = 600, num_lines: int = 3) -> str:
@@ -151,7 +226,7 @@ def _clipped(text: str, limit: int = 600, num_lines: int = 3) -> str:
     if mark:
         line = " ".join(error.split())
         return line if len(line) <= limit else line[:limit] + "..."
-    lines = [each.strip() for each in text.splitlines() if each.strip()]
+    lines = [line for line in text.splitlines() if line.strip()]
     line = " ".join(" ".join(lines[-num_lines:]).split())
     line = line if len(line) <= limit else "..." + line[-limit:]
     return line if len(lines) <= num_lines else f"... {line}"

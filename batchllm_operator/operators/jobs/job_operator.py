@@ -1,47 +1,67 @@
-"""The base of operators that may run in a Kubernetes Job: their arguments."""
+"""The base of operators that may run in a Kubernetes Job: their arguments, and the Job's body."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Literal
 
 from airflow.providers.cncf.kubernetes.operators.job import KubernetesJobOperator
-from airflow.providers.common.compat.sdk import conf
+from airflow.providers.cncf.kubernetes.pod_generator import make_safe_label_value
+from airflow.providers.common.compat.sdk import AirflowFailException, conf
+from airflow.sdk import Context
+from kubernetes.client import models as k8s
 
-from batchllm_operator.operators.jobs.pod import GpuVendor, PodSettings
+from batchllm_operator.errors import FINAL_EXIT_CODES
+from batchllm_operator.operators.command import BatchLLMCommandOperator
+from batchllm_operator.operators.jobs.owner import LABEL, QUEUE, Attempt
+from batchllm_operator.operators.jobs.pod import (
+    VENDORS,
+    GpuVendor,
+    built_pod,
+    check_grace,
+    escaped,
+    job_templates,
+    main_container,
+    merged,
+    plain,
+    pod_of,
+    secret_variables,
+)
 
 Runner = Literal["local", "kubernetes"]
 
+_DAY_S: Final = 24 * 3600
+_MIN_PODS: Final = "kueue.x-k8s.io/job-min-parallelism"
+_EQUAL_PODS: Final = "kueue.x-k8s.io/job-completions-equal-parallelism"
 _REFUSED: Final = {
-    **dict.fromkeys(
-        ("arguments", "cmds", "name", "random_name_suffix"),
-        "the operator names the Job, and says what its pods run",
-    ),
-    **dict.fromkeys(
-        ("completions", "parallelism", "completion_mode", "manual_selector", "selector"),
-        "num_workers says how many pods there are",
-    ),
-    **dict.fromkeys(
-        (
-            *("base_container_status_polling_interval", "callbacks", "container_logs"),
-            *("container_name_log_prefix_enabled", "discover_pods_retry_number", "durable"),
-            *("get_logs", "init_container_logs", "is_delete_operator_pod", "job_poll_interval"),
-            *("log_events_on_failure", "log_events_on_startup", "log_formatter"),
-            *("log_pod_spec_on_failure", "logging_interval", "on_kill_action"),
-            *("on_kill_propagation_policy", "progress_callback", "reattach_on_restart"),
-            *("schedule_timeout_seconds", "skip_on_exit_code", "startup_check_interval_seconds"),
-            *("startup_timeout_seconds", "trigger_kwargs", "unwrap_single"),
-            *("wait_until_job_complete", "xcom_sidecar_container_security_context"),
+    name: reason
+    for reason, names in {
+        "the operator names the Job, and says what its pods run": (
+            "arguments cmds name random_name_suffix"
+        ),
+        "num_workers says how many pods there are": (
+            "completions parallelism completion_mode manual_selector selector"
         ),
         "how a Job is awaited and logged is this operator's own (see queue_timeout,"
-        " start_timeout, stuck_timeout, poll_interval)",
-    ),
+        " start_timeout, stuck_timeout, poll_interval)": (
+            "base_container_status_polling_interval callbacks container_logs"
+            " container_name_log_prefix_enabled discover_pods_retry_number durable get_logs"
+            " init_container_logs is_delete_operator_pod job_poll_interval log_events_on_failure"
+            " log_events_on_startup log_formatter log_pod_spec_on_failure logging_interval"
+            " on_kill_action on_kill_propagation_policy progress_callback reattach_on_restart"
+            " schedule_timeout_seconds skip_on_exit_code startup_check_interval_seconds"
+            " startup_timeout_seconds trigger_kwargs unwrap_single wait_until_job_complete"
+            " xcom_sidecar_container_security_context"
+        ),
+    }.items()
+    for name in names.split()
 }
 """Arguments of `KubernetesJobOperator` that would have no effect, or break this operator."""
 
 
-class BatchLLMJobOperator(KubernetesJobOperator):
+class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
     """A `KubernetesJobOperator` with defaults for our pods.
 
     How it runs, and when it succeeds, is in `stage_operator.BatchLLMStageOperator`.
@@ -54,7 +74,7 @@ class BatchLLMJobOperator(KubernetesJobOperator):
         gpu_count: GPUs of a pod: `engine.replicas` times vLLM's tensor parallel size. Without
             `gpu`, it says how a template's GPUs are shared.
         gpu_resource: the resource by which pods ask for GPUs, such as `nvidia.com/mig-3g.40gb`; by
-            default the vendor's whole ones.
+            default the vendor's whole ones (templated).
         resource_claims: names of pods' resource claims, each with its ResourceClaimTemplate; in
             place of a GPU resource.
         image: container image (templated); by default `batchllm-cuda`, `batchllm-rocm` or
@@ -65,17 +85,10 @@ class BatchLLMJobOperator(KubernetesJobOperator):
         shm_size: size of its /dev/shm.
         model_claim: PersistentVolumeClaim that holds models, mounted at /models (`HF_HOME`).
         cache_claim: PersistentVolumeClaim for compiled kernels, mounted at /cache.
-        env: environment variables for the command (templated). Airflow stores and shows them:
-            no place for secrets.
-        aws_conn_id: Airflow connection of type `aws` (templated). The worker passes it on to
-            its child process, or to a Secret that belongs to the Job.
-        connection_env: environment variables that are fields of Airflow connections, in the
-            same way; see `credentials.Credentials.of` (templated).
-        session_token_outlives_task: whether a session token among those is valid for longer than
-            a Job may run. Otherwise a Job gets none, as it couldn't renew it. A command in the
-            worker always gets one, which each try reads again.
+        session_token_outlives_task: whether a session token from a connection is valid for longer
+            than a Job may run. Otherwise a Job gets none, as it couldn't renew it.
         secret_names: Secrets of the namespace whose keys become variables in the pods.
-        queue_name: Kueue's LocalQueue: the Job is suspended until it is admitted.
+        queue_name: Kueue's LocalQueue (templated): the Job is suspended until it is admitted.
         min_workers: pods with which Kueue may admit the Job if it can't have all. It has no effect
             on a Job that has no more than these.
         max_restarts: pods that each worker may lose by a failure of its own. Those that the cluster
@@ -95,22 +108,27 @@ class BatchLLMJobOperator(KubernetesJobOperator):
             default a day.
         termination_grace_period: seconds that a pod gets to finish its open parts when it is
             asked to stop; by default as in the template, or 330.
-        kill_grace_s: seconds that a command in the worker gets to stop.
         do_xcom_push: whether Airflow keeps the return value. There is no sidecar for it.
-        kwargs: those of `KubernetesJobOperator`. Templates of a Job or a pod win over the defaults
-            here, single arguments over those, and `pod_mutation_hook` has the last word. Arguments
-            without effect here are refused.
+        kwargs: those of `BatchLLMCommandOperator` (the worker passes credentials of connections on
+            to its child process, or to a Secret that belongs to the Job) and of
+            `KubernetesJobOperator`. Templates of a Job or a pod win over the defaults here, single
+            arguments over those, and `pod_mutation_hook` has the last word. Arguments without
+            effect here are refused.
+
+    Raises:
+        ValueError: an argument is refused, or out of its range.
     """
 
     template_fields: Sequence[str] = (
         *KubernetesJobOperator.template_fields,
-        *("env", "aws_conn_id", "connection_env", "queue_name", "gpu_resource"),
+        *BatchLLMCommandOperator.template_fields,
+        *("queue_name", "gpu_resource"),
     )
     template_fields_renderers: ClassVar[dict[str, str]] = {
         "env_vars": "py",
-        "env": "json",
-        "connection_env": "json",
+        **BatchLLMCommandOperator.template_fields_renderers,
     }
+    component: ClassVar[str]
 
     def __init__(
         self,
@@ -125,9 +143,6 @@ class BatchLLMJobOperator(KubernetesJobOperator):
         shm_size: str | None = None,
         model_claim: str | None = None,
         cache_claim: str | None = None,
-        env: Mapping[str, str] | None = None,
-        aws_conn_id: str | None = None,
-        connection_env: Mapping[str, str] | None = None,
         session_token_outlives_task: bool = False,
         secret_names: Sequence[str] = (),
         queue_name: str | None = None,
@@ -140,7 +155,6 @@ class BatchLLMJobOperator(KubernetesJobOperator):
         poll_interval: float = 10.0,
         deferrable: bool | None = None,
         termination_grace_period: int | None = None,
-        kill_grace_s: float = 30.0,
         do_xcom_push: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -152,11 +166,16 @@ class BatchLLMJobOperator(KubernetesJobOperator):
             raise ValueError("secret_names must be a list of names")
         if runner not in (None, "local", "kubernetes"):
             raise ValueError(f"runner is {runner!r}; it must be 'local' or 'kubernetes'")
+        if gpu not in (None, *VENDORS):
+            known = " or ".join(map(repr, VENDORS))
+            raise ValueError(f"gpu is {gpu!r}; it must be {known}, or None for no GPU")
+        if gpu_count < 1:
+            raise ValueError(f"gpu_count is {gpu_count}; a pod with a GPU has at least one")
         if min_workers is not None and queue_name is None:
             raise ValueError("min_workers needs queue_name: without a queue, pods start singly")
+        check_grace("termination_grace_period", termination_grace_period)
         if deferrable is None:
             deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
-        self._has_node_selector = kwargs.get("node_selector") is not None
         kwargs.setdefault("termination_message_policy", "FallbackToLogsOnError")
         super().__init__(
             deferrable=deferrable,
@@ -167,25 +186,122 @@ class BatchLLMJobOperator(KubernetesJobOperator):
             random_name_suffix=False,
             **kwargs,
         )
+        self.has_node_selector = kwargs.get("node_selector") is not None
         self.runner: Runner = runner or ("kubernetes" if gpu else "local")
         self.gpu, self.gpu_count, self.gpu_resource = gpu, gpu_count, gpu_resource
-        self.settings = PodSettings(
-            gpu=gpu,
-            gpu_count=gpu_count,
-            gpu_resource=gpu_resource,
-            resource_claims=resource_claims or {},
-            cpu=cpu,
-            memory=memory,
-            shm_size=shm_size,
-            model_claim=model_claim,
-            cache_claim=cache_claim,
-            secret_names=tuple(secret_names),
-            grace_s=termination_grace_period,
-        )
-        self.env, self.aws_conn_id, self.connection_env = env, aws_conn_id, connection_env
+        self.resource_claims = resource_claims or {}
+        self.cpu, self.memory, self.shm_size = cpu, memory, shm_size
+        self.model_claim, self.cache_claim = model_claim, cache_claim
         self.session_token_outlives_task = session_token_outlives_task
+        self.secret_names = tuple(secret_names)
         self.queue_name, self.min_workers = queue_name, min_workers
         self.max_restarts = max_restarts
         self.queue_timeout, self.start_timeout = queue_timeout, start_timeout
         self.stuck_timeout, self.api_timeout = stuck_timeout, api_timeout
-        self.kill_grace_s = kill_grace_s
+
+    # For subclasses
+
+    @abstractmethod
+    def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
+        """The arguments of `batchllm` in a pod; `ValueError` if the pod is unfit for them."""
+
+    def num_pods(self) -> int:
+        """How many workers there are; 0 if there is nothing to do."""
+        return 1
+
+    def stage_labels(self) -> dict[str, str]:
+        """Labels that describe the Job's work, for people."""
+        return {}
+
+    # The request
+
+    def build_pod_request_obj(
+        self, context: Context | None = None, *, dry_run: bool = False
+    ) -> k8s.V1Pod:
+        """The pods' template: our defaults, the user's over them, single arguments over both.
+
+        Raises:
+            ValueError: the template is missing, or asks for another number of GPUs.
+        """
+        return built_pod(self, pod_of(self)[0], context, dry_run=dry_run)
+
+    def request(
+        self, context: Context, attempt: Attempt, secret_keys: Sequence[str]
+    ) -> dict[str, Any]:
+        """The Job to create; its Secret has variables of those names.
+
+        Raises:
+            AirflowFailException: a template is missing or unfit.
+        """
+        name = self.job_name(context, attempt)
+        try:
+            pod, num_gpus = pod_of(self)
+            main, deadline_s = main_container(pod), pod["spec"].pop("activeDeadlineSeconds", None)
+            grace_s = int(pod["spec"]["terminationGracePeriodSeconds"])
+            arguments = self.pod_command(context, grace_s, num_gpus)
+        except ValueError as error:
+            raise AirflowFailException(str(error)) from error
+        main |= {"command": ["batchllm"], "args": [escaped(text) for text in arguments]}
+        main["env"] = merged(main["env"], secret_variables(name, secret_keys), "env")
+        labels = {
+            **self.labels,
+            "app.kubernetes.io/name": "batchllm",
+            "app.kubernetes.io/component": self.component,
+            "app.kubernetes.io/managed-by": "airflow",
+            **{key: make_safe_label_value(text) for key, text in self.stage_labels().items()},
+            **attempt.labels,
+        }
+        built = plain(built_pod(self, pod, context, name=name, labels=labels))
+        metadata = {"name": built["metadata"].pop("name")} | self._metadata(attempt)
+        metadata["namespace"] = built["metadata"].pop("namespace")
+        metadata["labels"] = built["metadata"]["labels"] | metadata["labels"]
+        num_pods = self.num_pods()
+        spec = {
+            "completions": num_pods,
+            "parallelism": num_pods,
+            "activeDeadlineSeconds": self.active_deadline_seconds,
+            "ttlSecondsAfterFinished": self.ttl_seconds_after_finished,
+            "backoffLimit": self.backoff_limit,
+            "suspend": self.suspend if self.queue_name is None else True,
+            "template": {"metadata": built["metadata"], "spec": built["spec"]},
+        }
+        body = self._default_body(deadline_s)
+        for template in job_templates(self):
+            of_job = {n: v for n, v in (template.get("spec") or {}).items() if n != "template"}
+            body = merged(body, {"metadata": template.get("metadata"), "spec": of_job})
+        return dict(merged(body, {"metadata": metadata, "spec": spec}))
+
+    def _metadata(self, attempt: Attempt) -> dict[str, Any]:
+        """What the Job has and its pods don't."""
+        num_pods, annotations = self.num_pods(), dict(self.annotations)
+        labels = attempt.try_label | {f"{LABEL}/num-pods": str(num_pods)}
+        if self.queue_name is not None:
+            labels[QUEUE] = self.queue_name
+        if self.min_workers is not None and self.min_workers < num_pods:  # Kueue refuses others
+            annotations |= {_MIN_PODS: str(self.min_workers), _EQUAL_PODS: "true"}
+        return {"labels": labels, "annotations": annotations}
+
+    def _default_body(self, deadline_s: int | None) -> dict[str, Any]:
+        """Which failures the Job's controller answers is here, and nowhere else."""
+        codes = [int(code) for code in FINAL_EXIT_CODES]
+        final = {"containerName": self.base_container_name, "operator": "In", "values": codes}
+        disrupted = {"type": "DisruptionTarget", "status": "True"}
+        rules = [
+            {"action": "FailJob", "onExitCodes": final},
+            {"action": "Ignore", "onPodConditions": [disrupted]},
+        ]
+        spec = {
+            "completionMode": "Indexed",
+            "backoffLimitPerIndex": self.max_restarts,
+            "podFailurePolicy": {"rules": rules},
+            "podReplacementPolicy": "Failed",
+            "activeDeadlineSeconds": deadline_s or _DAY_S,
+            "ttlSecondsAfterFinished": _DAY_S,
+        }
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, "spec": spec}
+
+    @staticmethod
+    def job_name(context: Context, attempt: Attempt) -> str:
+        """Of DAG and task, which stay what they are when a spec is renamed."""
+        ti = context["ti"]
+        return attempt.job_name(f"{ti.dag_id}-{ti.task_id.rpartition('.')[2]}")

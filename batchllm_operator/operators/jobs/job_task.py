@@ -1,16 +1,18 @@
-"""Creates, watches, scales and deletes the Job of a task."""
+"""A task's Job: creates, watches, scales and deletes it, and leaves it to a next try."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
-from queue import Empty, SimpleQueue
 from typing import Any, Final, NoReturn, TypeVar
 
 from airflow.providers.cncf.kubernetes.utils.pod_manager import OnFinishAction
@@ -22,18 +24,16 @@ from airflow.providers.common.compat.sdk import (
 from airflow.sdk import Context
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from batchllm_operator.operators.command import CommandRunner
-from batchllm_operator.operators.credentials import Credentials
-from batchllm_operator.operators.jobs.api_errors import REFUSED, is_over_quota, message_of
+from batchllm_operator.operators.jobs.calls import is_over_quota, message_of
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob, SupersededError
-from batchllm_operator.operators.jobs.end import EndKind, JobEnd
-from batchllm_operator.operators.jobs.job_request import BatchLLMJobRequest
-from batchllm_operator.operators.jobs.owner import LABEL
+from batchllm_operator.operators.jobs.job_operator import BatchLLMJobOperator
+from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+from batchllm_operator.operators.jobs.pod import built_pod, pod_of
 from batchllm_operator.operators.jobs.trigger import JobTrigger, WatchedJob, task_state
+from batchllm_operator.operators.jobs.watch import WatchLimits
 
 _Result = TypeVar("_Result")
 
-KILLED: Final = "the task was killed; finished parts are kept"
 _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
 """Airflow ends a deferral this long after the task's deadline, if the triggerer hasn't."""
 _LAST_CALL_S: Final = 4.0
@@ -42,19 +42,26 @@ _STATE_S: Final = 1.0
 """Part of it for asking Airflow, which may not answer, for the task's state."""
 _STATE_LIMIT_S: Final = 10.0
 _UNKNOWN: Final = "unknown"
+KILLED: Final = "the task was killed; finished parts are kept"
 
 
-class BatchLLMJobTask(BatchLLMJobRequest):
+class BatchLLMJobTask(BatchLLMJobOperator):
     """A task whose work may be done by a Job; `stage_operator` judges how that ended."""
+
+    look_interval: timedelta | None = None
+    """How often the task looks whether the work is done without its Job. None if never."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._command_runner: CommandRunner | None = None
-        self._call: asyncio.Task[Any] | None = None
+        self._call: asyncio.Future[Any] | None = None
         self._watched: WatchedJob | None = None
-        self._last_job: ClusterJob | None = None
+        self._job: ClusterJob | None = None
         self._killed_at: float | None = None
         self._supervisor_pid: int | None = None
+
+    @abstractmethod
+    def identity(self) -> tuple[str, str]:
+        """The job's output table, and a text that identifies the Job's work."""
 
     def on_kill(self) -> None:
         """Interrupt what `execute` waits for; `execute` then deletes the Job.
@@ -63,82 +70,79 @@ class BatchLLMJobTask(BatchLLMJobRequest):
         """
         if self._killed_at is None:
             self._killed_at = time.monotonic()
-        if self._command_runner is not None:
-            self._command_runner.stop("the task was killed")
+        if self._runner is not None:
+            self._runner.stop("the task was killed")
         if self._call is not None:
             self._call.get_loop().call_soon_threadsafe(self._call.cancel)
 
-    def _commands(self) -> CommandRunner:
-        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
-        self._command_runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
-        return self._command_runner
+    # The Job
 
-    def _take(self, context: Context) -> WatchedJob:
+    def _attempt(self, context: Context) -> Attempt:
+        return Attempt.of(context["ti"], *self.identity())
+
+    def _watched_job(self, context: Context, namespace: str, uid: str = "") -> WatchedJob:
+        attempt, deadline, pause_s = self._attempt(context), self._deadline(context), None
+        if self.look_interval is not None:  # with jitter, so that tasks don't stay in step
+            pause_s = self.look_interval.total_seconds() * random.uniform(0.5, 1.0)
+        waits = (self.queue_timeout, self.start_timeout, self.stuck_timeout, self.api_timeout)
+        queue_s, start_s, stuck_s, api_s = (wait.total_seconds() for wait in waits)
+        limits = WatchLimits(queue_s, start_s, stuck_s, api_s, self.poll_interval, pause_s)
+        return WatchedJob(
+            kubernetes_conn_id=self.kubernetes_conn_id,
+            in_cluster=self.in_cluster,
+            cluster_context=self.cluster_context,
+            config_file=self.config_file,
+            name=self.job_name(context, attempt),
+            namespace=namespace,
+            uid=uid,
+            attempt=asdict(attempt),
+            container_name=self.base_container_name,
+            limits=asdict(limits),
+            deadline=deadline.isoformat() if deadline else None,
+            aws_conn_id=self.aws_conn_id,
+            connection_env=dict(self.connection_env or {}),
+        )
+
+    def _deadline(self, context: Context) -> datetime | None:
+        """When the task's `execution_timeout` is over, all deferrals of a try together."""
+        if self.execution_timeout is None:
+            return None
+        started_at: datetime = context["ti"].start_date
+        return started_at + self.execution_timeout
+
+    def _take(self, context: Context) -> None:
         """Create or adopt the Job, and its Secret."""
-        values: Mapping[str, str] = {}
-        if self.has_secrets:
-            credentials = Credentials.of(self.aws_conn_id, self.connection_env)
-            if not self.session_token_outlives_task:
-                credentials.check_lasting()
-            values = credentials.variables
-        attempt = self._attempt(context)
-        body = self.request(context, attempt, list(values))
+        credentials = self.credentials()
+        if not self.session_token_outlives_task:
+            credentials.check_lasting()
+        values = credentials.variables
+        body = self.request(context, self._attempt(context), list(values))
         name, namespace = body["metadata"]["name"], body["metadata"]["namespace"]
-        self._watched = watched = self._watched_job(context, name, namespace, "", attempt)
+        self._watched = self._watched_job(context, namespace)
 
-        async def take() -> tuple[str, bool]:
-            async with self._job(watched) as job:
-                made, is_new = await job.take(body)
-                if values:
-                    await self._put_secret(job, made, values)
-                return made.metadata.uid, is_new
+        async def take(job: ClusterJob) -> tuple[str, bool]:
+            made, is_new = await job.take(body)
+            if values:
+                await job.put_secret(made, values)
+            return str(made.metadata.uid), is_new
 
         try:
-            uid, is_new = self._run(take())
+            uid, is_new = self._ask(take)
         except ApiException as error:
             message = f"the cluster refuses the Job or its Secret: {message_of(error)}"
-            is_final = error.status in REFUSED and not is_over_quota(error)
+            is_final = error.status in (400, 403, 404, 422) and not is_over_quota(error)
             raise (AirflowFailException if is_final else AirflowException)(message) from error
         except SupersededError:
             self._watched = None
-            raise AirflowException(
-                f"a later try of this task has Job {name}: this one ends"
-            ) from None
-        self.log.info("%s Job %s in namespace %s", "Made" if is_new else "Adopted", name, namespace)
-        return self._watched_job(context, name, namespace, uid, attempt)
-
-    async def _put_secret(self, job: ClusterJob, made: Any, values: Mapping[str, str]) -> None:
-        """Give the Job its credentials, or delete it: its pods would wait for them forever."""
-        try:
-            await job.put_secret(made, values)
-        except ApiException:
-            await job.delete(made.metadata.uid)
             raise
+        self.log.info("%s Job %s in namespace %s", "Made" if is_new else "Adopted", name, namespace)
+        self._watched = replace(self._watched, uid=uid)
 
-    def _job(self, watched: WatchedJob, patience_s: float | None = None) -> ClusterJob:
-        if patience_s is None:
-            patience_s = self.api_timeout.total_seconds()
-        before, self._last_job = self._last_job, watched.job(self.log, patience_s)
-        if self._is_over and before is not None:  # Airflow may not answer in time
-            self._last_job.extras = before.extras
-        return self._last_job
-
-    def _watch(self, context: Context, before: JobEnd | None) -> JobEnd:
-        """Watch the Job from this process."""
-        watched = self._after(before)
-        masker = Credentials.of(self.aws_conn_id, self.connection_env).masker
-
-        async def watch() -> JobEnd:
-            async with self._job(watched) as job:
-                return await watched.watch(job, self.log.info, masker).until_end()
-
-        return self._run(watch())
-
-    def _defer(self, context: Context, before: JobEnd | None) -> NoReturn:
-        watched, deadline = self._after(before), self._deadline(context)
+    def _defer(self, context: Context, watched: WatchedJob) -> NoReturn:
         if self._state(context) not in ("running", None, _UNKNOWN):
             self._release(context)
             raise AirflowException(KILLED)
+        deadline = self._deadline(context)
         self.defer(
             trigger=JobTrigger(**asdict(watched)),
             method_name="resume",
@@ -147,89 +151,84 @@ class BatchLLMJobTask(BatchLLMJobRequest):
         )
         raise AssertionError("defer always raises")
 
-    def _after(self, before: JobEnd | None) -> WatchedJob:
-        assert self._watched is not None, "the Job was taken before"
-        return replace(self._watched, before=before.as_event() if before else None)
-
     def scale(self, parallelism: int, completions: int | None = None) -> None:
         """Change how many of the Job's pods run at a time; a failure is only logged."""
-        spec = {"parallelism": parallelism}
-        patch: dict[str, Any] = {"spec": spec}
+        patch: dict[str, Any] = {"spec": {"parallelism": parallelism}}
         if completions is not None:
-            spec["completions"] = completions
+            patch["spec"]["completions"] = completions
             patch["metadata"] = {"labels": {f"{LABEL}/num-pods": str(completions)}}
-
-        async def scale() -> None:
-            async with self._job(self._after(None)) as job:
-                await job.patch(patch)
-
         with self._logging_failures("scaled"):
-            self._run(scale())
+            self._ask(lambda job: job.patch(patch))
 
-    def _finish_job(self, context: Context, end: JobEnd, *, is_whole: bool) -> None:
-        """Delete a Job that has ended, unless `on_finish_action` keeps it and it costs nothing."""
-        deletes = self.on_finish_action == OnFinishAction.DELETE_POD or (
-            is_whole and self.on_finish_action == OnFinishAction.DELETE_SUCCEEDED_POD
-        )
-        if deletes or end.kind not in (EndKind.COMPLETE, EndKind.FAILED):
-            self._release(context)
-            return
-        self.log.info("Keeping Job %s (on_finish_action)", end.job)
-        if self.has_secrets:
+    def _keeps_ended(self, *, is_whole: bool) -> bool:
+        """Whether `on_finish_action` keeps a Job that has ended, which costs nothing."""
+        action = self.on_finish_action
+        removes = action == OnFinishAction.DELETE_SUCCEEDED_POD and is_whole
+        return not (removes or action == OnFinishAction.DELETE_POD)
 
-            async def delete_secret() -> None:
-                async with self._job(self._after(None)) as job:
-                    await job.delete_secret()
-
-            with self._logging_failures("cleaned up"):
-                self._run(delete_secret())
-
-    def _release(self, context: Context) -> None:
+    def _release(self, context: Context, *, keeps_ended: bool = False) -> None:
         """Delete the Job, unless a later try has it. There may be time for one call only."""
         with self._logging_failures("deleted"):
+            is_new = self._watched is not None and not self._watched.uid
+            if self._watched is None:  # an earlier try's
+                namespace = built_pod(self, pod_of(self)[0], context).metadata.namespace
+                self._watched = self._watched_job(context, namespace)
             watched = self._watched
-            if watched is None:  # an earlier try's
-                attempt = self._attempt(context)
-                namespace = self._built(self._pod_template()[0], context).metadata.namespace
-                name = attempt.job_name(self.stem())
-                watched = self._watched_job(context, name, namespace, "", attempt)
             limit_s = _LAST_CALL_S if self._is_over else self.api_timeout.total_seconds()
             if self._killed_at is not None:
                 limit_s = max(_STATE_S, _LAST_CALL_S - (time.monotonic() - self._killed_at))
             # One whose creation was interrupted may still appear.
-            waits_s = limit_s if self._watched is not None and not watched.uid else None
+            waits_s = limit_s if is_new else None
 
             async def delete() -> None:
-                async with self._job(watched, limit_s) as job:
-                    await job.delete(watched.uid, limit_s=waits_s)
+                async with self._cluster_job(limit_s) as job:
+                    await job.delete(watched.uid, limit_s=waits_s, keeps_ended=keeps_ended)
 
             self.log.info("Deleting Job %s", watched.name)
             asyncio.run(asyncio.wait_for(delete(), limit_s + 1.0))
 
-    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run calls of the cluster; raises `AirflowException` if the task is killed meanwhile."""
+    # Calls of the cluster
+
+    def _cluster_job(self, patience_s: float | None = None) -> ClusterJob:
+        assert self._watched is not None
+        if self._job is None:  # one for all calls: Airflow may not answer again
+            self._job = self._watched.job(self.log)
+        self._job.patience_s = patience_s or self.api_timeout.total_seconds()
+        return self._job
+
+    def _ask(self, calls: Callable[[ClusterJob], Awaitable[_Result]]) -> _Result:
+        """Call the cluster; raises `AirflowException` if the task is killed meanwhile."""
 
         async def cancellable() -> _Result:
-            self._call = asyncio.create_task(work)
-            if self._is_over:
-                self._call.cancel()
-            supervisor = asyncio.create_task(self._cancel_orphan(self._call))
-            try:
-                result: _Result = await self._call
-                return result
-            finally:
-                supervisor.cancel()
-                self._call = None
+            async with self._cluster_job() as job:
+                self._call = call = asyncio.ensure_future(calls(job))
+                try:
+                    while not call.done():
+                        if self._is_over:
+                            call.cancel()
+                        await asyncio.wait([call], timeout=0.5)
+                    return await call
+                finally:
+                    self._call = None
 
         try:
             return asyncio.run(cancellable())
         except asyncio.CancelledError:
             raise AirflowException(KILLED) from None
 
-    async def _cancel_orphan(self, call: asyncio.Task[Any]) -> None:
-        while not self._is_orphan():
-            await asyncio.sleep(0.5)
-        call.cancel()
+    @contextmanager
+    def _logging_failures(self, what: str) -> Iterator[None]:
+        """Log a failure to change the Job instead of raising it: it doesn't decide the task."""
+        try:
+            yield
+        # Any error: the results in the lake don't depend on the cluster.
+        except Exception as error:  # noqa: BLE001
+            self.log.error(
+                "The Job couldn't be %s (%s); the next try will do it, or the cluster after"
+                " active_deadline_seconds",
+                what,
+                message_of(error),
+            )
 
     # Whose the Job is when a try ends
 
@@ -261,7 +260,7 @@ class BatchLLMJobTask(BatchLLMJobRequest):
                 self.log.warning("The task's execution_timeout is over")
             elif not self._is_over:
                 raise
-            is_left = not is_timeout and will_be_retried(context)
+            is_left = not is_timeout and may_be_retried(context)
             # Airflow notices the missing heartbeats of a worker without a supervisor.
             if is_left and (self._is_orphan() or self._state(context) == "running"):
                 self.log.warning("The worker is going; the next try adopts the Job")
@@ -271,42 +270,25 @@ class BatchLLMJobTask(BatchLLMJobRequest):
 
     def _state(self, context: Context) -> str | None:
         """The task's state in Airflow's database, None if it has none; `unknown` without answer."""
-        ti = context["ti"]
-        answers: SimpleQueue[Any] = SimpleQueue()
+        ti, answer = context["ti"], Future[str | None]()
 
         def ask() -> None:
             try:
-                answers.put(task_state(ti, ti.get_task_states))
-            # Any error: the Job has to be handled anyway.
-            except Exception as error:  # noqa: BLE001
-                answers.put(error)
+                answer.set_result(task_state(ti, ti.get_task_states))
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
+                answer.set_exception(error)
 
         # A thread, as the call has no timeout of its own.
         threading.Thread(target=ask, name="task state", daemon=True).start()
         try:
-            state = answers.get(timeout=_STATE_S if self._is_killed else _STATE_LIMIT_S)
-        except Empty:
-            state = TimeoutError("no answer in time")
-        if isinstance(state, Exception):
-            self.log.warning("Can't tell the state of this task: %s", state)
-            return _UNKNOWN
-        return None if state is None else str(state)
-
-    @contextmanager
-    def _logging_failures(self, what: str) -> Iterator[None]:
-        """Log a failure to change the Job instead of raising it: it doesn't decide the task."""
-        try:
-            yield
-        # Any error: the results in the lake don't depend on the cluster.
+            return answer.result(timeout=_STATE_S if self._is_killed else _STATE_LIMIT_S)
+        # Any error: the Job has to be handled anyway.
         except Exception as error:  # noqa: BLE001
-            self.log.error(
-                "The Job couldn't be %s (%s); the next try will do it, or the cluster after"
-                " active_deadline_seconds",
-                what,
-                message_of(error),
-            )
+            self.log.warning("Can't tell the state of this task: %r", error)
+            return _UNKNOWN
 
 
-def will_be_retried(context: Context) -> bool:
+def may_be_retried(context: Context, error: Exception | None = None) -> bool:
+    """Whether Airflow tries the task again when this try fails, with this error."""
     ti = context["ti"]
-    return bool(ti.try_number <= ti.max_tries)
+    return bool(ti.try_number <= ti.max_tries) and not isinstance(error, AirflowFailException)

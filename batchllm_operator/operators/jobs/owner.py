@@ -28,10 +28,7 @@ class Attempt:
 
     @classmethod
     def of(cls, ti: Any, table_uri: str, work: str) -> Attempt:
-        """For a task instance and its `work`.
-
-        The table distinguishes Airflows that share a namespace, and names of DAGs and runs.
-        """
+        """The table distinguishes Airflows that share a namespace, and names of DAGs and runs."""
         owner = (table_uri, ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
         return cls(_digest("\0".join(owner)), _digest(work), str(ti.id))
 
@@ -49,12 +46,13 @@ class Attempt:
         stem = re.sub(r"[^a-z0-9]+", "-", f"batchllm-{stem}".lower()).strip("-")
         return f"{stem[: _MAX_NAME - len(self.owner) - 1].rstrip('-')}-{self.owner}"
 
+    def owns(self, labels: Mapping[str, str] | None) -> bool:
+        """Whether a Job with these labels was made by a try of this task."""
+        return (labels or {}).get(f"{LABEL}/attempt") == self.owner
+
     def is_before(self, labels: Mapping[str, str] | None) -> bool:
         """Whether a Job with these labels was made or adopted by a later try."""
         return (labels or {}).get(f"{LABEL}/try-id", "") > self.try_id
-
-    def does_work_of(self, labels: Mapping[str, str] | None) -> bool:
-        return (labels or {}).items() >= self.labels.items()
 
 
 def job_of(plan_uri: str) -> str:

@@ -1,15 +1,18 @@
-"""The pod of a stage: `pod.yaml`, a user's template over it, single arguments over both."""
+"""The pod of a stage: `pod.yaml`, and how a user's template and arguments are merged over it."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
+from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
+from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
+from kubernetes.client import ApiClient
+from kubernetes.client import models as k8s
 
 from batchllm_operator import __version__
 
@@ -21,11 +24,11 @@ JOB_UID: Final = "$(BATCHLLM_JOB_UID)"
 INDEX: Final = "$(JOB_COMPLETION_INDEX)"
 """Kubernetes replaces these two by the Job's UID and the pod's index, in the pod's arguments."""
 
-_SAID: Final[Mapping[str, Any]] = yaml.safe_load(
+_FILE: Final[Mapping[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("pod.yaml").read_text(encoding="utf-8")
 )
-KINDS: Final[Mapping[str, Any]] = _SAID["kinds"]
-_VENDORS: Final = [name for name, kind in KINDS.items() if "resource" in kind]
+KINDS: Final[Mapping[str, Any]] = _FILE["kinds"]
+VENDORS: Final = [name for name, kind in KINDS.items() if "resource" in kind]
 _UID_ENV: Final = {
     "name": JOB_UID[2:-1],
     "valueFrom": {
@@ -40,109 +43,19 @@ _NAMED: Final = {
 """Lists of a pod whose items have a name, and the field that holds it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PodSettings:
-    """An operator's arguments about its pods.
-
-    Raises:
-        ValueError: a value is out of its range, or there is no such `gpu`.
-    """
-
-    gpu: GpuVendor | None
-    gpu_count: int = 1
-    gpu_resource: str | None = None
-    resource_claims: Mapping[str, str] = field(default_factory=dict)
-    cpu: str | None = None
-    """None, here and in the next two: as in the template, or the default."""
-    memory: str | None = None
-    shm_size: str | None = None
-    model_claim: str | None = None
-    cache_claim: str | None = None
-    secret_names: tuple[str, ...] = ()
-    grace_s: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.gpu is not None and self.gpu not in _VENDORS:
-            known = " or ".join(repr(name) for name in _VENDORS)
-            raise ValueError(f"gpu is {self.gpu!r}; it must be {known}, or None for no GPU")
-        check_grace("termination_grace_period", self.grace_s)
-        if self.gpu_count < 1:
-            raise ValueError(f"gpu_count is {self.gpu_count}; a pod with a GPU has at least one")
-
-    @property
-    def kind(self) -> Mapping[str, Any]:
-        kind: Mapping[str, Any] = KINDS[self.gpu or "cpu"]
-        return kind
-
-    @property
-    def resource(self) -> str | None:
-        """The resource by which a pod without devices of its own asks for GPUs."""
-        return self.gpu_resource or self.kind.get("resource")
-
-
-def default_pod(settings: PodSettings, container_name: str) -> dict[str, Any]:
+def default_pod(gpu: GpuVendor | None, container_name: str) -> dict[str, Any]:
     """A pod with the least privileges that a stage needs, without a name, a command or labels."""
-    kind = settings.kind
-    pod = merged(copy.deepcopy(_SAID["pod"]), {"spec": kind["spec"]})
-    (main,) = pod["spec"]["containers"]
+    kind = KINDS[gpu or "cpu"]
+    pod = merged(copy.deepcopy(_FILE["pod"]), {"spec": kind["spec"]})
+    main = main_container(pod)
     main |= {"name": container_name, "image": f"{kind['image']}:{__version__}"}
     main["env"] = [*main["env"], _UID_ENV]
     return dict(pod)
 
 
-def with_template(pod: Any, template: Any, container_name: str) -> Any:
-    """`pod` overridden by a user's template.
-
-    Raises:
-        ValueError: the template has containers, and none is the main one.
-    """
-    names = [
-        container["name"] for container in (template.get("spec") or {}).get("containers") or ()
-    ]
-    if names and container_name not in names:
-        raise ValueError(
-            f"the pod template has no container named {container_name!r} (base_container_name),"
-            f" only {', '.join(names)}"
-        )
-    return merged(pod, template)
-
-
-def arguments_pod(settings: PodSettings, container_name: str) -> dict[str, Any]:
-    """What single arguments say of a pod, to be merged over its template."""
-    places: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    if settings.shm_size is not None:
-        memory = {"medium": "Memory", "sizeLimit": settings.shm_size}
-        places.append(({"name": "shm", "emptyDir": memory}, {"mountPath": "/dev/shm"}))
-    if settings.cache_claim is not None:
-        claim: dict[str, Any] = {"claimName": settings.cache_claim}
-        places.append(({"name": "cache", "persistentVolumeClaim": claim}, {"mountPath": "/cache"}))
-    env = {}
-    if settings.model_claim is not None:
-        claim = {"claimName": settings.model_claim, "readOnly": True}
-        volume = {"name": "models", "persistentVolumeClaim": claim}
-        places.append((volume, {"mountPath": "/models", "readOnly": True}))
-        env = {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"}
-    claims = settings.resource_claims
-    main = {
-        "name": container_name,
-        "env": variables(env),
-        "envFrom": [{"secretRef": {"name": name}} for name in settings.secret_names],
-        "volumeMounts": [{"name": volume["name"], **mount} for volume, mount in places],
-        "resources": {
-            "requests": {"cpu": settings.cpu, "memory": settings.memory},
-            "limits": {"memory": settings.memory},
-            "claims": [{"name": name} for name in claims],
-        },
-    }
-    spec = {
-        "containers": [main],
-        "volumes": [volume for volume, _ in places],
-        "resourceClaims": [
-            {"name": name, "resourceClaimTemplateName": of} for name, of in claims.items()
-        ],
-        "terminationGracePeriodSeconds": settings.grace_s,
-    }
-    return {"spec": spec}
+def main_container(pod: Mapping[str, Any]) -> dict[str, Any]:
+    main: dict[str, Any] = pod["spec"]["containers"][0]
+    return main
 
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -157,6 +70,158 @@ def secret_variables(secret_name: str, keys: Iterable[str]) -> list[dict[str, An
     ]
 
 
+def plain(model: Any) -> Any:
+    """An object of the API as JSON has it, from a model, a dictionary, or a list of either."""
+    return ApiClient().sanitize_for_serialization(model)
+
+
+# A task's templates and arguments
+
+
+def job_templates(task: Any) -> Iterator[dict[str, Any]]:
+    """The user's templates of the Job; raises `ValueError` if a file is missing or isn't one."""
+    if task.job_template_file:
+        yield _read_template("job_template_file", task.job_template_file)
+    if task.full_job_spec:
+        yield plain(task.full_job_spec)
+
+
+def _templates(task: Any) -> Iterator[dict[str, Any]]:
+    """The user's templates of pods, later ones over earlier ones."""
+    for template in job_templates(task):
+        yield (template.get("spec") or {}).get("template") or {}
+    if task.pod_template_file:
+        yield _read_template("pod_template_file", task.pod_template_file)
+    elif task.pod_template_dict:
+        yield dict(task.pod_template_dict)
+    if task.full_pod_spec:
+        yield plain(task.full_pod_spec)
+
+
+def _read_template(argument: str, file: str) -> dict[str, Any]:
+    if not Path(file).is_file():
+        raise ValueError(f"{argument} {file} does not exist")
+    content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{argument} {file} is no object of the API")
+    return content
+
+
+def pod_of(task: Any) -> tuple[dict[str, Any], int]:
+    """A task's pod, before the provider merges its arguments in, and the number of its GPUs.
+
+    Raises:
+        ValueError: a template is missing, has no main container, or asks for other GPUs.
+    """
+    name = task.base_container_name
+    pod = default_pod(task.gpu, name)
+    for template in _templates(task):
+        containers = (template.get("spec") or {}).get("containers") or ()
+        names = [str(container.get("name")) for container in containers]
+        if names and name not in names:
+            raise ValueError(
+                f"the pod template has no container named {name!r} (base_container_name), only"
+                f" {', '.join(names)}"
+            )
+        pod = merged(pod, template)
+    for main, spec in (_own_arguments(task), _provider_arguments(task)):
+        pod = merged(pod, {"spec": {"containers": [{"name": name, **main}], **spec}})
+    num_gpus = with_gpus(pod, task.gpu, task.gpu_count, task.gpu_resource)
+    return pod, num_gpus or (task.gpu_count if task.resource_claims else 0)
+
+
+def _own_arguments(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What our arguments say of the main container, and of the pod."""
+    volumes: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = []
+
+    def mount(name: str, path: str, **volume: Any) -> None:
+        volumes.append({"name": name, **volume})
+        mounts.append({"name": name, "mountPath": path})
+
+    if task.shm_size is not None:
+        mount("shm", "/dev/shm", emptyDir={"medium": "Memory", "sizeLimit": task.shm_size})
+    if task.cache_claim is not None:
+        mount("cache", "/cache", persistentVolumeClaim={"claimName": task.cache_claim})
+    if task.model_claim is not None:
+        claim = {"claimName": task.model_claim, "readOnly": True}
+        mount("models", "/models", persistentVolumeClaim=claim)
+        mounts[-1]["readOnly"] = True
+    models = {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"} if task.model_claim is not None else {}
+    claims = task.resource_claims.items()
+    main = {
+        "env": variables(models),
+        "envFrom": [{"secretRef": {"name": name}} for name in task.secret_names],
+        "volumeMounts": mounts,
+        "resources": {
+            "requests": {"cpu": task.cpu, "memory": task.memory},
+            "limits": {"memory": task.memory},
+            "claims": [{"name": name} for name, _ in claims],
+        },
+    }
+    return main, {
+        "volumes": volumes,
+        "resourceClaims": [{"name": name, "resourceClaimTemplateName": of} for name, of in claims],
+        "terminationGracePeriodSeconds": task.termination_grace_period,
+    }
+
+
+def _provider_arguments(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments that the provider would not merge field by field, or would add a second time."""
+    env = task.env_vars if isinstance(task.env_vars, list) else variables(task.env_vars)
+    main = {
+        "env": [*variables(task.env or {}), *plain(env)],
+        "resources": plain(task.container_resources),
+        "securityContext": plain(task.container_security_context),
+        "volumeMounts": plain(task.volume_mounts),
+    }
+    return main, {
+        "nodeSelector": task.node_selector if task.has_node_selector else None,
+        "securityContext": plain(task.security_context or None),
+        "volumes": plain(task.volumes),
+    }
+
+
+def built_pod(
+    task: Any, pod: Mapping[str, Any], context: Any, *, dry_run: bool = False, **changed: Any
+) -> k8s.V1Pod:
+    """`pod` with the provider's other arguments, and what `pod_mutation_hook` changes."""
+    copied = copy.copy(task)
+    vars(copied).update(
+        full_pod_spec=PodGenerator.deserialize_model_dict(dict(pod)),
+        pod_template_file=None,
+        pod_template_dict=None,
+        container_resources=None,
+        container_security_context=None,
+        env_vars=[],
+        volumes=[],
+        volume_mounts=[],
+        security_context={},
+        do_xcom_push=False,  # no sidecar
+        active_deadline_seconds=None,  # the Job's
+        **changed,
+    )
+    return KubernetesPodOperator.build_pod_request_obj(copied, context, dry_run=dry_run)
+
+
+def check_grace_of_templates(task: Any) -> None:
+    """Raise `ValueError` if a template's grace period is too short; see `check_grace`.
+
+    A file that isn't on this machine, or isn't YAML, is left to the one that makes the Job.
+    """
+    spec: dict[str, Any] = {}
+    try:
+        for template in _templates(task):
+            spec |= template.get("spec") or {}
+    except (ValueError, OSError, yaml.YAMLError, AttributeError, TypeError):
+        return
+    name = "the pod template's terminationGracePeriodSeconds"
+    check_grace(name, spec.get("terminationGracePeriodSeconds"))
+
+
+# Merging
+
+
 def merged(below: Any, above: Any, key: str = "") -> Any:
     """Parts of an object of the API, `above` over `below`; values of None say nothing.
 
@@ -168,14 +233,16 @@ def merged(below: Any, above: Any, key: str = "") -> Any:
         given = {name: value for name, value in above.items() if value is not None}
         both = {name: merged(below.get(name), value, name) for name, value in given.items()}
         united = {**below, **both}
-        return _fitted(united, below, given) if key == "resources" else united
+        return _fitted(united, given) if key == "resources" else united
     if not isinstance(below, list) or not isinstance(above, list):
         return _without_nones(above)
     if (by := _NAMED.get(key)) is None:
         is_joined = all(isinstance(item, Mapping) for item in above)
         return [*(item for item in below if item not in above), *above] if is_joined else above
-    items = {item[by]: item for item in below}
-    for item in above:
+    items: dict[Any, Any] = {}
+    for item in (*below, *above):
+        if not isinstance(item, Mapping) or by not in item:
+            raise ValueError(f"the pod template: each of its {key} needs a {by}, not {item}")
         is_container = key in ("containers", "initContainers") and item[by] in items
         items[item[by]] = merged(items[item[by]], item) if is_container else item
     return list(items.values())
@@ -187,11 +254,11 @@ def _without_nones(value: Any) -> Any:
     return value
 
 
-def _fitted(united: Any, below: Any, above: Any) -> dict[str, Any]:
+def _fitted(united: Any, above: Any) -> dict[str, Any]:
     """Resources whose requests don't exceed their limits.
 
-    One that `above` only limits loses the request of `below`; one that it only requests gets that
-    as its limit.
+    One that `above` only limits loses the request of below; one that it only requests gets that as
+    its limit.
     """
     requests, limits = (_without_nones(above.get(part) or {}) for part in ("requests", "limits"))
     for name in limits.keys() - requests.keys():
@@ -201,49 +268,48 @@ def _fitted(united: Any, below: Any, above: Any) -> dict[str, Any]:
     return dict(united)
 
 
-def main_container(pod: Mapping[str, Any]) -> dict[str, Any]:
-    main: dict[str, Any] = pod["spec"]["containers"][0]
-    return main
-
-
-def with_gpus(pod: dict[str, Any], settings: PodSettings) -> int:
+def with_gpus(
+    pod: dict[str, Any], gpu: GpuVendor | None, count: int, resource: str | None = None
+) -> int:
     """Give the main container its GPUs, unless the template names its devices; mutates `pod`.
 
-    Returns how many GPUs, or slices of GPUs, it has, of any vendor. How many its resource claims
-    stand for, only the operator's arguments tell.
+    Args:
+        pod: with the template's and the arguments' resources.
+        gpu: the vendor.
+        count: how many a pod has, which resource claims don't tell.
+        resource: by which pods ask for GPUs, if not by the vendor's whole ones.
+
+    Returns:
+        How many GPUs, or slices of GPUs, the pod has, of any vendor.
 
     Raises:
         ValueError: the template asks for another number of GPUs, or for another vendor's.
     """
     resources = main_container(pod).setdefault("resources", {})
     asked = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
-    devices = {name: int(count) for name, count in asked.items() if _is_gpu(name, settings)}
-    if settings.gpu is None and settings.gpu_resource is None:
-        has_claims = bool(settings.resource_claims) and not devices
-        return settings.gpu_count if has_claims else sum(devices.values())
-    pattern = settings.kind.get("device", "")
-    for name in devices:
-        if name != settings.gpu_resource and not re.fullmatch(pattern, name):
-            raise ValueError(
-                f"the pod template asks for {name}, the operator for {settings.resource}"
-            )
-    if resources.get("claims") and not devices:
-        return settings.gpu_count
-    devices = devices or {str(settings.resource): settings.gpu_count}
-    if sum(devices.values()) != settings.gpu_count:
-        named = " and ".join(f"{count} x {name}" for name, count in devices.items())
-        raise ValueError(
-            f"the pod template asks for {named}, the operator's gpu_count is"
-            f" {settings.gpu_count}; they must be the same"
-        )
-    limits = {name: str(count) for name, count in devices.items()}
-    resources["limits"] = {**(resources.get("limits") or {}), **limits}
-    return settings.gpu_count
-
-
-def _is_gpu(name: str, settings: PodSettings) -> bool:
     patterns = [kind["device"] for kind in KINDS.values() if "device" in kind]
-    return name == settings.gpu_resource or any(re.fullmatch(each, name) for each in patterns)
+    patterns += [re.escape(resource)] if resource else []
+    is_gpu = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).fullmatch
+    devices = {name: int(number) for name, number in asked.items() if is_gpu(name)}
+    if gpu is None and resource is None:
+        return sum(devices.values())
+    if resources.get("claims") and not devices:
+        return count
+    kind = KINDS[gpu or "cpu"]
+    wanted = str(resource or kind["resource"])
+    for name in devices:
+        if name != resource and not re.fullmatch(kind.get("device", ""), name):
+            raise ValueError(f"the pod template asks for {name}, the operator for {wanted}")
+    devices = devices or {wanted: count}
+    if sum(devices.values()) != count:
+        named = " and ".join(f"{number} x {name}" for name, number in devices.items())
+        raise ValueError(
+            f"the pod template asks for {named}, the operator's gpu_count is {count}; they must be"
+            " the same"
+        )
+    limits = {name: str(number) for name, number in devices.items()}
+    resources["limits"] = {**(resources.get("limits") or {}), **limits}
+    return count
 
 
 def check_grace(name: str, seconds: Any) -> None:

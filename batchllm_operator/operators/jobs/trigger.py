@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -29,18 +29,6 @@ _unfinished: Final[set[asyncio.Task[None]]] = set()
 """Strong references: the event loop keeps only weak ones."""
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for work that continues even if the waiter is cancelled.
-
-    Airflow cancels a trigger every second until it has ended, so the second cancellation would cut
-    off the clean-up that the first one began.
-    """
-    task = asyncio.create_task(work)
-    _unfinished.add(task)
-    task.add_done_callback(_unfinished.discard)
-    await asyncio.shield(task)
-
-
 @dataclass(frozen=True, slots=True)
 class WatchedJob(Cluster):
     """The arguments of `JobTrigger`, JSON-serializable."""
@@ -61,14 +49,15 @@ class WatchedJob(Cluster):
     before: dict[str, Any] | None = None
     """How the last watch has paused: a `JobEnd`."""
 
-    def job(self, log: Any, patience_s: float) -> ClusterJob:
-        attempt = Attempt(**self.attempt)
+    def job(self, log: Any) -> ClusterJob:
+        attempt, patience_s = Attempt(**self.attempt), self.limits["api_s"]
         return ClusterJob(self, self.name, self.namespace, attempt, log=log, patience_s=patience_s)
 
-    def watch(
+    async def end(
         self, job: ClusterJob, log: Callable[[str], None], masked: Callable[[str], str]
-    ) -> JobWatch:
-        return JobWatch(
+    ) -> JobEnd:
+        """Watch the Job to its end, or until a pause."""
+        return await JobWatch(
             job,
             self.uid,
             self.container_name,
@@ -77,22 +66,19 @@ class WatchedJob(Cluster):
             deadline=datetime.fromisoformat(self.deadline) if self.deadline else None,
             masked=masked,
             before=JobEnd.from_event(self.before) if self.before else None,
-        )
+        ).until_end()
 
 
 class JobTrigger(BaseTrigger):
-    """Runs a `JobWatch` and fires one event, a `JobEnd`.
+    """Watches a Job and fires one event, a `JobEnd`.
 
     When the user kills the task, the Job is deleted: in `on_kill` from Airflow 3.3 on, before that
     in `cleanup` once no try of the task lives. A restart of the triggerer leaves the Job alone.
-
-    Args:
-        arguments: those of `WatchedJob`.
     """
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **watched: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watched = WatchedJob(**arguments)
+        self._watched = WatchedJob(**watched)
         self._has_fired = False
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
@@ -101,9 +87,8 @@ class JobTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Fire once, when the watch has ended."""
         masked = await self._masker()
-        async with self._job() as job:
-            watch = self._watched.watch(job, lambda line: self.log.info("%s", line), masked)
-            end = await watch.until_end()
+        async with self._watched.job(self.log) as job:
+            end = await self._watched.end(job, lambda line: self.log.info("%s", line), masked)
             if end.holds_resources:  # the worker may come late, or never
                 await self._delete(job)
         self._has_fired = True
@@ -115,34 +100,39 @@ class JobTrigger(BaseTrigger):
         A triggerer that was cut off loses its triggers to another one, and calls this, too; but
         then a try of the task lives, and has the Job.
         """
-        await _to_its_end(self._delete_if_killed(if_unknown=True))
+        await self._delete_if_killed(if_unknown=True)
 
     async def cleanup(self) -> None:
         """Delete the Job before Airflow 3.3, if no try of the task lives any more."""
         if not AIRFLOW_V_3_3_PLUS:
-            await _to_its_end(self._delete_if_killed(if_unknown=False))
+            await self._delete_if_killed(if_unknown=False)
 
     async def get_task_state(self) -> str | None:
         from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
-        return await sync_to_async(task_state)(
-            self.task_instance, RuntimeTaskInstance.get_task_states
-        )
+        states = RuntimeTaskInstance.get_task_states
+        return await sync_to_async(task_state)(self.task_instance, states)
 
     async def _delete_if_killed(self, *, if_unknown: bool) -> None:
-        if self._has_fired:
-            return
-        try:
-            state = await asyncio.wait_for(self.get_task_state(), _STATE_LIMIT_S)
-            is_killed = state not in LIVE_STATES
-        # Any error: an unwatched Job costs more than one that is created again.
-        except Exception as error:  # noqa: BLE001
-            self.log.warning("Can't tell why the trigger was cancelled: %r", error)
-            is_killed = if_unknown
-        if not is_killed:
-            return
-        async with self._job() as job:
-            await self._delete(job)
+        """Airflow cancels a trigger every second until it has ended, so this is shielded."""
+
+        async def delete() -> None:
+            try:
+                state = await asyncio.wait_for(self.get_task_state(), _STATE_LIMIT_S)
+                is_killed = state not in LIVE_STATES
+            # Any error: an unwatched Job costs more than one that is created again.
+            except Exception as error:  # noqa: BLE001
+                self.log.warning("Can't tell why the trigger was cancelled: %r", error)
+                is_killed = if_unknown
+            if is_killed:
+                async with self._watched.job(self.log) as job:
+                    await self._delete(job)
+
+        if not self._has_fired:
+            task = asyncio.create_task(delete())
+            _unfinished.add(task)
+            task.add_done_callback(_unfinished.discard)
+            await asyncio.shield(task)
 
     async def _delete(self, job: ClusterJob) -> None:
         """Delete the Job; if that fails, the worker does it when it resumes."""
@@ -153,26 +143,20 @@ class JobTrigger(BaseTrigger):
         except Exception as error:  # noqa: BLE001
             self.log.error("Job %s couldn't be deleted: %r", job.name, error)
 
-    def _job(self) -> ClusterJob:
-        return self._watched.job(self.log, self._watched.limits["api_s"])
-
     async def _masker(self) -> Callable[[str], str]:
         """A function that masks the connections' secrets, which this process hasn't read yet."""
+        connections = (self._watched.aws_conn_id, self._watched.connection_env)
         try:
-            credentials = await sync_to_async(Credentials.of)(
-                self._watched.aws_conn_id, self._watched.connection_env
-            )
+            return (await sync_to_async(Credentials.of)(*connections)).masker
         # Any error: the Job has to be watched, but then none of its pods' texts is passed on.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't read the connections; pods' lines are left out: %s", error)
             return lambda text: "(left out)"
-        return credentials.masker
 
 
 def task_state(ti: Any, states: Callable[..., Any]) -> str | None:
     """The task's state in Airflow's database, None if it has none or no longer exists."""
-    found = states(
-        dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], map_index=ti.map_index
-    )
-    state = next(iter(found.get(ti.run_id, {}).values()), None)
+    tasks = {"dag_id": ti.dag_id, "task_ids": [ti.task_id], "run_ids": [ti.run_id]}
+    found = states(**tasks, map_index=ti.map_index).get(ti.run_id, {})
+    state = next(iter(found.values()), None)
     return None if state is None else str(state)

@@ -18,11 +18,10 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import FINAL_EXIT_CODES
-from batchllm_operator.operators.jobs.api_errors import ANSWERLESS, FORBIDDEN, message_of
-from batchllm_operator.operators.jobs.cluster_job import ClusterJob, ended_condition
-from batchllm_operator.operators.jobs.end import POLICY, EndKind, JobEnd
+from batchllm_operator.operators.jobs.calls import ANSWERLESS, FORBIDDEN, message_of
+from batchllm_operator.operators.jobs.cluster_job import MAX_PODS, ClusterJob, ended_condition
+from batchllm_operator.operators.jobs.end import HOPELESS, POLICY, EndKind, JobEnd, PodState, Stage
 from batchllm_operator.operators.jobs.owner import LABEL
-from batchllm_operator.operators.jobs.state import HOPELESS, PodState, Stage
 
 _LOOK_S: Final = 60.0
 """Between two looks at the pods."""
@@ -76,18 +75,16 @@ class JobWatch:
         before: JobEnd | None = None,
     ) -> None:
         self._job, self._uid, self._container = job, uid, container_name
-        self._limits, self._log, self._masked = limits, log, masked
-        self._deadline = deadline
-        self._began_at = time.monotonic()
-        self._look_at = 0.0
-        self._said = ""
-        since = before.idle_since if before else ""
+        self._limits, self._masked, self._deadline = limits, masked, deadline
+        self._log_line = log
+        self._began_at, self._look_at = time.monotonic(), 0.0
+        self._last_text = ""
+        before = before or JobEnd(EndKind.PAUSED, job.name)
+        since = before.idle_since
         self._idle_since = datetime.fromisoformat(since) if since else None
-        self._num_succeeded = before.num_succeeded if before else 0
-        self._had_succeeded = self._num_succeeded
-        self._told = dict.fromkeys(before.told if before else ())
+        self._had_succeeded, self._told = before.num_succeeded, dict.fromkeys(before.told)
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
-        self._num_pods = self._num_running = self._num_waiting = 0
+        self._counts: dict[str, int] = {"num_succeeded": before.num_succeeded}
 
     async def until_end(self) -> JobEnd:
         """Watch until the Job has ended, can't start, or can no longer be read, or pause."""
@@ -95,97 +92,84 @@ class JobWatch:
             if self._deadline is not None and datetime.now(UTC) >= self._deadline:
                 return self._end(EndKind.TIMEOUT)
             try:
-                end = await self._look()
+                end = await self._poll()
             except ANSWERLESS as error:
-                status = error.status if isinstance(error, ApiException) else None
-                kind = EndKind.FORBIDDEN if status == FORBIDDEN else EndKind.API_LOST
+                is_forbidden = isinstance(error, ApiException) and error.status == FORBIDDEN
+                kind = EndKind.FORBIDDEN if is_forbidden else EndKind.API_LOST
                 return self._end(kind, message=message_of(error))
             if end is not None:
                 return end
-            if self._is_pause_due():
-                return self._end(EndKind.PAUSED)
             await asyncio.sleep(self._limits.poll_s)
+
+    async def _poll(self) -> JobEnd | None:
+        """Read the Job once, and look at its pods if it is time; None if the watch goes on."""
+        job = await self._job.read()
+        if job is None or job.metadata.uid != self._uid:
+            return self._end(EndKind.GONE)
+        if (condition := ended_condition(job)) is not None:
+            return await self._ended(condition)
+        self._counts["num_succeeded"] = job.status.succeeded or 0
+        limits, now = self._limits, time.monotonic()
+        if now < self._look_at and not self._is_pause_due():
+            return None
+        self._look_at = now + min(_LOOK_S, limits.queue_s, limits.start_s, limits.stuck_s)
+        is_ending = job.status.terminating or job.metadata.deletion_timestamp is not None
+        if is_ending or self._job.has_ending_pods:
+            await self._job.remove_stuck_pods()
+        if job.status.failed:
+            await self._log_failed()
+        end = await self._look(job)
+        return end or (self._end(EndKind.PAUSED) if self._is_pause_due() else None)
 
     def _is_pause_due(self) -> bool:
         """Whether to pause now; not while pods end: the next watch would restart their clock."""
         pause_s = self._limits.pause_s
         if pause_s is None or self._job.has_ending_pods:
             return False
-        if self._num_succeeded > self._had_succeeded:  # nothing was left for one of the workers
+        if self._counts["num_succeeded"] > self._had_succeeded:  # nothing was left for a worker
             pause_s = min(pause_s, _LOOK_S / 4)
         return time.monotonic() - self._began_at >= pause_s
 
-    async def _look(self) -> JobEnd | None:
-        """Read the Job once; None if the watch goes on."""
-        job = await self._job.read()
-        if job is None or job.metadata.uid != self._uid:
-            return self._end(EndKind.GONE)
-        condition, status = ended_condition(job), job.status
-        if condition is not None:
-            return await self._ended(condition)
-        self._num_pods = int((job.metadata.labels or {}).get(f"{LABEL}/num-pods", 0))
-        self._num_running = status.ready or 0
-        self._num_waiting = (status.active or 0) - self._num_running
-        self._num_succeeded = status.succeeded or 0
-        if self._num_running:
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = datetime.now(UTC)
-        if time.monotonic() < self._look_at:
-            return None
-        limits = self._limits
-        self._look_at = time.monotonic() + min(
-            _LOOK_S, limits.queue_s, limits.start_s, limits.stuck_s
-        )
-        is_ending = status.terminating or job.metadata.deletion_timestamp is not None
-        if is_ending or self._job.has_ending_pods:
-            await self._job.remove_stuck_pods()
-        if status.failed:
-            await self._tell_failed()
-        return await self._judge_waiting(job)
-
-    @property
-    def _idle_s(self) -> float:
-        if self._idle_since is None:
-            return 0.0
-        return (datetime.now(UTC) - self._idle_since).total_seconds()
-
-    async def _judge_waiting(self, job: Any) -> JobEnd | None:
+    async def _look(self, job: Any) -> JobEnd | None:
         """Log what runs and what waits, and why; end the watch if nothing runs for too long."""
-        spec = job.spec
-        text = f"{self._num_running} of {counted(spec.parallelism or 0, 'worker')} run"
-        waiting: list[tuple[str, PodState]] = []
-        if self._num_waiting > 0:
-            pods = await self._job.pods("Pending")
-            states = [(pod.metadata.name, PodState.of(pod, self._container)) for pod in pods]
-            waiting = [(name, state) for name, state in states if state.stage is not Stage.RUNNING]
+        num_active, num_ready = job.status.active or 0, job.status.ready or 0
+        waiting = await self._pods("Pending") if num_active > num_ready else []
+        waiting = [(name, state) for name, state in waiting if state.stage is not Stage.RUNNING]
+        running = await self._job.pods("Running") if num_active else []
+        running = [pod for pod in running if pod.metadata.deletion_timestamp is None]
+        num_waiting = num_active - num_ready
+        if len(waiting) < MAX_PODS:  # a pod may run whose template's readiness probe fails
+            num_waiting = min(num_waiting, len(waiting))
+        num_running = num_active - num_waiting if running or num_ready else 0
+        self._counts |= {
+            "num_pods": int((job.metadata.labels or {}).get(f"{LABEL}/num-pods", 0)),
+            "parallelism": job.spec.parallelism or 0,
+            "num_running": num_running,
+            "num_waiting": num_waiting,
+        }
         why = ""
-        if spec.suspend:
+        if job.spec.suspend:
             why = "it is suspended until its queue admits it"
         elif waiting:
             why = str(waiting[0][1])
-        elif not job.status.active and (events := await self._job.events()):
+        elif not num_active and (events := await self._job.events()):
             why = events[-1]
-        if why:
-            text += f"; waiting: {why}"
-        if self._num_running:
-            text += await self._progress()
-        if text != self._said:
-            self._said = text
-            self._log(self._masked(f"Job {self._job.name}: {text}"))
-        if self._num_running:
+        text = f"{num_running} of {counted(job.spec.parallelism or 0, 'worker')} run"
+        text += f"; waiting: {why}" if why else ""
+        if running:  # each worker's last line tells the progress of all
+            lines = await self._job.last_lines(running[0].metadata.name, self._container, 1)
+            text += f"; {lines[-1]}" if lines else ""
+        if text != self._last_text:
+            self._last_text = text
+            self._log(f"Job {self._job.name}: {text}")
+        if num_running:
+            self._idle_since = None
             return None
         return self._judge_idle(waiting, why)
 
-    async def _progress(self) -> str:
-        """The last line of a running pod: each worker tells the progress of all."""
-        for pod in await self._job.pods("Running", limit=1):
-            lines = await self._job.last_lines(pod.metadata.name, self._container, 1)
-            return f"; {lines[-1]}" if lines else ""
-        return ""
-
     def _judge_idle(self, waiting: list[tuple[str, PodState]], why: str) -> JobEnd | None:
         now = datetime.now(UTC)
+        self._idle_since = self._idle_since or now
         starting = [(name, state) for name, state in waiting if state.stage is Stage.STARTING]
         for name, state in starting:
             waited_s = (now - (state.since or now)).total_seconds()
@@ -193,30 +177,37 @@ class JobWatch:
                 return self._end(EndKind.STUCK, name, state)
             if waited_s > self._limits.start_s:
                 return self._end(EndKind.START_LIMIT, name, state)
-        if not starting and self._idle_s > self._limits.queue_s:
+        if not starting and (now - self._idle_since).total_seconds() > self._limits.queue_s:
             return self._end(EndKind.QUEUE_LIMIT, message=why)
         return None
 
-    async def _tell_failed(self) -> list[tuple[str, PodState]]:
-        """Log the last lines of pods that have failed; returns all of them, the latest last."""
-        pods = await self._job.pods("Failed")
+    async def _pods(self, phase: str) -> list[tuple[str, PodState]]:
+        """Names and states of pods, the latest last."""
+        pods = await self._job.pods(phase)
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
-        states = [(pod.metadata.name, PodState.of(pod, self._container)) for pod in pods]
+        return [(pod.metadata.name, PodState.of(pod, self._container)) for pod in pods]
+
+    async def _log_failed(self) -> list[tuple[str, PodState]]:
+        """Log the last lines of pods that have failed; returns all of them, the latest last."""
+        states = await self._pods("Failed")
         fresh = [(name, state) for name, state in states if name not in self._told]
         for name, state in fresh[-_NUM_LOGS:]:
             lines = await self._job.last_lines(name, self._container, _NUM_LINES)
             for line in (f"Pod {name}: {state}", *(f"  {line}" for line in lines)):
-                text = self._masked(line)[:_LINE_LENGTH]
-                self._lines.append(text)
-                self._log(text)
+                self._lines.append(self._log(line, _LINE_LENGTH))
         self._told |= dict.fromkeys(name for name, _ in fresh)
         return states
+
+    def _log(self, text: str, length: int | None = None) -> str:
+        text = self._masked(text)[:length]
+        self._log_line(text)
+        return text
 
     async def _ended(self, condition: Any) -> JobEnd:
         if condition.type == "Complete":
             return self._end(EndKind.COMPLETE)
         try:
-            failed = await self._tell_failed()
+            failed = await self._log_failed()
         except ANSWERLESS:  # the Job's own reason has to do
             failed = []
         own = [(name, state) for name, state in failed if not state.is_disrupted]
@@ -227,31 +218,23 @@ class JobWatch:
         if condition.reason == "DeadlineExceeded" or not own or is_unnamed:
             reason, message = condition.reason or "", condition.message or ""
             return self._end(EndKind.FAILED, reason=reason, message=message)
-        name, state = own[-1]
-        return self._end(EndKind.FAILED, name, state)
+        return self._end(EndKind.FAILED, *own[-1])
 
     def _end(
-        self,
-        kind: EndKind,
-        pod: str = "",
-        state: PodState | None = None,
-        *,
-        reason: str = "",
-        message: str = "",
+        self, kind: EndKind, pod: str = "", state: PodState | None = None, **words: str
     ) -> JobEnd:
+        if state is not None:
+            words = {"reason": state.reason, "message": state.message}
         return JobEnd(
             kind,
             self._job.name,
             uid=self._uid,
-            reason=state.reason if state else reason,
-            message=self._masked(state.message if state else message),
+            reason=words.get("reason", ""),
+            message=self._masked(words.get("message", "")),
             pod=pod,
             exit_code=state.exit_code if state else None,
             idle_since=self._idle_since.isoformat() if self._idle_since else "",
-            num_pods=self._num_pods,
-            num_running=self._num_running,
-            num_waiting=self._num_waiting,
-            num_succeeded=self._num_succeeded,
             told=tuple(self._told),
             last_lines=tuple(self._lines),
+            **self._counts,
         )

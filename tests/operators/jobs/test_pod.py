@@ -26,6 +26,7 @@ from batchllm_operator import __version__
 from batchllm_operator.operators import BatchLLMGenerateOperator, batchllm_task_group
 from batchllm_operator.operators.jobs import job_operator
 from batchllm_operator.operators.jobs.pod import escaped
+from batchllm_operator.operators.jobs.pod import pod_of as template_of
 
 PLAN_URI = "s3://lake/out/_batchllm/snippets/2026-01-31/plan-0123abcd"
 
@@ -198,6 +199,19 @@ def _deserialized(template: dict[str, Any]) -> k8s.V1Pod:
     return PodGenerator.deserialize_model_dict(template)
 
 
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"containers": [{"image": "a"}]}, "no container named 'base'"),
+        ({"volumes": [{"emptyDir": {}}]}, "each of its volumes needs a name"),
+        ({"containers": [{"name": "base", "volumeMounts": [{"name": "a"}]}]}, "needs a mountPath"),
+    ],
+)
+def test_a_part_of_a_template_without_a_name_is_refused(spec: dict[str, Any], said: str) -> None:
+    with pytest.raises(AirflowFailException, match=said):
+        job_of(operator(pod_template_dict={"spec": spec}))
+
+
 def test_resources_of_a_template_keep_the_gpus() -> None:
     base = {"name": "base", "resources": {"limits": {"memory": "1Ti"}, "requests": {"cpu": "64"}}}
     template = {"spec": {"containers": [base]}}
@@ -303,7 +317,7 @@ def test_the_gpus_of_a_template_are_counted(resource: str) -> None:
 
 
 def gpus_of(task: BatchLLMGenerateOperator) -> int:
-    return task._pod_template()[1]
+    return template_of(task)[1]
 
 
 @pytest.mark.parametrize(
@@ -511,7 +525,7 @@ def test_a_job_has_a_pod_for_each_worker_and_says_which_failures_count() -> None
     job = job_of(operator(gpu_count=2, max_restarts=3, ttl_seconds_after_finished=60))
     spec, labels = job["spec"], job["metadata"]["labels"]
     owner = labels["batchllm.io/attempt"]
-    assert job["metadata"]["name"] == f"batchllm-snippets-{owner}"
+    assert job["metadata"]["name"] == f"batchllm-job-generate-{owner}"
     assert labels["batchllm.io/try-id"] == str(CONTEXT["ti"].id)
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
     assert (spec["backoffLimitPerIndex"], spec["podReplacementPolicy"]) == (3, "Failed")

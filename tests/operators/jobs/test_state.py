@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiClient
 
-from batchllm_operator.operators.jobs.end import EndKind, JobEnd
-from batchllm_operator.operators.jobs.state import PodState, Stage
+from batchllm_operator.operators.jobs.end import EndKind, JobEnd, PodState, Stage
 
 CREATED = "2026-01-31T00:00:00Z"
 SCHEDULED = {"type": "PodScheduled", "status": "True", "lastTransitionTime": CREATED}

@@ -219,6 +219,15 @@ def test_a_job_of_which_something_runs_ends_at_no_limit(clock: Time) -> None:
     assert end.kind is EndKind.PAUSED
 
 
+def test_a_pod_that_never_gets_ready_runs(clock: Time) -> None:
+    """A template may have a readiness probe that fails for good."""
+    job = StandIn(active=2, ready=0)
+    job.in_phase = {"Running": [pod("r", "Running")], "Pending": [queued()]}
+    end, lines = watched(job, WatchLimits(60, 60, 60, 60, 10.0, pause_s=7200))
+    assert (end.kind, end.num_running, end.num_waiting) == (EndKind.PAUSED, 1, 1)
+    assert "1 of 2 workers run; waiting: queued (Unschedulable)" in lines[0]
+
+
 def test_the_time_that_nothing_runs_goes_on_over_pauses(clock: Time) -> None:
     job = StandIn()
     job.in_phase = {"Pending": [queued()]}

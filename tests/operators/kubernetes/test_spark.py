@@ -14,7 +14,7 @@ from support.pod_arguments import pod_arguments
 from support.pod_shards import Shards, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
-from batchllm_operator.operators.spark.kubernetes import BatchLLMSparkKubernetesPlanOperator
+from batchllm_operator.operators.spark import BatchLLMSparkKubernetesPlanOperator
 
 CONTAINER = BatchLLMSparkKubernetesPlanOperator.BASE_CONTAINER_NAME
 

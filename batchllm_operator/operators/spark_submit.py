@@ -14,10 +14,11 @@ from airflow.providers.common.compat.sdk import AirflowException, AirflowFailExc
 from airflow.sdk import Context
 
 from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES
-from batchllm_operator.operators.spark.planning import APPLICATION, SparkPlanning
+from batchllm_operator.operators.command import BatchLLMCommandOperator
+from batchllm_operator.operators.spark import APPLICATION, SparkPlanning
 
 _EXIT_CODE: Final = re.compile(r"Error code is: ([0-9]+)")
-_OURS: Final = frozenset({"application_args", "env_vars", "java_class"})
+_OURS: Final = ("application_args", "env_vars", "java_class")
 
 
 class BatchLLMSparkSubmitPlanOperator(SparkPlanning, SparkSubmitOperator):
@@ -38,12 +39,15 @@ class BatchLLMSparkSubmitPlanOperator(SparkPlanning, SparkSubmitOperator):
     """
 
     template_fields = (*SparkPlanning.spark_fields, *SparkSubmitOperator.template_fields)
-    template_fields_renderers: ClassVar[dict[str, str]] = SparkPlanning.spark_renderers
-    ui_color = "#cde6d0"
+    template_fields_renderers: ClassVar = BatchLLMCommandOperator.template_fields_renderers
+    ui_color = SparkPlanning.ui_color
 
     def __init__(self, **kwargs: Any) -> None:
-        for name in sorted(_OURS & kwargs.keys()):
-            raise ValueError(f"{name} can't be set: the driver's command is this operator's own")
+        for name in _OURS:
+            if name in kwargs:
+                raise ValueError(
+                    f"{name} can't be set: the driver's command is this operator's own"
+                )
         kwargs.setdefault("application", APPLICATION)
         kwargs["conf"] = {"spark.log.level": "WARN", **(kwargs.get("conf") or {})}
         super().__init__(**kwargs)
@@ -60,14 +64,9 @@ class BatchLLMSparkSubmitPlanOperator(SparkPlanning, SparkSubmitOperator):
         self.application_args = self.driver_arguments(context)
         if not self._has_name:
             self.name = self.application_name()
-        variables = {
-            "PYSPARK_DRIVER_PYTHON": sys.executable,
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            **(self.env or {}),
-        }
+        driver = {"PYSPARK_DRIVER_PYTHON": sys.executable, **os.environ, "PYTHONUNBUFFERED": "1"}
         try:
-            with _environment(self.credentials().added_to(variables)):
+            with _environment(self.credentials().added_to(driver | dict(self.env or {}))):
                 super().execute(context)
         except AirflowException as error:
             code = _EXIT_CODE.search(str(error))
@@ -89,6 +88,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-OPERATOR: Final = BatchLLMSparkSubmitPlanOperator

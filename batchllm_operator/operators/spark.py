@@ -1,19 +1,65 @@
-"""The task that plans a job on Spark by a SparkApplication, for Kubeflow's Spark operator."""
+"""Plans on Spark as a task; the operator for `spark-submit` is in `spark_submit`."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from airflow.providers.cncf.kubernetes.operators.spark_kubernetes import SparkKubernetesOperator
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import Context
 
+import batchllm_operator
+from batchllm_operator.operators.command import BatchLLMCommandOperator
+from batchllm_operator.operators.jobs.owner import Attempt
 from batchllm_operator.operators.jobs.pod import escaped
-from batchllm_operator.operators.spark.planning import SparkPlanning
+from batchllm_operator.operators.planning import Planning
 
+APPLICATION: Final = str(Path(batchllm_operator.__file__).parent / "spark_driver.py")
+"""What Spark's driver runs; its arguments are those of `batchllm`."""
 _MAX_NAME: Final = 40
 """Spark appends a suffix, and names Services after the application."""
+
+
+class SparkPlanning(Planning, BatchLLMCommandOperator):
+    """Runs `batchllm plan --on spark` as a Spark application, beside one of Airflow's operators.
+
+    The plan counts when Spark says that the application ended well, and `batchllm verify`, run in
+    the worker, finds its record and the plan in the lake. The record's name is the same for all
+    tries of a task, because a retry may take up the application of an earlier try. Planning the
+    same partition again gives the same plan.
+
+    Args:
+        kwargs: those of Airflow's operator, of `BatchLLMPlanOperator` (`spec_path`, `ds`,
+            `num_workers`), and of `BatchLLMCommandOperator`, for the command in the worker, and for
+            the driver if that runs there.
+    """
+
+    spark_fields = (*Planning.planning_fields, *BatchLLMCommandOperator.template_fields)
+    ui_color = "#cde6d0"
+
+    def application_name(self) -> str:
+        """Such as `batchllm-snippets-plan`, for people."""
+        return f"batchllm-{self.spec.name}-plan"
+
+    def driver_arguments(self, context: Any) -> list[str]:
+        """The arguments of `batchllm` in the driver."""
+        return ["plan", "--on", "spark", *self._recorded(context)]
+
+    def planned(self, context: Any) -> dict[str, str | int | float]:
+        """Check the plan of an application that has ended well, and return the task's value.
+
+        Raises:
+            AirflowFailException: see `CommandRunner.run`.
+            AirflowException: it left no record, or the check failed; a retry plans again.
+        """
+        return self.finish(context, self.commands().run("verify", *self._recorded(context)))
+
+    def _recorded(self, context: Any) -> list[str]:
+        attempt = Attempt.of(context["ti"], *self.identity())
+        return [*self.job_arguments, "--record", f"spark-{attempt.owner}"]
 
 
 class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator):
@@ -36,10 +82,9 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
     template_fields: Any = (*SparkPlanning.spark_fields, *SparkKubernetesOperator.template_fields)
     template_fields_renderers: ClassVar[dict[str, str]] = {
         **SparkKubernetesOperator.template_fields_renderers,
-        **SparkPlanning.spark_renderers,
+        **BatchLLMCommandOperator.template_fields_renderers,
     }
     template_ext: Any = ()  # the file is read by the worker, and is no template
-    ui_color = "#cde6d0"
 
     def __init__(self, *, namespace: str | None = None, **kwargs: Any) -> None:
         if kwargs.setdefault("deferrable", False):
@@ -85,4 +130,21 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
         return body
 
 
-OPERATOR: Final = BatchLLMSparkKubernetesPlanOperator
+def spark_plan_operator(**arguments: Any) -> Any:
+    """The operator for `runner="spark"`.
+
+    `BatchLLMSparkKubernetesPlanOperator` if a SparkApplication is given (`application_file`,
+    `template_spec`), else `BatchLLMSparkSubmitPlanOperator`.
+
+    Raises `ImportError`: it would be the latter, and Airflow's provider for Spark isn't installed.
+    """
+    if arguments.keys() & {"application_file", "template_spec"}:
+        return BatchLLMSparkKubernetesPlanOperator(**arguments)
+    try:
+        module = import_module("batchllm_operator.operators.spark_submit")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            'plan_args: runner="spark" without an application_file takes Airflow\'s provider for'
+            f" Spark, the extra airflow-spark of batchllm-operator ({error})"
+        ) from error
+    return module.BatchLLMSparkSubmitPlanOperator(**arguments)

@@ -1,1 +1,0 @@
-"""Operators that plan on Spark."""

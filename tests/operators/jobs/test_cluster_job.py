@@ -1,0 +1,90 @@
+"""Jobs of a task's name that stay, or that others have made: the API is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from kubernetes.client import ApiClient, V1Job
+from kubernetes_asyncio.client.exceptions import ApiException
+
+from batchllm_operator.operators.jobs import cluster_job
+from batchllm_operator.operators.jobs.calls import Cluster
+from batchllm_operator.operators.jobs.cluster_job import ClusterJob
+from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+
+ATTEMPT = Attempt("owner", "work", "1")
+COMPLETE = {"type": "Complete", "status": "True"}
+
+
+class StandIn(ClusterJob):
+    """A cluster with one Job, which is there for good; notes what is deleted."""
+
+    def __init__(self, labels: dict[str, str], **job: Any) -> None:
+        cluster, log = Cluster(None, False, None, None), SimpleNamespace(info=print, warning=print)
+        super().__init__(cluster, "job", "ns", ATTEMPT, log=log, patience_s=5.0)
+        metadata = {"name": "job", "uid": "u", "labels": labels, **job.pop("metadata", {})}
+        spec = {"template": {"spec": {"containers": [], "terminationGracePeriodSeconds": 40}}}
+        body = {"metadata": metadata, "spec": spec, "status": job}
+        self.job = ApiClient()._ApiClient__deserialize(body, V1Job)
+        self.deleted: list[str] = []
+
+    async def call(self, api: Any, method: str, *args: Any, **options: Any) -> Any:
+        verb, _, kind = method.partition("_namespaced_")
+        if verb == "create":
+            error: Any = ApiException(status=409, reason="Conflict")
+            error.body = '{"kind": "Status", "reason": "AlreadyExists"}'
+            raise error
+        if verb == "delete":
+            self.deleted.append(kind)
+        pod = SimpleNamespace(
+            metadata=SimpleNamespace(name="p", finalizers=["other/keeps"], deletion_timestamp=None)
+        )
+        return SimpleNamespace(items=[pod]) if verb == "list" else self.job
+
+
+def run(calls: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(calls(), 30))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("labels", [{}, {f"{LABEL}/attempt": "another", f"{LABEL}/try-id": ""}])
+def test_a_job_of_the_name_that_is_not_the_tasks_is_refused_and_stays(
+    labels: dict[str, str],
+) -> None:
+    job = StandIn(labels)
+    with pytest.raises(AirflowFailException, match="Job job in namespace ns isn't this task's"):
+        run(lambda: job.take({"metadata": {"labels": {}}}))
+    run(job.delete)
+    run(lambda: job.delete("u"))
+    assert job.deleted == []
+
+
+def test_a_job_that_finalizers_keep_is_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed_s = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        passed_s[0] += seconds
+
+    monkeypatch.setattr(cluster_job.asyncio, "sleep", sleep)
+    monkeypatch.setattr(cluster_job.time, "monotonic", lambda: passed_s[0])
+    job = StandIn(ATTEMPT.labels, metadata={"deletionTimestamp": "2026-01-31T00:00:00Z"})
+    with pytest.raises(AirflowException, match=r"stays: finalizers of p \(other/keeps\)"):
+        run(lambda: job.take({"metadata": {"labels": {}}}))
+    assert 40 + 120 + 5 < passed_s[0] < 200
+
+
+@pytest.mark.parametrize(
+    ("status", "deleted"), [({"conditions": [COMPLETE]}, ["secret"]), ({"active": 1}, ["job"])]
+)
+def test_a_job_is_kept_without_its_secret_once_it_has_ended(
+    status: dict[str, Any], deleted: list[str]
+) -> None:
+    job = StandIn(ATTEMPT.labels, **status)
+    run(lambda: job.delete(keeps_ended=True))
+    assert job.deleted == deleted
