@@ -20,8 +20,7 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
     With the schedule `PartitionedAssetTimetable(assets=...)`, from Airflow 3.2 on, Airflow itself
-    makes a run for each `partition_key`, which is the partition. Events with a key go only to DAGs
-    with such a schedule, events without a key only to others.
+    makes a run for each `partition_key`, which is the partition.
 
     With a schedule of assets, an event names its partition in `extra["ds"]`, as the events of
     `BatchLLMCommitOperator` do. Airflow gives several events to one run, and may leave others

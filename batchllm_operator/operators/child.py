@@ -21,14 +21,15 @@ _POLL_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ChildOutcome:
-    """How a child process ended."""
+    """How a child process ended: its exit code as in a shell (128 + signal number).
+
+    `error` is the command's last error message, or its last line; `stop_reason` is why it was asked
+    to stop, or None.
+    """
 
     exit_code: int
-    """As in a shell: 128 + signal number for a child that a signal ended."""
     error: str
-    """The command's last error message, or its last line; may be empty."""
     stop_reason: str | None
-    """Why it was asked to stop; None if it wasn't."""
 
 
 class ChildProcess:
@@ -54,10 +55,7 @@ class ChildProcess:
 
         The child is stopped when this process's parent dies (Airflow's supervisor: the result would
         be lost), and when an exception is raised here, such as Airflow's task timeout. None of its
-        processes is alive when this returns or raises.
-
-        Raises:
-            OSError: the command can't be started.
+        processes is alive when this returns or raises; `OSError` if it can't be started.
         """
         parent_pid = os.getppid()
         self._process = process = subprocess.Popen(
@@ -90,8 +88,7 @@ class ChildProcess:
     def stop(self, reason: str) -> None:
         """Ask the command to stop: SIGTERM now, SIGKILL from `run` after the grace period.
 
-        Doesn't wait, so a signal handler may call it. Does nothing if no command is running, or if
-        it was asked before.
+        Doesn't wait, so a signal handler may call it. Only the first call does anything.
         """
         process = self._process
         if process is None or process.returncode is not None or self._kill_at_s is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +30,7 @@ class CommandRunner:
     """
 
     def __init__(
-        self,
-        log: logging.Logger | Any,
-        env: Mapping[str, str] | None,
-        credentials: Credentials,
-        kill_grace_s: float,
+        self, log: Any, env: Mapping[str, str] | None, credentials: Credentials, kill_grace_s: float
     ) -> None:
         self._log = log
         self._env = credentials.added_to({**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})})
@@ -101,19 +96,16 @@ class BatchLLMCommandOperator(BaseOperator):
     """Base of the operators that run `batchllm` commands in the worker.
 
     The command's output goes into the task's log. When the task is killed, times out or loses its
-    supervisor, the command gets SIGTERM, and SIGKILL after `kill_grace_s`; when the task itself is
-    killed by SIGKILL, the kernel ends the command.
+    supervisor, the command gets SIGTERM, and SIGKILL after `kill_grace_s` seconds; when the task
+    itself is killed by SIGKILL, the kernel ends the command.
 
     Args:
         env: environment variables for the command, on top of the task's own (templated).
             Airflow stores and shows them: no place for secrets.
         aws_conn_id: Airflow connection of type `aws` whose credentials, region and endpoint
-            the command gets as `AWS_*` variables, which win over those of `env` and of the
-            worker (templated). Read when the task runs. By default the command uses the worker's.
+            the command gets as `AWS_*` variables, which win over others (templated).
         connection_env: environment variables that are fields of Airflow connections, such as
-            `{"PYICEBERG_CATALOG__LAKE__TOKEN": "lake_catalog.password"}`; see
-            `credentials.Credentials` (templated).
-        kill_grace_s: seconds that the command may take to stop.
+            `{"TOKEN": "catalog.password"}` (templated); see `Credentials.of`.
     """
 
     template_fields: Sequence[str] = ("env", "aws_conn_id", "connection_env")
@@ -135,7 +127,7 @@ class BatchLLMCommandOperator(BaseOperator):
         self._runner: CommandRunner | None = None
 
     def credentials(self) -> Credentials:
-        """What the named connections hold; raises `AirflowFailException` if one is wrong."""
+        """What the named connections hold; `AirflowFailException` if one is wrong."""
         return Credentials.of(self.aws_conn_id, self.connection_env)
 
     def commands(self) -> CommandRunner:
@@ -153,12 +145,8 @@ class BatchLLMCommandOperator(BaseOperator):
 class BatchLLMReportOperator(BatchLLMCommandOperator):
     """Logs the summary of a committed plan, and returns the report's URIs and counts.
 
-    Runs `batchllm report`, which writes at most the report's page, if that is missing or outdated.
-    If it fails, the partition stays published.
-
-    Args:
-        plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        kwargs: see `BatchLLMCommandOperator`.
+    Runs `batchllm report --plan <plan_uri>` (a templated URI, or the XCom that holds it), which
+    writes at most the report's page. If it fails, the partition stays published.
     """
 
     template_fields: Sequence[str] = ("plan_uri", *BatchLLMCommandOperator.template_fields)

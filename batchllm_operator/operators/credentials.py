@@ -51,11 +51,9 @@ class Credentials:
     def of(cls, aws_conn_id: str | None, connection_env: Mapping[str, str] | None) -> Credentials:
         """Read all connections that an operator names.
 
-        Args:
-            aws_conn_id: see `from_connection`.
-            connection_env: for each environment variable, the field of a connection, as
-                `<conn_id>.<field>`: login, password, host, schema, port, `extra.<name>`. Values
-                of password and extra count as secrets.
+        `connection_env` has for each environment variable the field of a connection, as
+        `<conn_id>.<field>`: login, password, host, schema, port, `extra.<name>`. Values of password
+        and extra count as secrets.
 
         Raises:
             AirflowFailException: a connection or field is absent or wrong, or the task may

@@ -143,11 +143,7 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
 
 
 def _report_root(spec_path: str) -> str | None:
-    """The folder of the job's plans, to which the pages in Airflow are confined.
-
-    None if the spec can't be read: its path is a template, or isn't on the machine that parses
-    the DAG.
-    """
+    """The folder of plans, the root of the pages; None if the spec isn't readable here."""
     try:
         spec = load_spec(spec_path)
     except (SpecError, TypeError):

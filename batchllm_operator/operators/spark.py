@@ -28,33 +28,23 @@ class SparkPlanning(Planning, BatchLLMCommandOperator):
 
     The plan counts when Spark says that the application ended well, and `batchllm verify`, run in
     the worker, finds its record and the plan in the lake. The record's name is the same for all
-    tries of a task, because a retry may take up the application of an earlier try. Planning the
-    same partition again gives the same plan.
+    tries of a task, because a retry may take up the application of an earlier try.
 
-    Args:
-        kwargs: those of Airflow's operator, of `BatchLLMPlanOperator` (`spec_path`, `ds`,
-            `num_workers`), and of `BatchLLMCommandOperator`, for the command in the worker, and for
-            the driver if that runs there.
+    Arguments are those of Airflow's operator, of `BatchLLMPlanOperator`, and of
+    `BatchLLMCommandOperator`, for the command in the worker, and for the driver if that runs there.
     """
 
     spark_fields = (*Planning.planning_fields, *BatchLLMCommandOperator.template_fields)
     ui_color = "#cde6d0"
 
     def application_name(self) -> str:
-        """Such as `batchllm-snippets-plan`, for people."""
         return f"batchllm-{self.spec.name}-plan"
 
     def driver_arguments(self, context: Any) -> list[str]:
-        """The arguments of `batchllm` in the driver."""
         return ["plan", "--on", "spark", *self._recorded(context)]
 
     def planned(self, context: Any) -> dict[str, str | int | float]:
-        """Check the plan of an application that has ended well, and return the task's value.
-
-        Raises:
-            AirflowFailException: see `CommandRunner.run`.
-            AirflowException: it left no record, or the check failed; a retry plans again.
-        """
+        """The task's value, once an application has ended well and left the record of a plan."""
         return self.finish(context, self.commands().run("verify", *self._recorded(context)))
 
     def _recorded(self, context: Any) -> list[str]:
@@ -93,12 +83,7 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
         super().__init__(namespace=namespace or "default", **kwargs)
 
     def execute(self, context: Context) -> Any:
-        """Create the application, follow its driver to the end, and check the plan.
-
-        Raises:
-            AirflowFailException: the spec, the template or a connection is wrong.
-            AirflowException: the application failed, or the task was killed.
-        """
+        """Create the application, follow its driver to the end, and check the plan."""
         self.check()
         self.template_spec, self.application_file = self._application(context), None
         if not self._has_namespace:
@@ -115,7 +100,6 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
         return self.planned(context)
 
     def _application(self, context: Context) -> dict[str, Any]:
-        """The template with the driver's arguments."""
         read: Any = self.manage_template_specs
         try:
             body: dict[str, Any] = deepcopy(read())

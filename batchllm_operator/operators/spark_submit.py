@@ -54,12 +54,7 @@ class BatchLLMSparkSubmitPlanOperator(SparkPlanning, SparkSubmitOperator):
         self._has_name = "name" in kwargs
 
     def execute(self, context: Context) -> Any:
-        """Submit the application, wait for its end, and check the plan.
-
-        Raises:
-            AirflowFailException: the spec, the table or a connection is wrong; a retry won't help.
-            AirflowException: Spark or the application failed, or the task was killed.
-        """
+        """Submit the application, wait for its end, and check the plan."""
         self.check()
         self.application_args = self.driver_arguments(context)
         if not self._has_name:

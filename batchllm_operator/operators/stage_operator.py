@@ -18,7 +18,7 @@ from airflow.sdk import Context, XComArg
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 from batchllm_operator.operators.jobs.job_task import KILLED, BatchLLMJobTask, may_be_retried
 from batchllm_operator.operators.jobs.owner import LABEL, job_of
-from batchllm_operator.operators.jobs.trigger import WatchedJob
+from batchllm_operator.operators.jobs.watch import JobWatch, WatchedJob
 
 _DEFERRAL_FAILED: Final = "__fail__"
 """What Airflow calls in place of our method when a deferral failed."""
@@ -118,8 +118,8 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             watched = replace(self._watched, before=end.as_event() if end else None)
             if self.deferrable:
                 self._defer(context, watched)
-            masker, log = self.credentials().masker, self.log.info
-            end = self._ask(lambda job: watched.end(job, log, masker))  # noqa: B023
+            said = (watched, self.log.info, self.credentials().masker)
+            end = self._ask(lambda job: JobWatch(job, *said).until_end())  # noqa: B023
         return self._conclude(context, end)
 
     def _is_done(self, context: Context, end: JobEnd) -> bool:

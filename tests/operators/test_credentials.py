@@ -16,6 +16,9 @@ from batchllm_operator.operators.credentials import Credentials
 
 KEY_ID, KEY, TOKEN = "AKIACANARY0KEYID", "canary/secret+key", "canary-session-token"
 CANARIES = (KEY_ID, KEY, TOKEN)
+KEYS = {"login": KEY_ID, "password": KEY}
+VARIABLES = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": KEY}
+IN_EXTRA = {"aws_access_key_id": KEY_ID, "aws_secret_access_key": KEY}
 
 # Stands in for the command line: keeps its environment and arguments, and blurts secrets out.
 BLURT = """
@@ -39,10 +42,11 @@ def no_aws_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def lake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Define the connection `lake`."""
+    """Define the connection `lake`, or another one."""
 
-    def define(**fields: Any) -> None:
-        monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps({"conn_type": "aws", **fields}))
+    def define(conn_id: str = "lake", **fields: Any) -> None:
+        text = json.dumps({"conn_type": "aws", **fields})
+        monkeypatch.setenv(f"AIRFLOW_CONN_{conn_id.upper()}", text)
 
     return define
 
@@ -50,54 +54,43 @@ def lake(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("fields", "variables"),
     [
-        ({"login": KEY_ID, "password": KEY}, (KEY_ID, KEY, None, None, None)),
-        (
-            {"conn_type": "generic", "login": KEY_ID, "password": KEY},
-            (KEY_ID, KEY, None, None, None),
-        ),
-        (
-            {"extra": {"aws_access_key_id": KEY_ID, "aws_secret_access_key": KEY}},
-            (KEY_ID, KEY, None, None, None),
-        ),
+        (KEYS, VARIABLES),
+        ({"conn_type": "generic", **KEYS}, VARIABLES),
+        ({"extra": IN_EXTRA}, VARIABLES),
         (
             {
-                "login": KEY_ID,
-                "password": KEY,
+                **KEYS,
                 "extra": {
-                    "aws_access_key_id": "not used",
-                    "aws_secret_access_key": "not used",
+                    **dict.fromkeys(IN_EXTRA, "not used"),
                     "aws_session_token": TOKEN,
                     "region_name": "eu-west-1",
                     "endpoint_url": "http://minio:9000",
                 },
             },
-            (KEY_ID, KEY, TOKEN, "eu-west-1", "http://minio:9000"),
+            {
+                **VARIABLES,
+                "AWS_SESSION_TOKEN": TOKEN,
+                "AWS_DEFAULT_REGION": "eu-west-1",
+                "AWS_ENDPOINT_URL": "http://minio:9000",
+            },
         ),
-        ({"extra": {"region_name": "eu-west-1"}}, (None, None, None, "eu-west-1", None)),
-        ({"extra": {"region_name": "", "role_arn": ""}}, (None,) * 5),
-        ({}, (None,) * 5),
+        ({"extra": {"region_name": "eu-west-1"}}, {"AWS_DEFAULT_REGION": "eu-west-1"}),
+        ({"extra": {"region_name": "", "role_arn": ""}}, {}),
+        ({}, {}),
     ],
 )
 def test_fields_become_variables(
-    lake: Any, fields: dict[str, Any], variables: tuple[str | None, ...]
+    lake: Any, fields: dict[str, Any], variables: dict[str, str]
 ) -> None:
-    names = (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "AWS_DEFAULT_REGION",
-        "AWS_ENDPOINT_URL",
-    )
     lake(**fields)
     credentials = Credentials.of("lake", None)
-    given = {name: v for name, v in zip(names, variables, strict=True) if v is not None}
-    assert credentials.added_to({}) == given
-    assert sorted(credentials.secrets) == sorted(v for v in variables[:3] if v is not None)
+    assert credentials.added_to({}) == variables
+    assert credentials.secrets == set(variables.values()) & set(CANARIES)
     assert not any(canary in repr(credentials) for canary in CANARIES)
 
 
 def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lake: Any) -> None:
-    lake(login=KEY_ID, password=KEY, extra={"region_name": "r", "endpoint_url": "http://e"})
+    lake(**KEYS, extra={"region_name": "r", "endpoint_url": "http://e"})
     worker = {
         "AWS_ACCESS_KEY_ID": "another",
         "AWS_SESSION_TOKEN": "of another key",
@@ -105,13 +98,9 @@ def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lak
         "AWS_ENDPOINT_URL_S3": "http://another",
         "AWS_MAX_ATTEMPTS": "3",
     }
-    assert Credentials.of("lake", None).added_to(worker) == {
-        "AWS_ACCESS_KEY_ID": KEY_ID,
-        "AWS_SECRET_ACCESS_KEY": KEY,
-        "AWS_DEFAULT_REGION": "r",
-        "AWS_ENDPOINT_URL": "http://e",
-        "AWS_MAX_ATTEMPTS": "3",
-    }
+    region = {"AWS_DEFAULT_REGION": "r", "AWS_ENDPOINT_URL": "http://e"}
+    kept = {**VARIABLES, **region, "AWS_MAX_ATTEMPTS": "3"}
+    assert Credentials.of("lake", None).added_to(worker) == kept
     lake()
     assert Credentials.of("lake", None).added_to(worker) == worker
 
@@ -119,54 +108,31 @@ def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lak
 def test_longer_secrets_are_hidden_first_and_words_where_they_are_secrets(
     lake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lake(login="minioadmin", password="minioadmin-2")
-    told: list[str] = []
-    monkeypatch.setattr("batchllm_operator.operators.credentials.mask_secret", told.extend)
+    masked: list[str] = []
+    monkeypatch.setattr("batchllm_operator.operators.credentials.mask_secret", masked.extend)
     lake(login="AKIA0CANARY0KEY", password="AKIA0CANARY0KEY2")
-    assert Credentials.of("lake", None).masker.anywhere == ("AKIA0CANARY0KEY2", "AKIA0CANARY0KEY")
-    assert list(dict.fromkeys(told)) == ["AKIA0CANARY0KEY2", "AKIA0CANARY0KEY"]
+    longer_first = ("AKIA0CANARY0KEY2", "AKIA0CANARY0KEY")
+    assert Credentials.of("lake", None).masker.anywhere == longer_first
+    assert set(masked) == set(longer_first)
     lake(login="minioadmin", password="minioadmin-2")
-    masked = Credentials.of("lake", None).masker
-    assert masked("s3://minioadmin, secret_key=minioadmin-2") == "s3://minioadmin, secret_key=***"
-    assert set(told) == {"AKIA0CANARY0KEY2", "AKIA0CANARY0KEY"}  # words are in ids and paths, too
+    masker = Credentials.of("lake", None).masker
+    assert masker("s3://minioadmin, secret_key=minioadmin-2") == "s3://minioadmin, secret_key=***"
+    assert set(masked) == set(longer_first)  # words are in ids and paths, too
 
 
-def test_fields_of_other_connections_become_variables(
-    lake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lake(login=KEY_ID, password=KEY)
-    catalog = {"conn_type": "generic", "host": "https://catalog", "extra": {"token": TOKEN}}
-    monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
-    wanted = {"CATALOG_URI": "catalog.host", "CATALOG_TOKEN": "catalog.extra.token"}
-    credentials = Credentials.of("lake", wanted)
-    assert credentials.variables == {
-        "AWS_ACCESS_KEY_ID": KEY_ID,
-        "AWS_SECRET_ACCESS_KEY": KEY,
-        "CATALOG_URI": "https://catalog",
-        "CATALOG_TOKEN": TOKEN,
-    }
-    assert set(credentials.secrets) == {KEY_ID, KEY, TOKEN}  # an address is none
-    assert Credentials.of(None, None) == Credentials()
-
-
-def test_fields_of_extra_are_secrets_whatever_their_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    extra = {"login": "hidden-login", "token.host": "hidden-host"}
-    catalog = {"conn_type": "generic", "login": "shown-login", "extra": extra}
-    monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
-    wanted = ("catalog.login", "catalog.extra.login", "catalog.extra.token.host")
-    credentials = Credentials.of(None, {f"V{idx}": name for idx, name in enumerate(wanted)})
-    assert set(credentials.secrets) == {"hidden-login", "hidden-host"}
-
-
-def test_a_secret_of_several_lines_is_hidden_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_other_connections_become_variables(lake: Any) -> None:
+    """An address or a name is no secret; a field of extra is one, whatever its name."""
+    extra = {"token": TOKEN, "login": "hidden-login", "token.host": "hidden-host"}
     key = "-----BEGIN KEY-----\nMIIEvQIBADAN\n-----END KEY-----\n"
-    catalog = {"conn_type": "generic", "password": key}
-    monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
-    credentials = Credentials.of(None, {"KEY": "catalog.password"})
-    assert credentials.variables["KEY"] == key
-    assert credentials.masker("it is MIIEvQIBADAN") == "it is ***"
+    lake(**KEYS)
+    lake("catalog", conn_type="generic", host="https://c", login="l", password=key, extra=extra)
+    fields = ("host", "login", "password", "extra.token", "extra.login", "extra.token.host")
+    credentials = Credentials.of("lake", {field: f"catalog.{field}" for field in fields})
+    values = ("https://c", "l", key, TOKEN, "hidden-login", "hidden-host")
+    assert credentials.variables == {**VARIABLES, **dict(zip(fields, values, strict=True))}
+    assert credentials.secrets == {KEY_ID, KEY, *values[2:]}
+    assert credentials.masker("it is MIIEvQIBADAN") == "it is ***"  # line by line
+    assert Credentials.of(None, None) == Credentials()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +146,7 @@ def test_a_secret_of_several_lines_is_hidden_line_by_line(monkeypatch: pytest.Mo
     ],
 )
 def test_a_field_that_is_not_there_fails_the_task(lake: Any, reference: str, reason: str) -> None:
-    lake(login=KEY_ID, password=KEY)
+    lake(**KEYS)
     with pytest.raises(AirflowFailException, match=reason):
         Credentials.of(None, {"VARIABLE": reference})
 
@@ -189,45 +155,38 @@ def test_a_field_that_is_not_there_fails_the_task(lake: Any, reference: str, rea
     ("fields", "reason"),
     [
         ({"conn_type": "http", "password": KEY}, "'lake' is of type 'http'"),
-        ({"extra": {"verify": "/etc/ca.pem"}}, "'lake': verify in extra isn't supported"),
+        ({"extra": '{"verify": "/etc/ca.pem"}'}, "'lake': verify in extra isn't supported"),
+        ({"extra": '{"verify": false}'}, "'lake': verify in extra isn't supported"),
         ({"login": KEY_ID}, "'lake': an access key id"),
         ({"password": KEY}, "'lake': an access key id"),
-        ({"login": KEY_ID, "extra": {"aws_secret_access_key": KEY}}, "'lake': an access key id"),
-        ({"extra": {"aws_session_token": TOKEN}}, "'lake': an access key id"),
-        ({"login": KEY_ID, "password": KEY, "extra": {"role_arn": TOKEN}}, "'lake': role_arn"),
-        ({"extra": {"service_config": {"s3": {"endpoint_url": TOKEN}}}}, "'lake': service_config"),
-        ({"extra": {"region_name": [TOKEN]}}, "'lake': the value for AWS_DEFAULT_REGION"),
+        ({"login": KEY_ID, "extra": json.dumps(IN_EXTRA)}, "'lake': an access key id"),
+        ({"extra": f'{{"aws_session_token": "{TOKEN}"}}'}, "'lake': an access key id"),
+        ({**KEYS, "extra": f'{{"role_arn": "{TOKEN}"}}'}, "'lake': role_arn"),
+        ({"extra": f'{{"service_config": {{"s3": "{TOKEN}"}}}}'}, "'lake': service_config"),
+        ({"extra": f'{{"region_name": ["{TOKEN}"]}}'}, "'lake': the value for AWS_DEFAULT_REGION"),
+        ({**KEYS, "extra": f"{{{TOKEN}"}, "'lake': extra isn't"),
+        ({**KEYS, "extra": f'["{TOKEN}"]'}, "'lake': extra isn't"),
     ],
 )
 def test_a_connection_that_cannot_be_used_is_named_and_not_shown(
-    lake: Any, capfd: pytest.CaptureFixture[str], fields: dict[str, Any], reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    fields: dict[str, Any],
+    reason: str,
 ) -> None:
-    lake(**fields)
+    """Not from the environment, where Airflow 3.1 passes over one whose extra is broken."""
+    connection = Connection(conn_id="lake", **({"conn_type": "aws"} | fields))
+    monkeypatch.setattr(Connection, "get", lambda conn_id: connection)
     with pytest.raises(AirflowFailException, match=reason) as caught:
         Credentials.of("lake", None)
     shown = "".join(traceback.format_exception(caught.value)) + "".join(capfd.readouterr())
     assert not any(canary in shown for canary in CANARIES)
 
 
-@pytest.mark.parametrize("extra", [f"{{{TOKEN}", f'["{TOKEN}"]'])
-def test_a_connection_with_a_broken_extra_is_named_and_not_shown(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], extra: str
-) -> None:
-    """Not from the environment, where Airflow 3.1 passes over such a connection."""
-    lake = Connection(conn_id="lake", conn_type="aws", login=KEY_ID, password=KEY, extra=extra)
-    monkeypatch.setattr(Connection, "get", lambda conn_id: lake)
-    with pytest.raises(AirflowFailException, match="'lake': extra isn't") as caught:
-        Credentials.of("lake", None)
-    shown = "".join(traceback.format_exception(caught.value)) + "".join(capfd.readouterr())
-    assert not any(canary in shown for canary in CANARIES)
-
-
-def test_an_unknown_connection_is_named() -> None:
+def test_an_unknown_or_forbidden_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AirflowFailException, match="no Airflow connection 'nowhere'"):
         Credentials.of("nowhere", None)
 
-
-def test_a_forbidden_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(conn_id: str) -> None:
         raise PermissionError(conn_id)  # a subclass of it; Airflow 3.1 says that there is none
 
@@ -252,30 +211,21 @@ def test_only_the_commands_environment_holds_the_values(
     code: ExitCode,
     error: type[Exception] | None,
 ) -> None:
-    lake(login=KEY_ID, password=KEY, extra={"aws_session_token": TOKEN})
+    lake(**KEYS, extra={"aws_session_token": TOKEN})
     script, seen_path = tmp_path / "blurt.py", tmp_path / "seen.json"
     script.write_text(BLURT)
     monkeypatch.setattr(command, "_COMMAND", (sys.executable, str(script)))
     worker = dict(os.environ)
-    task = BatchLLMCommandOperator(
-        task_id="task",
-        env={"SEEN": str(seen_path), "CODE": str(int(code)), "AWS_ACCESS_KEY_ID": "env's"},
-        aws_conn_id="lake",
-    )
-    shown = ""
+    env = {"SEEN": str(seen_path), "CODE": str(int(code)), "AWS_ACCESS_KEY_ID": "env's"}
+    task = BatchLLMCommandOperator(task_id="task", env=env, aws_conn_id="lake")
     if error is None:
-        shown += repr(task.commands().run("plan"))
+        shown = repr(task.commands().run("plan"))
     else:
         with pytest.raises(error, match=r"refused: \*\*\* \*\*\* \*\*\*") as caught:
             task.commands().run("plan")
-        shown += "".join(traceback.format_exception(caught.value))
-
+        shown = "".join(traceback.format_exception(caught.value))
     seen = json.loads(seen_path.read_text())
-    assert seen["env"] == {
-        "AWS_ACCESS_KEY_ID": KEY_ID,
-        "AWS_SECRET_ACCESS_KEY": KEY,
-        "AWS_SESSION_TOKEN": TOKEN,
-    }
+    assert seen["env"] == {**VARIABLES, "AWS_SESSION_TOKEN": TOKEN}
     assert os.environ == worker
     logged = "".join(capfd.readouterr())
     assert "refused: *** *** ***" in logged

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from airflow.sdk import BaseOperator
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from operators.test_operators import execute
 from support.task_runs import TaskInstance
 
 from batchllm_operator.operators import (
@@ -26,118 +25,78 @@ from batchllm_operator.operators.command import CommandRunner
 
 SPEC = str(Path(__file__).parents[2] / "dags/specs/daily_snippets.yaml")
 PLAN_URI = "s3://b/out/_batchllm/snippets/2026-01-31/plan-1"
-RESULT = {
-    "plan_uri": PLAN_URI,
-    "report_uri": f"{PLAN_URI}/report.json",
-    "num_shards": 2,
-    "ds": "2026-01-31",
-    "num_rows": 12,
-    "num_rejected_rows": 1,
-    "num_duplicate_rows": 2,
-    "num_requests": 9,
-    "planned_saving_ratio": 0.5,
-    "num_failed_rows": 3,
-    "num_logical_tokens": 1000,
-    "num_prompt_tokens": 900,
-    "num_cached_tokens": 400,
-    "num_output_tokens": 70,
-    "engine_s": 1.5,
-    "num_rows_in": 12,
-    "num_rows_out": 9,
-    "num_reused_rows": 4,
-    "achieved_saving_ratio": 0.4,
-    "computed_tokens_per_s": 99.5,
-    "output_tokens_per_s": 9.5,
-}
-STAGES = {
+STAGES: dict[str, Callable[[], Any]] = {
     "plan": lambda: BatchLLMPlanOperator(task_id="plan", spec_path=SPEC, ds="2026-01-31"),
     "generate": lambda: BatchLLMGenerateOperator(task_id="g", plan_uri=PLAN_URI),
     "commit": lambda: BatchLLMCommitOperator(task_id="c", plan_uri=PLAN_URI),
 }
-SENT: dict[str, dict[str, Any]] = {
+SENT: dict[str, dict[str, tuple[str, float]]] = {
     "plan": {
-        "rows": 12,
-        "rejected_rows": 1,
-        "duplicate_rows": 2,
-        "reused_rows": 4,
-        "requests": 9,
-        "saving_ratio": 0.5,
+        "rows": ("num_rows", 12),
+        "rejected_rows": ("num_rejected_rows", 1),
+        "duplicate_rows": ("num_duplicate_rows", 2),
+        "reused_rows": ("num_reused_rows", 4),
+        "requests": ("num_requests", 9),
+        "saving_ratio": ("planned_saving_ratio", 0.5),
     },
     "generate": {
-        "rows": 12,
-        "failed_rows": 3,
-        "logical_tokens": 1000,
-        "prompt_tokens": 900,
-        "cached_tokens": 400,
-        "output_tokens": 70,
-        "engine_time": timedelta(seconds=1.5),
+        "rows": ("num_rows", 12),
+        "failed_rows": ("num_failed_rows", 3),
+        "logical_tokens": ("num_logical_tokens", 1000),
+        "prompt_tokens": ("num_prompt_tokens", 900),
+        "cached_tokens": ("num_cached_tokens", 400),
+        "output_tokens": ("num_output_tokens", 70),
+        "engine_time": ("engine_s", 1.5),
     },
     "commit": {
-        "rows_in": 12,
-        "rows_out": 9,
-        "failed_rows": 3,
-        "reused_rows": 4,
-        "saving_ratio": 0.4,
-        "computed_tokens_per_second": 99.5,
-        "output_tokens_per_second": 9.5,
+        "rows_in": ("num_rows_in", 12),
+        "rows_out": ("num_rows_out", 9),
+        "failed_rows": ("num_failed_rows", 3),
+        "reused_rows": ("num_reused_rows", 4),
+        "saving_ratio": ("achieved_saving_ratio", 0.4),
+        "computed_tokens_per_second": ("computed_tokens_per_s", 99.5),
+        "output_tokens_per_second": ("output_tokens_per_s", 9.5),
     },
 }
-
-
-class FakeStats:
-    """Airflow's facade, taking notes."""
-
-    def __init__(self) -> None:
-        self.sent: dict[str, Any] = {}
-        self.tags: list[dict[str, str]] = []
-
-    def _note(self, stat: str, value: Any, *, tags: dict[str, str]) -> None:
-        assert stat not in self.sent
-        self.sent[stat] = value
-        self.tags.append(tags)
-
-    incr = gauge = timing = _note
+"""Of each stage: the metrics' names, and the result's fields with their values."""
+TAGS = {"job": "snippets", "dag_id": "nightly"}
 
 
 @pytest.fixture(autouse=True)
 def result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What every command answers with; a test may change it."""
-    answer = dict(RESULT)
+    answer: dict[str, Any] = {"plan_uri": PLAN_URI, "report_uri": f"{PLAN_URI}/report.json"}
+    answer |= {"num_shards": 2, "ds": "2026-01-31"}
+    answer |= dict(value for stage in SENT.values() for value in stage.values())
     monkeypatch.setattr(CommandRunner, "run", lambda self, *arguments: answer)
     return answer
 
 
-def execute(make_task: Callable[[], BaseOperator]) -> Any:
-    task = make_task()
-    return type(task).execute.__wrapped__(task, {"ti": TaskInstance(dag_id="nightly")})  # type: ignore[attr-defined]
+def run(stage: str) -> Any:
+    return execute(STAGES[stage](), {"ti": TaskInstance(dag_id="nightly")})
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_sends_its_numbers(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = FakeStats()
-    monkeypatch.setattr(metrics, "Stats", stats)
-    execute(STAGES[stage])
-    assert stats.sent == {f"batchllm.{stage}.{what}": value for what, value in SENT[stage].items()}
-    assert all(tags == {"job": "snippets", "dag_id": "nightly"} for tags in stats.tags)
-
-
-def test_every_name_is_sent_by_a_stage() -> None:
-    named = {each.name for stage in metrics.STAGE_METRICS.values() for each in stage}
-    assert named == {f"batchllm.{stage}.{what}" for stage in SENT for what in SENT[stage]}
-
-
-def test_what_a_result_lacks_is_not_sent(
-    result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_stage_sends_the_numbers_that_its_result_has(
+    stage: str, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stats = FakeStats()
-    monkeypatch.setattr(metrics, "Stats", stats)
-    del result["num_cached_tokens"]
-    result["engine_s"] = None
-    execute(STAGES["generate"])
-    assert SENT["generate"].keys() - {name.split(".")[-1] for name in stats.sent} == {
-        "cached_tokens",
-        "engine_time",
-    }
+    sent: dict[str, Any] = {}
+
+    def note(name: str, value: Any, *, tags: dict[str, str]) -> None:
+        assert (tags, name in sent) == (TAGS, False)
+        sent[name] = value.total_seconds() if isinstance(value, timedelta) else value
+
+    monkeypatch.setattr(metrics, "Stats", SimpleNamespace(incr=note, gauge=note, timing=note))
+    run(stage)
+    assert sent == {f"batchllm.{stage}.{name}": value for name, (_, value) in SENT[stage].items()}
+    assert sent.keys() == {metric.name for metric in metrics.STAGE_METRICS[stage]}
+    first, second = list(SENT[stage].items())[1:3]
+    result[first[1][0]] = None
+    del result[second[1][0]]
+    before = len(sent)
+    sent.clear()
+    run(stage)
+    assert len(sent) == before - 2
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -149,37 +108,13 @@ def test_no_metric_fails_a_task(
             raise OSError("no route to the metrics' host")
 
     monkeypatch.setattr(metrics, "Stats", Broken())
-    assert execute(STAGES[stage])
+    assert run(stage)
     assert f"batchllm.{stage}." in caplog.text
     assert "no route to the metrics' host" in caplog.text
 
 
 # Through Airflow's own code. The package `statsd` is an extra of Airflow's: here it's a stand-in,
 # and what counts is that Airflow lets names, values and tags through.
-
-
-class StatsClient:
-    """As much of `statsd.StatsClient` as Airflow uses: one datagram for each number."""
-
-    def __init__(self, host: str, port: int, prefix: str, ipv6: bool) -> None:
-        self._prefix = prefix
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.connect((host, port))
-
-    def incr(self, stat: str, count: float, rate: float) -> None:
-        self._send(stat, count, "c")
-
-    def gauge(self, stat: str, value: float, rate: float, delta: bool) -> None:
-        self._send(stat, value, "g")
-
-    def timing(self, stat: str, delta: timedelta) -> None:
-        self._send(stat, delta.total_seconds() * 1000, "ms")
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _send(self, stat: str, value: float, kind: str) -> None:
-        self._socket.send(f"{self._prefix}.{stat}:{value:g}|{kind}".encode())
 
 
 @pytest.fixture
@@ -204,42 +139,30 @@ def test_numbers_arrive_at_a_statsd_server(
 ) -> None:
     from airflow.sdk.observability.metrics import stats_utils
 
-    clients: list[StatsClient] = []
+    got: set[str] = set()
 
-    class NotedClient(StatsClient):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            clients.append(self)
+    class StatsClient:
+        """As much of `statsd.StatsClient` as Airflow uses."""
 
-    package = ModuleType("statsd")
-    package.StatsClient = NotedClient  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "statsd", package)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-        server.bind(("127.0.0.1", 0))
-        server.settimeout(10)
-        for name, value in {
-            "ON": "True",
-            "HOST": "127.0.0.1",
-            "PORT": str(server.getsockname()[1]),
-            "PREFIX": "airflow",
-            "INFLUXDB_ENABLED": "True",
-        }.items():
-            monkeypatch.setenv(f"AIRFLOW__METRICS__STATSD_{name}", value)
-        backend(stats_utils.get_stats_factory())
-        execute(STAGES["generate"])
-        got = {server.recv(1024).decode() for _ in SENT["generate"]}
-    for client in clients:
-        client.close()
+        def __init__(self, host: str, port: int, prefix: str, ipv6: bool) -> None:
+            self._prefix = prefix
+
+        def incr(self, stat: str, count: float, rate: float) -> None:
+            got.add(f"{self._prefix}.{stat}:{count:g}|c")
+
+        def timing(self, stat: str, delta: timedelta) -> None:
+            got.add(f"{self._prefix}.{stat}:{delta.total_seconds() * 1000:g}|ms")
+
+    monkeypatch.setitem(sys.modules, "statsd", SimpleNamespace(StatsClient=StatsClient))
+    settings = {"ON": "True", "HOST": "127.0.0.1", "PORT": "8125", "PREFIX": "airflow"}
+    for name, value in (settings | {"INFLUXDB_ENABLED": "True"}).items():
+        monkeypatch.setenv(f"AIRFLOW__METRICS__STATSD_{name}", value)
+    backend(stats_utils.get_stats_factory())
+    run("generate")
     tags = "job=snippets,dag_id=nightly"
-    assert got == {
-        f"airflow.batchllm.generate.rows,{tags}:12|c",
-        f"airflow.batchllm.generate.failed_rows,{tags}:3|c",
-        f"airflow.batchllm.generate.logical_tokens,{tags}:1000|c",
-        f"airflow.batchllm.generate.prompt_tokens,{tags}:900|c",
-        f"airflow.batchllm.generate.cached_tokens,{tags}:400|c",
-        f"airflow.batchllm.generate.output_tokens,{tags}:70|c",
-        f"airflow.batchllm.generate.engine_time,{tags}:1500|ms",
-    }
+    values = {name: f"{value:g}|c" for name, (_, value) in SENT["generate"].items()}
+    values["engine_time"] = "1500|ms"
+    assert got == {f"airflow.batchllm.generate.{n},{tags}:{value}" for n, value in values.items()}
 
 
 def test_numbers_arrive_in_open_telemetry(backend: Callable[..., None]) -> None:
@@ -248,8 +171,8 @@ def test_numbers_arrive_in_open_telemetry(backend: Callable[..., None]) -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider(metric_readers=[reader], shutdown_on_exit=False)
     backend(lambda: SafeOtelLogger(provider, prefix="airflow"))
-    for make_task in STAGES.values():
-        execute(make_task)
+    for stage in STAGES:
+        run(stage)
     data = reader.get_metrics_data()
     provider.shutdown()
     assert data is not None
@@ -260,9 +183,7 @@ def test_numbers_arrive_in_open_telemetry(backend: Callable[..., None]) -> None:
         for metric in scope.metrics
         for point in metric.data.data_points
     }
-    names = {each.name for stage in metrics.STAGE_METRICS.values() for each in stage}
-    assert found.keys() == {f"airflow.{name}" for name in names}
+    assert found.keys() == {f"airflow.batchllm.{s}.{name}" for s in SENT for name in SENT[s]}
     assert found["airflow.batchllm.commit.rows_out"].value == 9
     assert found["airflow.batchllm.commit.saving_ratio"].value == 0.4
-    attributes = dict(found["airflow.batchllm.generate.engine_time"].attributes)
-    assert attributes == {"job": "snippets", "dag_id": "nightly"}
+    assert dict(found["airflow.batchllm.generate.engine_time"].attributes) == TAGS

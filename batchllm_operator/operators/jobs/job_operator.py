@@ -62,9 +62,7 @@ _REFUSED: Final = {
 
 
 class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
-    """A `KubernetesJobOperator` with defaults for our pods.
-
-    How it runs, and when it succeeds, is in `stage_operator.BatchLLMStageOperator`.
+    """A `KubernetesJobOperator` with defaults for our pods; `BatchLLMStageOperator` runs it.
 
     Args:
         runner: `local` runs the command as a child process of the task, `kubernetes` in the pods of
@@ -77,43 +75,33 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
             default the vendor's whole ones (templated).
         resource_claims: names of pods' resource claims, each with its ResourceClaimTemplate; in
             place of a GPU resource.
-        image: container image (templated); by default `batchllm-cuda`, `batchllm-rocm` or
-            `batchllm-airflow` with this release as its tag.
-        cpu: a pod's CPU request, in Kubernetes' notation. An argument wins over the template, the
-            template over the default (`pod.yaml`); so for the next two.
-        memory: memory request and limit.
-        shm_size: size of its /dev/shm.
+        cpu: a pod's CPU request. An argument wins over the template, the template over the default
+            (`pod.yaml`); so for `memory` (request and limit) and `shm_size` (of its /dev/shm).
         model_claim: PersistentVolumeClaim that holds models, mounted at /models (`HF_HOME`).
         cache_claim: PersistentVolumeClaim for compiled kernels, mounted at /cache.
         session_token_outlives_task: whether a session token from a connection is valid for longer
             than a Job may run. Otherwise a Job gets none, as it couldn't renew it.
         secret_names: Secrets of the namespace whose keys become variables in the pods.
         queue_name: Kueue's LocalQueue (templated): the Job is suspended until it is admitted.
-        min_workers: pods with which Kueue may admit the Job if it can't have all. It has no effect
-            on a Job that has no more than these.
+        min_workers: pods with which Kueue may admit a Job of more, if it can't have all.
         max_restarts: pods that each worker may lose by a failure of its own. Those that the cluster
             ends (eviction, preemption, a lost node) don't count: the Job controller replaces them.
         queue_timeout: how long no pod of the Job may find a node, or room in a quota or queue.
         start_timeout: how long a pod may take from having a node to running, including image
-            pulls, while no other runs.
-        stuck_timeout: as `start_timeout`, once pulling fails or a Secret is missing.
+            pulls, while no other runs; `stuck_timeout` once pulling fails or a Secret is missing.
         api_timeout: how long the cluster's API may fail to answer.
         poll_interval: seconds between two reads of the Job.
         deferrable: whether the triggerer watches the Job, and the worker's slot is free meanwhile;
             by default as Airflow's `[operators] default_deferrable` says.
-        active_deadline_seconds: how long the Job may take, with its waiting for nodes and quotas
-            but not for a queue, before the cluster ends it; by default as in the template, or a
-            day.
-        ttl_seconds_after_finished: how long a Job that has ended stays if nothing removes it; by
-            default a day.
         termination_grace_period: seconds that a pod gets to finish its open parts when it is
             asked to stop; by default as in the template, or 330.
         do_xcom_push: whether Airflow keeps the return value. There is no sidecar for it.
-        kwargs: those of `BatchLLMCommandOperator` (the worker passes credentials of connections on
-            to its child process, or to a Secret that belongs to the Job) and of
-            `KubernetesJobOperator`. Templates of a Job or a pod win over the defaults here, single
-            arguments over those, and `pod_mutation_hook` has the last word. Arguments without
-            effect here are refused.
+        kwargs: those of `BatchLLMCommandOperator` (a Job gets credentials of connections in a
+            Secret of its own) and of `KubernetesJobOperator`: `image` is by default this release's
+            `batchllm-cuda`, `batchllm-rocm` or `batchllm-airflow`,
+            `active_deadline_seconds` and `ttl_seconds_after_finished` are a day. Templates of a Job
+            or a pod win over the defaults, single arguments over those, and `pod_mutation_hook` has
+            the last word. Arguments without effect here are refused.
 
     Raises:
         ValueError: an argument is refused, or out of its range.

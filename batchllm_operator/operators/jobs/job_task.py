@@ -29,8 +29,8 @@ from batchllm_operator.operators.jobs.cluster_job import ClusterJob, SupersededE
 from batchllm_operator.operators.jobs.job_operator import BatchLLMJobOperator
 from batchllm_operator.operators.jobs.owner import LABEL, Attempt
 from batchllm_operator.operators.jobs.pod import built_pod, pod_of
-from batchllm_operator.operators.jobs.trigger import JobTrigger, WatchedJob, task_state
-from batchllm_operator.operators.jobs.watch import WatchLimits
+from batchllm_operator.operators.jobs.trigger import JobTrigger, task_state
+from batchllm_operator.operators.jobs.watch import WatchedJob
 
 _Result = TypeVar("_Result")
 
@@ -84,20 +84,16 @@ class BatchLLMJobTask(BatchLLMJobOperator):
         attempt, deadline, pause_s = self._attempt(context), self._deadline(context), None
         if self.look_interval is not None:  # with jitter, so that tasks don't stay in step
             pause_s = self.look_interval.total_seconds() * random.uniform(0.5, 1.0)
-        waits = (self.queue_timeout, self.start_timeout, self.stuck_timeout, self.api_timeout)
-        queue_s, start_s, stuck_s, api_s = (wait.total_seconds() for wait in waits)
-        limits = WatchLimits(queue_s, start_s, stuck_s, api_s, self.poll_interval, pause_s)
         return WatchedJob(
-            kubernetes_conn_id=self.kubernetes_conn_id,
-            in_cluster=self.in_cluster,
-            cluster_context=self.cluster_context,
-            config_file=self.config_file,
-            name=self.job_name(context, attempt),
-            namespace=namespace,
-            uid=uid,
-            attempt=asdict(attempt),
+            *(self.kubernetes_conn_id, self.in_cluster, self.cluster_context, self.config_file),
+            *(self.job_name(context, attempt), namespace, uid, asdict(attempt)),
             container_name=self.base_container_name,
-            limits=asdict(limits),
+            queue_s=self.queue_timeout.total_seconds(),
+            start_s=self.start_timeout.total_seconds(),
+            stuck_s=self.stuck_timeout.total_seconds(),
+            api_s=self.api_timeout.total_seconds(),
+            poll_s=self.poll_interval,
+            pause_s=pause_s,
             deadline=deadline.isoformat() if deadline else None,
             aws_conn_id=self.aws_conn_id,
             connection_env=dict(self.connection_env or {}),

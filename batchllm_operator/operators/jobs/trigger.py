@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import asdict
 from typing import Any, Final
 
 from airflow.providers.cncf.kubernetes.version_compat import AIRFLOW_V_3_3_PLUS
@@ -13,11 +12,8 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 from asgiref.sync import sync_to_async
 
 from batchllm_operator.operators.credentials import Credentials
-from batchllm_operator.operators.jobs.calls import Cluster
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob
-from batchllm_operator.operators.jobs.end import JobEnd
-from batchllm_operator.operators.jobs.owner import Attempt
-from batchllm_operator.operators.jobs.watch import JobWatch, WatchLimits
+from batchllm_operator.operators.jobs.watch import JobWatch, WatchedJob
 
 LIVE_STATES: Final = frozenset({"awaiting_input", "deferred", "running", "up_for_reschedule"})
 """A try has begun and goes on. In all other states no try has the task's Job: it has ended, was
@@ -27,46 +23,6 @@ _STATE_LIMIT_S: Final = 10.0
 
 _unfinished: Final[set[asyncio.Task[None]]] = set()
 """Strong references: the event loop keeps only weak ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedJob(Cluster):
-    """The arguments of `JobTrigger`, JSON-serializable."""
-
-    name: str
-    namespace: str
-    uid: str
-    attempt: dict[str, str]
-    """The `Attempt` that has the Job."""
-    container_name: str
-    limits: dict[str, Any]
-    """A `WatchLimits`."""
-    deadline: str | None
-    """When the task's `execution_timeout` is reached, in ISO format."""
-    aws_conn_id: str | None
-    """Connection whose secrets are masked in the pods' texts, as in `connection_env`."""
-    connection_env: dict[str, str]
-    before: dict[str, Any] | None = None
-    """How the last watch has paused: a `JobEnd`."""
-
-    def job(self, log: Any) -> ClusterJob:
-        attempt, patience_s = Attempt(**self.attempt), self.limits["api_s"]
-        return ClusterJob(self, self.name, self.namespace, attempt, log=log, patience_s=patience_s)
-
-    async def end(
-        self, job: ClusterJob, log: Callable[[str], None], masked: Callable[[str], str]
-    ) -> JobEnd:
-        """Watch the Job to its end, or until a pause."""
-        return await JobWatch(
-            job,
-            self.uid,
-            self.container_name,
-            WatchLimits(**self.limits),
-            log,
-            deadline=datetime.fromisoformat(self.deadline) if self.deadline else None,
-            masked=masked,
-            before=JobEnd.from_event(self.before) if self.before else None,
-        ).until_end()
 
 
 class JobTrigger(BaseTrigger):
@@ -88,7 +44,8 @@ class JobTrigger(BaseTrigger):
         """Fire once, when the watch has ended."""
         masked = await self._masker()
         async with self._watched.job(self.log) as job:
-            end = await self._watched.end(job, lambda line: self.log.info("%s", line), masked)
+            log = lambda line: self.log.info("%s", line)  # noqa: E731
+            end = await JobWatch(job, self._watched, log, masked).until_end()
             if end.holds_resources:  # the worker may come late, or never
                 await self._delete(job)
         self._has_fired = True

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -18,10 +18,10 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import FINAL_EXIT_CODES
-from batchllm_operator.operators.jobs.calls import ANSWERLESS, FORBIDDEN, message_of
+from batchllm_operator.operators.jobs.calls import ANSWERLESS, FORBIDDEN, Cluster, message_of
 from batchllm_operator.operators.jobs.cluster_job import MAX_PODS, ClusterJob, ended_condition
 from batchllm_operator.operators.jobs.end import HOPELESS, POLICY, EndKind, JobEnd, PodState, Stage
-from batchllm_operator.operators.jobs.owner import LABEL
+from batchllm_operator.operators.jobs.owner import LABEL, Attempt
 
 _LOOK_S: Final = 60.0
 """Between two looks at the pods."""
@@ -32,9 +32,17 @@ _NUM_LINES, _LINE_LENGTH, _MAX_LINES = 20, 500, 100
 
 
 @dataclass(frozen=True, slots=True)
-class WatchLimits:
-    """Time limits of a Job, in seconds."""
+class WatchedJob(Cluster):
+    """A Job and the limits of its watch, in seconds; JSON-serializable."""
 
+    name: str
+    namespace: str
+    uid: str
+    """Another Job of the name isn't meant."""
+    attempt: dict[str, str]
+    """The `Attempt` that has the Job."""
+    container_name: str
+    """The main container of its pods."""
     queue_s: float
     """While no pod has a node, or may be created."""
     start_s: float
@@ -46,42 +54,35 @@ class WatchLimits:
     poll_s: float
     pause_s: float | None = None
     """Until the watch pauses. None if it never does."""
+    deadline: str | None = None
+    """When the task's `execution_timeout` is reached, in ISO format."""
+    aws_conn_id: str | None = None
+    """Connection whose secrets are masked in the pods' texts, as in `connection_env`."""
+    connection_env: dict[str, str] = field(default_factory=dict)
+    before: dict[str, Any] | None = None
+    """How the last watch has paused: a `JobEnd`."""
+
+    def job(self, log: Any) -> ClusterJob:
+        attempt, options = Attempt(**self.attempt), {"log": log, "patience_s": self.api_s}
+        return ClusterJob(self, self.name, self.namespace, attempt, **options)
 
 
 class JobWatch:
-    """Polls a Job, logs how it is, and returns how it ended.
-
-    Args:
-        job: the Job; its `patience_s` is how long the API may fail to answer.
-        uid: of the Job: another one of its name isn't meant.
-        container_name: the main container of its pods.
-        limits: its time limits.
-        log: receives lines about the Job and of its pods' logs.
-        deadline: when the task's `execution_timeout` is reached.
-        masked: masks secrets in the pods' texts.
-        before: how the watch before this one has paused.
-    """
+    """Polls a Job, logs how it is and what its pods say, masked, and returns how it ended."""
 
     def __init__(
         self,
         job: ClusterJob,
-        uid: str,
-        container_name: str,
-        limits: WatchLimits,
+        watched: WatchedJob,
         log: Callable[[str], None],
-        *,
-        deadline: datetime | None = None,
         masked: Callable[[str], str] = lambda text: text,
-        before: JobEnd | None = None,
     ) -> None:
-        self._job, self._uid, self._container = job, uid, container_name
-        self._limits, self._masked, self._deadline = limits, masked, deadline
-        self._log_line = log
-        self._began_at, self._look_at = time.monotonic(), 0.0
-        self._last_text = ""
-        before = before or JobEnd(EndKind.PAUSED, job.name)
-        since = before.idle_since
-        self._idle_since = datetime.fromisoformat(since) if since else None
+        self._job, self._limits, self._log_line, self._masked = job, watched, log, masked
+        self._uid, self._container = watched.uid, watched.container_name
+        self._began_at, self._look_at, self._last_text = time.monotonic(), 0.0, ""
+        paused = JobEnd(EndKind.PAUSED, job.name)
+        before = JobEnd.from_event(watched.before) if watched.before else paused
+        self._idle_since = datetime.fromisoformat(before.idle_since) if before.idle_since else None
         self._had_succeeded, self._told = before.num_succeeded, dict.fromkeys(before.told)
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._counts: dict[str, int] = {"num_succeeded": before.num_succeeded}
@@ -89,7 +90,8 @@ class JobWatch:
     async def until_end(self) -> JobEnd:
         """Watch until the Job has ended, can't start, or can no longer be read, or pause."""
         while True:
-            if self._deadline is not None and datetime.now(UTC) >= self._deadline:
+            deadline = self._limits.deadline
+            if deadline and datetime.now(UTC) >= datetime.fromisoformat(deadline):
                 return self._end(EndKind.TIMEOUT)
             try:
                 end = await self._poll()

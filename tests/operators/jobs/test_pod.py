@@ -66,72 +66,200 @@ def env_of(pod: dict[str, Any]) -> dict[str, str]:
     return {each["name"]: each.get("value", "") for each in container_of(pod)["env"]}
 
 
+def template(spec: Any = None, **base: Any) -> dict[str, Any]:
+    """A pod's template, with a main container of these fields."""
+    return {
+        "pod_template_dict": {"spec": {"containers": [{"name": "base", **base}], **(spec or {})}}
+    }
+
+
+def part(pod: dict[str, Any], path: str) -> Any:
+    """A part of a pod's spec: fields, and items of lists by name or path, with `|` between them."""
+    value: Any = pod["spec"]
+    for key in path.replace("main", "containers|base").split("|"):
+        if isinstance(value, list):
+            named = [item for item in value if key in (item.get("name"), item.get("mountPath"))]
+            value = named[-1] if named else None
+        else:
+            value = (value or {}).get(key)
+    return value
+
+
+CPU = {"gpu": None, "runner": "kubernetes"}
+PODS: list[dict[str, Any]] = yaml.safe_load(
+    """
+# What an operator is given (`main` and `spec` are of a pod's template), and parts of its pod.
+- given: {gpu_count: 2, termination_grace_period: 600}
+  main|image: batchllm-cuda:VERSION
+  main|resources|limits: {memory: 64Gi, nvidia.com/gpu: "2"}
+  nodeSelector: {nvidia.com/gpu.present: "true"}
+  tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
+  main|env|MIOPEN_USER_DB_PATH: null
+  main|env|HOME|value: /tmp
+  main|env|TRITON_CACHE_DIR|value: /cache/triton
+  main|volumeMounts|/dev/shm|name: shm
+  volumes|shm|emptyDir: {medium: Memory, sizeLimit: 16Gi}
+  activeDeadlineSeconds: null # the Job's
+  terminationGracePeriodSeconds: 600
+  # It may do as little as it needs.
+  automountServiceAccountToken: false
+  securityContext|runAsNonRoot: true
+  securityContext|seccompProfile: {type: RuntimeDefault}
+  securityContext|supplementalGroups: null
+  main|securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
+  main|terminationMessagePolicy: FallbackToLogsOnError
+- given: {gpu: amd}
+  main|image: batchllm-rocm:VERSION
+  main|resources|limits: {memory: 64Gi, amd.com/gpu: "1"}
+  nodeSelector: {feature.node.kubernetes.io/amd-gpu: "true"}
+  main|env|CUDA_CACHE_PATH: null
+  securityContext|supplementalGroups: [44, 109] # of the device files
+- given: {gpu: null, runner: kubernetes, cpu: "2", memory: 4Gi}
+  main|image: batchllm-airflow:VERSION
+  main|resources: {requests: {cpu: "2", memory: 4Gi, ephemeral-storage: 20Gi}, limits: {memory: 4Gi}, claims: []}
+  nodeSelector: null
+- given: {model_claim: models, cache_claim: caches, secret_names: [s3, catalog]}
+  volumes|models|persistentVolumeClaim: {claimName: models, readOnly: true}
+  volumes|cache|persistentVolumeClaim|claimName: caches
+  main|envFrom: [{secretRef: {name: s3}}, {secretRef: {name: catalog}}]
+  main|env|HF_HOME|value: /models
+# Resources: what is only limited is requested, too, and no request is above its limit.
+- given: {gpu_count: 8, main: {resources: {limits: {memory: 1Ti}, requests: {cpu: "64"}}}}
+  main|resources|limits: {memory: 1Ti, nvidia.com/gpu: "8"}
+  main|resources|requests|cpu: "64"
+- given: {memory: 128Gi, main: {resources: {limits: {memory: 64Gi}, requests: {memory: 64Gi}}}}
+  main|resources|limits|memory: 128Gi
+- given: {main: {resources: {requests: {ephemeral-storage: 50Gi}}}}
+  main|resources|limits|memory: 64Gi
+- given: {main: {resources: {limits: {memory: 16Gi}}}}
+  main|resources|requests: {cpu: "8", ephemeral-storage: 20Gi}
+  main|resources|limits: {memory: 16Gi, nvidia.com/gpu: "1"}
+- given: {main: {resources: {limits: {cpu: "2"}}}}
+  main|resources|requests: {memory: 64Gi, ephemeral-storage: 20Gi}
+  main|resources|limits: {memory: 64Gi, cpu: "2", nvidia.com/gpu: "1"}
+- given: {main: {resources: {requests: {memory: 96Gi}}}}
+  main|resources|requests: {cpu: "8", memory: 96Gi, ephemeral-storage: 20Gi}
+  main|resources|limits: {memory: 96Gi, nvidia.com/gpu: "1"}
+- given: {container_resources: {requests: {memory: 96Gi}}}
+  main|resources|limits: {memory: 96Gi, nvidia.com/gpu: "1"}
+# Neither templates nor arguments take the hardening away.
+- given: {gpu: amd, spec: {securityContext: {supplementalGroups: [109]}}, main: {securityContext: {runAsUser: 1000}}}
+  securityContext|supplementalGroups: [109]
+  securityContext|runAsNonRoot: true
+  main|securityContext|runAsUser: 1000
+  main|securityContext|readOnlyRootFilesystem: true
+- given: {security_context: {supplementalGroups: [109]}, container_security_context: {runAsUser: 1000}}
+  securityContext|supplementalGroups: [109]
+  securityContext|runAsNonRoot: true
+  main|securityContext|runAsUser: 1000
+  main|securityContext|readOnlyRootFilesystem: true
+# A node selector takes the place of the one below it.
+- {given: {main: {}}, nodeSelector: {nvidia.com/gpu.present: "true"}}
+- {given: {spec: {nodeSelector: {}}}, nodeSelector: null}
+- {given: {node_selector: {}}, nodeSelector: null}
+- {given: {spec: {nodeSelector: {pool: h100}}, node_selector: {zone: a}}, nodeSelector: {zone: a}}
+# Claims, sizes and Secrets win over the template's; of sources with the same key the last one counts.
+- given: {model_claim: models, main: {env: [{name: HF_HOME, value: /cache/huggingface}]}}
+  main|env|HF_HOME|value: /models
+  main|env|HF_HUB_OFFLINE|value: "1"
+- given: {secret_names: [own-s3], main: {envFrom: [{secretRef: {name: own-s3}}, {secretRef: {name: chart-s3}}]}}
+  main|envFrom: [{secretRef: {name: chart-s3}}, {secretRef: {name: own-s3}}]
+- given: &theirs
+    main: {volumeMounts: [{name: models, mountPath: /models}]}
+    spec:
+      volumes:
+        - {name: models, persistentVolumeClaim: {claimName: theirs}}
+        - {name: shm, emptyDir: {medium: Memory, sizeLimit: 1Gi}}
+  volumes|models|persistentVolumeClaim|claimName: theirs
+  volumes|shm|emptyDir|sizeLimit: 1Gi
+- given: {<<: *theirs, model_claim: ours, shm_size: 64Gi, cpu: "16"}
+  volumes|models|persistentVolumeClaim|claimName: ours
+  volumes|shm|emptyDir|sizeLimit: 64Gi
+  main|resources|requests|cpu: "16"
+# Devices that take the place of whole GPUs; a claim beside GPUs is for a network card, say.
+- given: {gpu_count: 2, gpu_resource: nvidia.com/mig-3g.40gb}
+  main|resources|limits: {memory: 64Gi, nvidia.com/mig-3g.40gb: "2"}
+- {given: {gpu_resource: example.com/share}, main|resources|limits|example.com/share: "1"}
+- given: {gpu_count: 2, resource_claims: {gpus: two}}
+  main|resources|claims: [{name: gpus}]
+  main|resources|limits: {memory: 64Gi}
+  resourceClaims: [{name: gpus, resourceClaimTemplateName: two}]
+- given:
+    spec: {resourceClaims: [{name: gpus, resourceClaimTemplateName: two}]}
+    main: {resources: {claims: [{name: gpus}]}}
+  main|resources|limits: {memory: 64Gi}
+  resourceClaims: [{name: gpus, resourceClaimTemplateName: two}]
+- given:
+    spec: {resourceClaims: [{name: card, resourceClaimName: card}]}
+    main: {resources: {claims: [{name: card}], limits: {nvidia.com/gpu: "1", nvidia.com/gpumem: "3000"}}}
+  main|resources|limits: {memory: 64Gi, nvidia.com/gpu: "1", nvidia.com/gpumem: "3000"}
+""".replace("VERSION", __version__)
+)
+
+
+@pytest.mark.parametrize("case", PODS)
+def test_a_pod_is_the_default_one_with_its_template_and_arguments(case: dict[str, Any]) -> None:
+    parts, arguments = dict(case), dict(case["given"])
+    del parts["given"]
+    if arguments.keys() & {"main", "spec"}:
+        arguments |= template(arguments.pop("spec", {}), **arguments.pop("main", {}))
+    pod = pod_of(operator(**arguments))
+    assert {path: part(pod, path) or None for path in parts} == {
+        path: value or None for path, value in parts.items()
+    }
+
+
+def test_an_argument_may_be_a_model() -> None:
+    resources = k8s.V1ResourceRequirements(limits={"memory": "16Gi"})
+    groups = k8s.V1PodSecurityContext(supplemental_groups=[109])
+    user = k8s.V1SecurityContext(run_as_user=1000)
+    contexts = {"security_context": groups, "container_security_context": user}
+    pod = pod_of(operator(container_resources=resources, **contexts))
+    assert part(pod, "main|resources|limits") == {"memory": "16Gi", "nvidia.com/gpu": "1"}
+    assert part(pod, "securityContext|supplementalGroups") == [109]
+    assert part(pod, "securityContext|runAsNonRoot") is True
+    assert part(pod, "main|securityContext|runAsUser") == 1000
+
+
 @pytest.mark.parametrize(
-    ("gpu", "resource", "label", "image"),
+    ("arguments", "num_gpus"),
     [
-        ("nvidia", "nvidia.com/gpu", "nvidia.com/gpu.present", "batchllm-cuda"),
-        ("amd", "amd.com/gpu", "feature.node.kubernetes.io/amd-gpu", "batchllm-rocm"),
+        (CPU, 0),
+        ({**CPU, **template(resources={"limits": {"nvidia.com/gpu": 4}})}, 4),
+        ({**CPU, **template(resources={"limits": {"amd.com/gpu": 4}})}, 4),
+        ({**CPU, "resource_claims": {"gpus": "two-gpus"}, "gpu_count": 2}, 2),
+        ({**template(resources={"claims": [{"name": "gpus"}]}), "gpu_count": 2}, 2),
     ],
 )
-def test_gpu_presets(gpu: str, resource: str, label: str, image: str) -> None:
-    pod = pod_of(operator(gpu=gpu, gpu_count=2))
-    container = container_of(pod)
-    assert container["resources"]["limits"][resource] == "2"
-    assert container["image"] == f"{image}:{__version__}"
-    assert pod["spec"]["nodeSelector"] == {label: "true"}
-    assert pod["spec"]["tolerations"] == [
-        {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
-    ]
-    other = {"nvidia": "MIOPEN_USER_DB_PATH", "amd": "CUDA_CACHE_PATH"}[gpu]
-    assert other not in env_of(pod)
+def test_the_gpus_of_a_pod_are_shared_by_its_worker(
+    arguments: dict[str, Any], num_gpus: int
+) -> None:
+    """With no `gpu` given, too: they set the tensor parallel size all the same."""
+    task = operator(**arguments)
+    assert template_of(task)[1] == num_gpus
+    command = " ".join(task.pod_command(CONTEXT, 60, num_gpus))
+    assert f"--num-gpus {num_gpus} --worker" in command if num_gpus else "--num-gpus" not in command
 
 
-def test_a_pod_without_a_gpu_asks_for_none() -> None:
-    pod = pod_of(operator(gpu=None, runner="kubernetes", cpu="2", memory="4Gi"))
-    assert container_of(pod)["resources"] == {
-        "requests": {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "20Gi"},
-        "limits": {"memory": "4Gi"},
-        "claims": [],
-    }
-    assert "nodeSelector" not in pod["spec"] or pod["spec"]["nodeSelector"] == {}
-    assert container_of(pod)["image"] == f"batchllm-airflow:{__version__}"
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    (
+        template(resources={"limits": {"nvidia.com/gpu": 4}}),
+        "4 x nvidia.com/gpu, .* gpu_count is 1",
+    ),
+    (template(resources={"limits": {"amd.com/gpu": 1}}), "amd.com/gpu, the operator for nvidia"),
+    (template(resources={"limits": {"nvidia.com/mig-3g.40gb": 1}}) | {"gpu": "amd"}, "for amd"),
+    ({"pod_template_file": "/opt/batchllm/pods/typo.yaml"}, "does not exist"),
+    (template({"containers": [{"name": "sidecar"}]}), "no container named 'base'.*only sidecar"),
+    (template({"containers": [{"image": "a"}]}), "no container named 'base'"),
+    (template({"volumes": [{"emptyDir": {}}]}), "each of its volumes needs a name"),
+    (template(volumeMounts=[{"name": "a"}]), "each of its volumeMounts needs a mountPath"),
+]
 
 
-def test_the_default_pod_may_do_as_little_as_it_needs() -> None:
-    pod = pod_of(operator(termination_grace_period=600))
-    spec, container = pod["spec"], container_of(pod)
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["restartPolicy"] == "Never"
-    assert "activeDeadlineSeconds" not in spec  # the Job's
-    assert spec["terminationGracePeriodSeconds"] == 600
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
-    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {"/tmp": "scratch", "/cache": "cache", "/dev/shm": "shm"}
-    volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
-    writable = ("/tmp", "/cache")
-    for name in ("HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
-        assert env_of(pod)[name].startswith(writable)
-
-
-def test_claims_and_secrets_are_references() -> None:
-    task = operator(model_claim="models", cache_claim="caches", secret_names=["s3", "catalog"])
-    pod = pod_of(task)
-    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-    assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
-    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == "caches"
-    assert container_of(pod)["envFrom"] == [
-        {"secretRef": {"name": "s3"}},
-        {"secretRef": {"name": "catalog"}},
-    ]
-    assert env_of(pod)["HF_HOME"] == "/models"
+@pytest.mark.parametrize(("arguments", "reason"), UNFIT)
+def test_a_template_that_is_unfit_is_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(AirflowFailException, match=reason):
+        job_of(operator(**arguments))
 
 
 TEMPLATE = {
@@ -197,34 +325,6 @@ def _deserialized(template: dict[str, Any]) -> k8s.V1Pod:
     from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
 
     return PodGenerator.deserialize_model_dict(template)
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"containers": [{"image": "a"}]}, "no container named 'base'"),
-        ({"volumes": [{"emptyDir": {}}]}, "each of its volumes needs a name"),
-        ({"containers": [{"name": "base", "volumeMounts": [{"name": "a"}]}]}, "needs a mountPath"),
-    ],
-)
-def test_a_part_of_a_template_without_a_name_is_refused(spec: dict[str, Any], said: str) -> None:
-    with pytest.raises(AirflowFailException, match=said):
-        job_of(operator(pod_template_dict={"spec": spec}))
-
-
-def test_resources_of_a_template_keep_the_gpus() -> None:
-    base = {"name": "base", "resources": {"limits": {"memory": "1Ti"}, "requests": {"cpu": "64"}}}
-    template = {"spec": {"containers": [base]}}
-    resources = container_of(pod_of(operator(gpu_count=8, pod_template_dict=template)))["resources"]
-    assert resources["limits"] == {"memory": "1Ti", "nvidia.com/gpu": "8"}
-    assert resources["requests"]["cpu"] == "64"
-
-
-def test_a_template_with_other_gpus_is_refused() -> None:
-    base = {"name": "base", "resources": {"limits": {"nvidia.com/gpu": 4}}}
-    task = operator(gpu_count=2, pod_template_dict={"spec": {"containers": [base]}})
-    with pytest.raises(ValueError, match=r"4 x nvidia.com/gpu, the operator's gpu_count is 2"):
-        task.build_pod_request_obj(dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -307,16 +407,7 @@ def test_a_gpu_means_a_pod_and_the_runner_can_be_named() -> None:
     assert operator(gpu=None, runner="kubernetes").runner == "kubernetes"
 
 
-@pytest.mark.parametrize("resource", ["nvidia.com/gpu", "amd.com/gpu"])
-def test_the_gpus_of_a_template_are_counted(resource: str) -> None:
-    """With no `gpu` given: they set the tensor parallel size all the same."""
-    given = template(resources={"limits": {resource: 4}})
-    task = operator(gpu=None, runner="kubernetes", pod_template_dict=given)
-    assert gpus_of(task) == 4
-    assert "--num-gpus 4 --worker" in " ".join(task.pod_command(CONTEXT, 60, gpus_of(task)))
-
-
-def gpus_of(task: BatchLLMGenerateOperator) -> int:
+def num_gpus_of(task: BatchLLMGenerateOperator) -> int:
     return template_of(task)[1]
 
 
@@ -333,191 +424,17 @@ def gpus_of(task: BatchLLMGenerateOperator) -> int:
 def test_a_device_of_the_template_is_the_only_one(gpu: str, device: str, kind: str) -> None:
     """A slice and a whole GPU are on no node together."""
     given: dict[str, Any] = {
-        "template": {"pod_template_dict": template(resources={"limits": {device: 2}})},
+        "template": template(resources={"limits": {device: 2}}),
         "argument": {"container_resources": k8s.V1ResourceRequirements(limits={device: "2"})},
-        "requests": {"pod_template_dict": template(resources={"requests": {device: "2"}})},
+        "requests": template(resources={"requests": {device: "2"}}),
     }[kind]
     task = operator(gpu=gpu, gpu_count=2, **given)
     resources = container_of(pod_of(task))["resources"]
     assert resources["limits"] == {"memory": "64Gi", device: "2"}
-    assert gpus_of(task) == 2
-    assert gpus_of(operator(gpu=None, runner="kubernetes", **given)) == 2
+    assert num_gpus_of(task) == 2
+    assert num_gpus_of(operator(gpu=None, runner="kubernetes", **given)) == 2
     with pytest.raises(ValueError, match=rf"2 x {device}, the operator's gpu_count is 1"):
-        gpus_of(operator(gpu=gpu, **given))
-
-
-def test_a_resource_claim_is_the_only_device() -> None:
-    pod = template(resources={"claims": [{"name": "gpu"}]})
-    claim = {"name": "gpu", "resourceClaimTemplateName": "two-gpus"}
-    pod["spec"]["resourceClaims"] = [claim]
-    task = operator(gpu_count=2, pod_template_dict=pod)
-    made = pod_of(task)
-    assert made["spec"]["resourceClaims"] == [claim]
-    assert container_of(made)["resources"]["claims"] == [{"name": "gpu"}]
-    assert container_of(made)["resources"]["limits"] == {"memory": "64Gi"}
-    assert gpus_of(task) == 2
-
-
-def test_a_claim_beside_gpus_is_for_something_else() -> None:
-    """Such as a network card; so is a share of a GPU's memory."""
-    limits = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "3000"}
-    given = template(resources={"claims": [{"name": "card"}], "limits": limits})
-    given["spec"]["resourceClaims"] = [{"name": "card", "resourceClaimName": "card"}]
-    task = operator(pod_template_dict=given)
-    assert container_of(pod_of(task))["resources"]["limits"] == {"memory": "64Gi", **limits}
-    assert gpus_of(task) == 1
-
-
-def test_another_vendors_slice_is_refused() -> None:
-    given = template(resources={"limits": {"nvidia.com/mig-3g.40gb": 1}})
-    with pytest.raises(ValueError, match=r"asks for nvidia.com/mig-3g.40gb, the operator for amd"):
-        gpus_of(operator(gpu="amd", pod_template_dict=given))
-
-
-def test_a_pod_without_gpus_has_none() -> None:
-    task = operator(gpu=None, runner="kubernetes")
-    assert gpus_of(task) == 0
-    assert "--num-gpus" not in task.pod_command(CONTEXT, 60, 0)
-
-
-def pod_of_task(**arguments: Any) -> dict[str, Any]:
-    return pod_of(operator(**arguments))
-
-
-def template(**base: Any) -> dict[str, Any]:
-    return {"spec": {"containers": [{"name": "base", **base}]}}
-
-
-def test_a_template_that_is_not_there_is_refused() -> None:
-    with pytest.raises(Exception, match=r"does not exist|not found|No such file"):
-        pod_of_task(pod_template_file="/opt/batchllm/pods/typo.yaml")
-
-
-def test_memory_given_to_the_operator_wins_over_the_template() -> None:
-    """`OOMKilled: raise the operator's memory`, with the chart's template."""
-    given = template(resources={"limits": {"memory": "64Gi"}, "requests": {"memory": "64Gi"}})
-    pod = pod_of_task(memory="128Gi", pod_template_dict=given)
-    assert pod["spec"]["containers"][0]["resources"]["limits"]["memory"] == "128Gi"
-
-
-def test_groups_for_amd_do_not_take_the_hardening_away() -> None:
-    given = {
-        "spec": {
-            "securityContext": {"supplementalGroups": [44, 109]},
-            "containers": [{"name": "base", "securityContext": {"runAsUser": 1000}}],
-        }
-    }
-    spec = pod_of_task(gpu="amd", pod_template_dict=given)["spec"]
-    assert spec["securityContext"].get("runAsNonRoot") is True
-    assert spec["containers"][0]["securityContext"].get("readOnlyRootFilesystem") is True
-
-
-@pytest.mark.parametrize("as_dict", [True, False])
-def test_airflows_own_arguments_do_not_take_the_hardening_away(as_dict: bool) -> None:
-    groups: Any = {"supplementalGroups": [109]}
-    writable: Any = {"runAsUser": 1000}
-    if not as_dict:
-        groups = k8s.V1PodSecurityContext(supplemental_groups=[109])
-        writable = k8s.V1SecurityContext(run_as_user=1000)
-    pod = pod_of_task(gpu="amd", security_context=groups, container_security_context=writable)
-    assert pod["spec"]["securityContext"]["supplementalGroups"] == [109]
-    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
-    context = container_of(pod)["securityContext"]
-    assert (context["runAsUser"], context["readOnlyRootFilesystem"]) == (1000, True)
-
-
-def test_the_device_files_of_amd_belong_to_groups() -> None:
-    assert pod_of_task(gpu="amd")["spec"]["securityContext"]["supplementalGroups"] == [44, 109]
-    assert "supplementalGroups" not in pod_of_task()["spec"]["securityContext"]
-
-
-@pytest.mark.parametrize(
-    ("resources", "requests", "limits"),
-    [
-        ({"limits": {"memory": "16Gi"}}, {"cpu": "8"}, {"memory": "16Gi"}),
-        ({"limits": {"cpu": "2"}}, {"memory": "64Gi"}, {"memory": "64Gi", "cpu": "2"}),
-        ({"requests": {"memory": "96Gi"}}, {"cpu": "8", "memory": "96Gi"}, {"memory": "96Gi"}),
-    ],
-)
-def test_no_request_is_above_its_limit(
-    resources: dict[str, Any], requests: dict[str, str], limits: dict[str, str]
-) -> None:
-    """What is only limited, Kubernetes requests by itself."""
-    storage = {"ephemeral-storage": "20Gi"}
-    gpus = {**limits, "nvidia.com/gpu": "1"}
-    whole: dict[str, Any] = {"requests": {**requests, **storage}, "limits": gpus, "claims": []}
-    pod = pod_of_task(pod_template_dict=template(resources=resources))
-    assert container_of(pod)["resources"] == whole
-    given = k8s.V1ResourceRequirements(**resources)
-    assert container_of(pod_of_task(container_resources=given))["resources"] == whole
-
-
-def test_a_node_selector_takes_the_place_of_the_default() -> None:
-    assert pod_of_task()["spec"]["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
-    given = template()
-    given["spec"]["nodeSelector"] = {}
-    assert not pod_of_task(pod_template_dict=given)["spec"].get("nodeSelector")
-    assert not pod_of_task(node_selector={})["spec"].get("nodeSelector")
-    given["spec"]["nodeSelector"] = {"pool": "h100"}
-    spec = pod_of_task(pod_template_dict=given, node_selector={"zone": "a"})["spec"]
-    assert spec["nodeSelector"] == {"zone": "a"}
-    assert pod_of_task(pod_template_dict=template())["spec"]["nodeSelector"] == {
-        "nvidia.com/gpu.present": "true"
-    }
-
-
-def test_a_given_claim_of_models_is_where_they_are_looked_for() -> None:
-    given = template(env=[{"name": "HF_HOME", "value": "/cache/huggingface"}])
-    env = env_of(pod_of_task(pod_template_dict=given, model_claim="models"))
-    assert (env["HF_HOME"], env["HF_HUB_OFFLINE"]) == ("/models", "1")
-
-
-def test_given_secrets_win_over_the_templates() -> None:
-    """Of sources with the same key the last one counts."""
-    listed = [{"secretRef": {"name": name}} for name in ("own-s3", "chart-s3")]
-    pod = pod_of_task(pod_template_dict=template(envFrom=listed), secret_names=["own-s3"])
-    names = [each["secretRef"]["name"] for each in container_of(pod)["envFrom"]]
-    assert names == ["chart-s3", "own-s3"]
-
-
-def test_a_template_for_another_vendors_gpus_is_refused() -> None:
-    given = template(resources={"limits": {"amd.com/gpu": 1}})
-    with pytest.raises(ValueError, match=r"asks for amd.com/gpu, the operator for nvidia"):
-        pod_of_task(pod_template_dict=given)
-
-
-def test_a_template_without_the_main_container_is_refused() -> None:
-    given = {"spec": {"containers": [{"name": "sidecar", "image": "sidecar:1"}]}}
-    with pytest.raises(ValueError, match=r"no container named 'base'.*only sidecar"):
-        pod_of_task(pod_template_dict=given)
-
-
-def test_resources_of_a_template_do_not_take_the_memory_limit_away() -> None:
-    given = template(resources={"requests": {"ephemeral-storage": "50Gi"}})
-    pod = pod_of_task(pod_template_dict=given)
-    assert "memory" in pod["spec"]["containers"][0]["resources"]["limits"]
-
-
-def test_given_sizes_and_claims_win_over_the_templates() -> None:
-    given = template(volumeMounts=[{"name": "models", "mountPath": "/models"}])
-    given["spec"]["volumes"] = [
-        {"name": "models", "persistentVolumeClaim": {"claimName": "theirs"}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
-    ]
-    pod = pod_of_task(pod_template_dict=given, model_claim="ours", shm_size="64Gi", cpu="16")
-    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "ours"
-    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "64Gi"
-    assert container_of(pod)["resources"]["requests"]["cpu"] == "16"
-    pod = pod_of_task(pod_template_dict=given)
-    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "theirs"
-    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "1Gi"
-
-
-def test_a_wrong_gpu_in_a_task_group_is_refused_when_the_dag_is_parsed() -> None:
-    with pytest.raises(ValueError, match="'nvidia' or 'amd'"), DAG("d", schedule=None):
-        batchllm_task_group("/etc/job.yaml", gpu="nvidea")
+        num_gpus_of(operator(gpu=gpu, **given))
 
 
 def test_a_job_has_a_pod_for_each_worker_and_says_which_failures_count() -> None:
@@ -552,7 +469,7 @@ def test_dollars_in_arguments_stay() -> None:
 
 
 def test_a_jobs_template_and_a_pods_are_merged(tmp_path: Path) -> None:
-    pod: Any = template(env=[{"name": "LEVEL", "value": "job"}])
+    pod: Any = template(env=[{"name": "LEVEL", "value": "job"}])["pod_template_dict"]
     pod["spec"]["activeDeadlineSeconds"] = 3600
     whole: dict[str, Any] = {"metadata": {"annotations": {"team": "search"}}}
     whole["spec"] = {"template": pod, "backoffLimitPerIndex": 9, "maxFailedIndexes": 2}
@@ -565,7 +482,7 @@ def test_a_jobs_template_and_a_pods_are_merged(tmp_path: Path) -> None:
     assert job["metadata"]["annotations"]["team"] == "search"
     assert job["metadata"]["labels"]["cost"] == spec["template"]["metadata"]["labels"]["cost"]
     assert env_of(spec["template"])["LEVEL"] == "job"
-    given = operator(job_template_file=str(path), pod_template_dict=template(image="ours:1"))
+    given = operator(job_template_file=str(path), **template(image="ours:1"))
     assert container_of(job_of(given)["spec"]["template"])["image"] == "ours:1"
 
 
@@ -580,19 +497,6 @@ def test_a_job_for_a_queue_is_suspended_until_it_is_admitted() -> None:
     assert "suspend" not in job_of(operator())["spec"]
     with pytest.raises(ValueError, match="min_workers needs queue_name"):
         operator(min_workers=2)
-
-
-def test_a_named_device_and_claims_take_the_place_of_whole_gpus() -> None:
-    slices = operator(gpu_count=2, gpu_resource="nvidia.com/mig-3g.40gb")
-    limits = container_of(pod_of(slices))["resources"]["limits"]
-    assert limits == {"memory": "64Gi", "nvidia.com/mig-3g.40gb": "2"}
-    own = operator(gpu_resource="example.com/share")
-    assert container_of(pod_of(own))["resources"]["limits"]["example.com/share"] == "1"
-    claimed = pod_of(operator(gpu_count=2, resource_claims={"gpus": "two-gpus"}))
-    assert container_of(claimed)["resources"]["claims"] == [{"name": "gpus"}]
-    assert container_of(claimed)["resources"]["limits"] == {"memory": "64Gi"}
-    claim = {"name": "gpus", "resourceClaimTemplateName": "two-gpus"}
-    assert claimed["spec"]["resourceClaims"] == [claim]
 
 
 def test_what_a_mutation_hook_sets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,7 +517,7 @@ def test_a_connections_variables_win_over_all_others() -> None:
     """As in the worker: `env` of a container wins over `envFrom`, and of equal names the last."""
     task = operator(
         env={"AWS_DEFAULT_REGION": "us-east-1"},
-        pod_template_dict=template(envFrom=[{"secretRef": {"name": "chart-s3"}}]),
+        **template(envFrom=[{"secretRef": {"name": "chart-s3"}}]),
     )
     keys = ["AWS_DEFAULT_REGION", "AWS_SECRET_ACCESS_KEY"]
     job = job_of(task, *keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,20 @@ from batchllm_operator.operators.jobs.calls import Cluster
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 from batchllm_operator.operators.jobs.owner import Attempt
-from batchllm_operator.operators.jobs.watch import JobWatch, WatchLimits
+from batchllm_operator.operators.jobs.watch import JobWatch, WatchedJob
 
-LIMITS = WatchLimits(6 * 3600, 1800, 600, 900, 10.0, None)
+
+def limits(
+    queue_s: float = 6 * 3600, start_s: float = 1800, stuck_s: float = 600, **more: Any
+) -> WatchedJob:
+    """The Job's, with the default settings of operators unless a test says otherwise."""
+    of_job = ("job", "ns", "u", {}, "base")
+    return WatchedJob(
+        None, False, None, None, *of_job, queue_s, start_s, stuck_s, 900, 10.0, **more
+    )
+
+
+LIMITS = limits()
 START = datetime(2026, 1, 31, tzinfo=UTC)
 
 
@@ -117,11 +129,11 @@ class StandIn(ClusterJob):
 
 
 def watched(
-    job: StandIn, limits: WatchLimits = LIMITS, before: JobEnd | None = None, **options: Any
+    job: StandIn, of: WatchedJob = LIMITS, before: JobEnd | None = None, **options: Any
 ) -> tuple[JobEnd, list[str]]:
     lines: list[str] = []
-    watch = JobWatch(job, "u", "base", limits, lines.append, before=before, **options)
-    return asyncio.run(watch.until_end()), lines
+    of = replace(of, before=before.as_event() if before else None)
+    return asyncio.run(JobWatch(job, of, lines.append, **options).until_end()), lines
 
 
 @pytest.fixture
@@ -139,7 +151,7 @@ def test_requests_do_not_depend_on_the_number_of_workers(clock: Time, num_worker
         "Pending": [queued(f"w{i}") for i in range(third)],
         "Failed": [failed(f"f{i}", 1) for i in range(third)],
     }
-    watched(job, WatchLimits(6 * 3600, 1800, 600, 900, 10.0, pause_s=3600))
+    watched(job, limits(pause_s=3600))
     assert clock.passed_s == 3600
     assert job.num_requests / 60 <= 30
 
@@ -147,7 +159,7 @@ def test_requests_do_not_depend_on_the_number_of_workers(clock: Time, num_worker
 def test_a_line_a_minute_tells_what_runs_and_what_waits(clock: Time) -> None:
     job = StandIn(active=2, ready=1)
     job.in_phase = {"Running": [pod("r", "Running")], "Pending": [queued()]}
-    _, lines = watched(job, WatchLimits(60, 60, 60, 60, 10.0, pause_s=300))
+    _, lines = watched(job, limits(60, 60, 60, pause_s=300))
     assert lines == [
         "Job job: 1 of 2 workers run; waiting: queued (Unschedulable): Insufficient gpu;"
         " worker 3: 13/30 rows"
@@ -215,7 +227,7 @@ def test_a_job_of_which_nothing_runs_ends_at_a_limit(
 def test_a_job_of_which_something_runs_ends_at_no_limit(clock: Time) -> None:
     job = StandIn(active=2, ready=1)
     job.in_phase = {"Pending": [starting("ImagePullBackOff")]}
-    end, _ = watched(job, WatchLimits(60, 60, 60, 60, 10.0, pause_s=7200))
+    end, _ = watched(job, limits(60, 60, 60, pause_s=7200))
     assert end.kind is EndKind.PAUSED
 
 
@@ -223,7 +235,7 @@ def test_a_pod_that_never_gets_ready_runs(clock: Time) -> None:
     """A template may have a readiness probe that fails for good."""
     job = StandIn(active=2, ready=0)
     job.in_phase = {"Running": [pod("r", "Running")], "Pending": [queued()]}
-    end, lines = watched(job, WatchLimits(60, 60, 60, 60, 10.0, pause_s=7200))
+    end, lines = watched(job, limits(60, 60, 60, pause_s=7200))
     assert (end.kind, end.num_running, end.num_waiting) == (EndKind.PAUSED, 1, 1)
     assert "1 of 2 workers run; waiting: queued (Unschedulable)" in lines[0]
 
@@ -231,28 +243,28 @@ def test_a_pod_that_never_gets_ready_runs(clock: Time) -> None:
 def test_the_time_that_nothing_runs_goes_on_over_pauses(clock: Time) -> None:
     job = StandIn()
     job.in_phase = {"Pending": [queued()]}
-    limits, before = WatchLimits(1000, 1800, 600, 900, 10.0, pause_s=300), None
+    short, before = limits(1000, pause_s=300), None
     for _ in range(4):
-        before, _ = watched(job, limits, before)
+        before, _ = watched(job, short, before)
     assert before is not None and before.kind is EndKind.QUEUE_LIMIT
     assert clock.passed_s < 1200
 
 
 def test_a_worker_that_succeeds_ends_a_watch_soon_but_not_again(clock: Time) -> None:
     job = StandIn(ready=1, succeeded=1)
-    limits = WatchLimits(1000, 1800, 600, 900, 10.0, pause_s=300)
-    before, _ = watched(job, limits)
+    short = limits(1000, pause_s=300)
+    before, _ = watched(job, short)
     assert (before.kind, clock.passed_s <= 30) == (EndKind.PAUSED, True)
-    watched(job, limits, before)
+    watched(job, short, before)
     assert clock.passed_s > 300
 
 
 def test_lines_of_a_failed_pod_are_logged_once_over_pauses(clock: Time) -> None:
     job = StandIn(ready=1, failed=1)
     job.in_phase = {"Failed": [failed("p", 1)]}
-    limits = WatchLimits(1000, 1800, 600, 900, 10.0, pause_s=300)
-    before, lines = watched(job, limits)
-    _, again = watched(job, limits, before)
+    short = limits(1000, pause_s=300)
+    before, lines = watched(job, short)
+    _, again = watched(job, short, before)
     assert [line for line in lines if "p" in line and "ended (Error)" in line] != []
     assert not [line for line in again if "ended (Error)" in line]
 
@@ -275,13 +287,11 @@ def test_an_api_that_does_not_answer_leaves_the_job_alone(
 
 
 def test_another_job_of_the_name_is_not_the_jobs(clock: Time) -> None:
-    lines: list[str] = []
-    watch = JobWatch(StandIn(), "another", "base", LIMITS, lines.append)
-    assert asyncio.run(watch.until_end()).kind is EndKind.GONE
+    assert watched(StandIn(), replace(LIMITS, uid="another"))[0].kind is EndKind.GONE
 
 
 def test_the_tasks_deadline_ends_the_watch(clock: Time) -> None:
-    end, _ = watched(StandIn(ready=1), deadline=START + timedelta(seconds=65))
+    end, _ = watched(StandIn(ready=1), limits(deadline=(START + timedelta(seconds=65)).isoformat()))
     assert end.kind is EndKind.TIMEOUT and 65 <= clock.passed_s < 80
 
 
@@ -295,7 +305,7 @@ def test_a_watch_does_not_pause_while_a_pod_is_ending(
     ending["metadata"]["deletionGracePeriodSeconds"] = 330
     job = StandIn(ready=1, terminating=1)
     job.in_phase = {"": [ending]}
-    watched(job, WatchLimits(1000, 1800, 600, 900, 10.0, pause_s=60))
+    watched(job, limits(1000, pause_s=60))
     assert job.removed == ["p"] and 390 <= clock.passed_s <= 600
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from batchllm_operator.operators.jobs.calls import Cluster as Where
 from batchllm_operator.operators.jobs.calls import ClusterCalls
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 from batchllm_operator.operators.jobs.end import EndKind
-from batchllm_operator.operators.jobs.watch import JobWatch, WatchLimits
+from batchllm_operator.operators.jobs.watch import JobWatch, WatchedJob
 
 FASTER = 100  # than by default: a minute takes 0.6 s
 
@@ -35,7 +36,6 @@ def test_requests_a_minute_do_not_depend_on_the_number_of_workers(
 
     where = Where(None, False, None, str(cluster.kubeconfig))
     minutes = 8
-    limits = WatchLimits(3600, 3600, 3600, 60, 10 / FASTER, pause_s=minutes * 60 / FASTER)
 
     async def watched() -> EndKind:
         log = logging.getLogger("jobs")
@@ -45,7 +45,10 @@ def test_requests_a_minute_do_not_depend_on_the_number_of_workers(
             all_there = lambda: len(cluster.pods()) == num_workers  # noqa: E731
             await asyncio.to_thread(cluster.wait_for, all_there, "all pods")
             monkeypatch.setattr(ClusterCalls, "call", counted)
-            end = await JobWatch(job, made.metadata.uid, "base", limits, lambda _: None).until_end()
+            of_job = ("job", cluster.namespace, made.metadata.uid, {}, "base")
+            limits = (3600, 3600, 3600, 60, 10 / FASTER, minutes * 60 / FASTER)
+            watched = WatchedJob(*astuple(where), *of_job, *limits)
+            end = await JobWatch(job, watched, lambda _: None).until_end()
             return end.kind
 
     assert asyncio.run(watched()) is EndKind.PAUSED
