@@ -188,7 +188,6 @@ def _write_report(
 
 
 def _note_refusal(plan: StoredPlan, error: BatchLLMError) -> None:
-    """Note in the plan's folder why nothing was published."""
     reason = Masker.of(os.environ)(str(error)).encode(errors="replace").decode()
     failed = error if isinstance(error, FailedRowsError) else FailedRowsError("")
     refusal = Refusal(

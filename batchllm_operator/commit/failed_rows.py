@@ -37,7 +37,6 @@ class FailedRows:
     ds: str
     is_committed: bool
     num_rows: int
-    """Rows of the input."""
     num_rows_done: int
     """Of them, those with a text or an error in the lake: rows that planning has rejected or that
     reuse an output, and finished ones, in parts or spilled."""
@@ -54,7 +53,6 @@ class FailedRows:
 def find_errors(
     plan: StoredPlan, shards: Sequence[ShardParts], num_examples: int = NUM_EXAMPLES
 ) -> RowErrors:
-    """Collect the errors of planning and of the shards."""
     errors = RowErrors(num_examples)
     errors.add_rejected(plan)
     for shard in shards:

@@ -177,7 +177,6 @@ def make_folder(folder: Path) -> None:
 
 
 def write_timeline(run: Run, folder: Path) -> None:
-    """Write a run's steps as `timeline-<policy>.parquet`."""
     data = io.BytesIO()
     pq.write_table(run.timeline.to_table(), data)
     write_file(folder / f"timeline-{run.policy}.parquet", data.getvalue())

@@ -90,5 +90,4 @@ def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
 
 
 def _place(spec: JobSpec, ds: str, name: str) -> tuple[Folder, str]:
-    """Folder and file of a record."""
     return job_folder(spec, ds).child("records"), f"{quote(name, safe='')}.json"

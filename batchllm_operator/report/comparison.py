@@ -38,7 +38,6 @@ class Comparison:
     before: RunReport
     after: RunReport
     sections: Mapping[str, Sequence[Measure]]
-    """By title."""
     cautions: tuple[str, ...]
     """Reasons why the two may not be comparable."""
 
@@ -99,7 +98,6 @@ _failed_share = partial(_share, more_is_better=False, notable=_NOTABLE_FAILURES)
 
 
 def _reached(report: RunReport) -> float | None:
-    """Achieved saving as a share of the planned."""
     planned, achieved = report.planned_saving, report.achieved_saving
     return achieved / planned if planned and achieved is not None else None
 

@@ -68,7 +68,6 @@ class Plot:
     """The cell beside a bar."""
     panels: Sequence[Panel] = ()
     duration: str = ""
-    """That of the panels."""
 
 
 def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) -> str:

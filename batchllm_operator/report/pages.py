@@ -27,12 +27,22 @@ def render(template: str, *, trail: Trail = (), actions: Trail = (), **values: A
     return page.render(trail=trail, actions=actions, version=__version__, **values)
 
 
+def render_text(template: str, **values: Any) -> str:
+    """Render one of `templates/` as text for a terminal, in which nothing is escaped."""
+    text = _environment().overlay(autoescape=False).get_template(template).render(**values)
+    return text.rstrip("\n")
+
+
 def count(value: int | float | None) -> str:
     return _UNKNOWN if value is None else f"{value:,.0f}"
 
 
 def ratio(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{100 * value:.1f}\N{NO-BREAK SPACE}%"
+
+
+def percent(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.1%}"
 
 
 def mean(value: float | None) -> str:
@@ -66,6 +76,6 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (count, counted, mean, ratio, duration, usd, bar_name)
+    filters = (count, counted, mean, percent, ratio, duration, usd, bar_name)
     environment.filters.update({function.__name__: function for function in filters})
     return environment

@@ -80,7 +80,6 @@ def _count_states(items: Sequence[ShardStatus | WorkerStatus], states: object) -
 
 
 _Columns = Mapping[str, Callable[[_Item], str]]
-"""Cells by heading."""
 
 
 def _table(items: Sequence[_Item], columns: _Columns[_Item]) -> list[str]:
@@ -114,7 +113,6 @@ def _share(count: int, total: int) -> str:
 
 
 _LEFT: Final = ("state", "last sign", "host")
-"""Columns that are aligned to the left."""
 _SPEEDS: Final[Mapping[str, Callable[[ShardStatus | WorkerStatus], str]]] = {
     "computed/s": lambda item: f"{item.computed_tokens_per_s:,.0f}" if item.is_live else "",
     "output/s": lambda item: f"{item.output_tokens_per_s:,.0f}" if item.is_live else "",

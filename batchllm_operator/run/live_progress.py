@@ -64,7 +64,6 @@ class Holder:
     num_workers: int = 1
     num_gpus: int = 0
     every_s: float = DEFAULT_INTERVAL_S
-    """Seconds between two progress objects."""
     drain: Drain = field(default_factory=Drain)
     observe: Observe | None = None
     _lap_began_at: float = field(default_factory=time.monotonic)

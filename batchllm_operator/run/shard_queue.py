@@ -95,7 +95,6 @@ class ShardQueue:
         self._finished: dict[int, ShardReport] = {}
         self._damaged: set[int] = set()
         self._mine: dict[int, _Begun] = {}
-        """Shards that this process runs."""
         self._last: tuple[_Begun, float] | None = None
         """Its shard that was finished last, with the seconds from its claim to its end."""
         self._num_ended = 0  # by this process
@@ -215,11 +214,9 @@ class ShardQueue:
         return max((sight.watch_s - (now - sight.seen_at) for sight in old), default=0.0)
 
     def give_up(self, shard_idx: int) -> None:
-        """Note that a later attempt has taken over a shard."""
         del self._mine[shard_idx]
 
     def ended(self, report: ShardReport) -> None:
-        """Note that this process has finished a shard."""
         claim = self._mine.pop(report.shard_idx)
         self._finished[report.shard_idx] = report
         self._last = claim, self._clock() - claim.at

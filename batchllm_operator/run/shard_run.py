@@ -37,13 +37,11 @@ class OpenParts:
         self.parts = dict(spilled)
         """By part_idx; at first what earlier attempts have finished of unfinished parts."""
         self.in_engine: set[int] = set()
-        """Those that the engine works on."""
         self._part_of: dict[int, int] = {}
         """request_idx -> part_idx, for requests in the engine."""
         self._new: dict[int, PartOutputs] = {}
         """Outputs that no spill holds, by part_idx."""
         self._new_since = 0.0
-        """When the first of them was added."""
         self.suspects: dict[int, int] = {}
         """Requests that the engine couldn't serve, since it has served one, with their numbers of
         rows: the engine may be at fault."""
@@ -75,7 +73,6 @@ class OpenParts:
         return len(row_idxs), part_idx if len(part.outputs) == len(part.row_idxs) else None
 
     def close(self, part_idx: int) -> None:
-        """Remove a part that is written."""
         del self.parts[part_idx]
         self._new.pop(part_idx, None)
         self.in_engine.discard(part_idx)

@@ -81,7 +81,6 @@ class ShardWork:
             yield part_idx, table.append_column("group_size", pa.array(self._counts[at]))
 
     def _unfinished(self, table: pa.Table) -> pa.Table:
-        """The requests without an output."""
         if not len(self._finished):
             return table
         return table.filter(pc.invert(pc.is_in(table["request_idx"], self._finished)))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from batchllm_operator.run.replicas import Replicas
 
 Start = Callable[[JobSpec, EngineJob], Engine]
-"""Creates an engine."""
 
 MOST_WAIT_S: Final = 120.0
 """How long a worker waits for the shards of others: until then it has seen that one is lost."""
@@ -181,7 +180,6 @@ class Worker:
             self._holder.drain.check(num_left=open_run.num_left)
 
     def _meet(self, run: ShardRun | None) -> None:
-        """Compute prefixes together with the other replicas before a shard."""
         assert self._replicas is not None
         if not self._replicas.is_over:
             drain = self._holder.drain
@@ -231,7 +229,6 @@ class Worker:
             self._finish(run)
 
     def _finish(self, run: ShardRun) -> None:
-        """Write a finished shard's report, and end its attempt."""
         try:
             report = run.report()
         except FencedError as error:

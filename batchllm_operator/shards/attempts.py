@@ -24,7 +24,6 @@ from batchllm_operator.stored_plan.counts import Count, Counts, Seconds
 from batchllm_operator.stored_plan.stored_json import StoredJson
 
 PROGRESS_FILE: Final = "progress.json"
-"""File name in an attempt's folder."""
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
@@ -56,11 +55,9 @@ class Claim(StoredJson):
     processes: str | None = None
     """Identifies the boot and the process namespace that `process_id` is of; None if unknown."""
     claimed_at: str
-    """UTC, ISO 8601."""
     owner: str | None = None
     """Common to all tries of one task; None for a run by hand."""
     worker: int
-    """The number of the worker that runs the shard."""
 
 
 class ShardProgress(StoredJson):
@@ -187,7 +184,6 @@ def attempt_numbers(shard_folder: Folder) -> list[int]:
 
 
 def read_progress(shard_folder: Folder, number: int, **belongs: object) -> ShardProgress | None:
-    """An attempt's progress; see `StoredJson.read`."""
     name = f"{attempt_name(number)}/{PROGRESS_FILE}"
     return ShardProgress.read(shard_folder, name, **belongs)
 

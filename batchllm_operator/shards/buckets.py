@@ -96,7 +96,6 @@ def read_bucket(path: Path) -> pa.Table:
 
 
 def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.Table]:
-    """The parts of all sources; see `Outputs.parts`."""
     for source in sources:
         yield from source.parts(columns)
 

@@ -68,7 +68,6 @@ Entry = TypeVar("Entry", bound="StoredOutputs")
 
 
 def part_schema(spec: JobSpec) -> pa.Schema:
-    """The schema of a job's parts."""
     return pa.schema([*PART_SCHEMA, *Answers.of(spec).raw_fields])
 
 
@@ -99,7 +98,6 @@ class StoredOutputs(StoredJson, Counts):
     plan_id: str
     attempt: Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of the file."""
 
     @property
     def number(self) -> int:

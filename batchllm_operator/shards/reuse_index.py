@@ -132,7 +132,6 @@ class ReuseIndex:
         return find_places(self.fingerprints, fingerprints)
 
     def outputs(self) -> Iterator[pa.RecordBatch]:
-        """The index in batches, in file order."""
         with PlanFile(self.path, f"partition {self.ds}: {INDEX_FILE}", self.schema) as file:
             yield from file.iter_batches(ROW_GROUP_ROWS)
 

@@ -165,7 +165,6 @@ def too_many_failed(
 
 
 def _read_keys(rows: PlanRows, row_idxs: set[int]) -> dict[int, dict[str, str]]:
-    """Keys of a few rows, as text."""
     keys: dict[int, dict[str, str]] = {}
     left, start = sorted(row_idxs, reverse=True), 0
     for batch in rows.row_batches(rows.key) if left else ():

@@ -43,7 +43,6 @@ class ShardStatus:
     """Seconds since the latest attempt's last sign; None if there is none."""
     num_attempts: int = 0
     gpu_s: float = 0.0
-    """Held by its attempts with progress."""
     host: str = ""
     """This and the rest are of the latest attempt; none before it has given a sign."""
     worker: int | None = None
@@ -76,7 +75,6 @@ class WorkerStatus:
     """As of a shard; 0 unless it is live."""
     output_tokens_per_s: float
     age_s: float
-    """Seconds since its last sign."""
     gpu_s: float
     """Held by all its attempts."""
 
@@ -97,7 +95,6 @@ class JobStatus:
     job: str
     ds: str
     is_committed: bool
-    """Whether the output table holds the plan's rows."""
     read_at: datetime
     shards: tuple[ShardStatus, ...]
     bill: Bill
@@ -122,7 +119,6 @@ class JobStatus:
 
     @property
     def done(self) -> Counts:
-        """Finished work of all shards."""
         return Counts.total(shard.done for shard in self.shards)
 
     @property
@@ -135,7 +131,6 @@ class JobStatus:
 
     @property
     def gpu_s(self) -> float:
-        """Held by all attempts with progress."""
         return sum(shard.gpu_s for shard in self.shards)
 
     @property

@@ -39,7 +39,6 @@ class Links:
         return f"{self.run(ref.dag_id, ref.run_id)}/{place}"
 
     def comparison(self, before: JobRef, after: JobRef) -> str:
-        """The comparison of two committed jobs."""
         return f"{self.root}/compare?{urlencode({'before': str(before), 'after': str(after)})}"
 
     def job_shard(self, ref: JobRef, shard_idx: int) -> str:

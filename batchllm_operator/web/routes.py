@@ -24,20 +24,8 @@ from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import render
 from batchllm_operator.shards.status import JobStatus
 from batchllm_operator.stored_plan.run_report import RunReport
-from batchllm_operator.web import views
-from batchllm_operator.web.access import (
-    CSP,
-    NO_PAGE,
-    CurrentUser,
-    PageError,
-    check_readable,
-    current_user,
-    links_of,
-    live_policy,
-    login_url,
-    may_read,
-    readable_dag,
-)
+from batchllm_operator.web import access, views
+from batchllm_operator.web.access import NO_PAGE, CurrentUser, PageError
 from batchllm_operator.web.jobs import job_state, list_jobs
 from batchllm_operator.web.lake_access import look
 from batchllm_operator.web.links import Links
@@ -56,7 +44,7 @@ _HEADINGS: Final = {
 
 MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
 ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
-PageLinks = Annotated[Links, Depends(links_of)]
+PageLinks = Annotated[Links, Depends(access.links_of)]
 
 
 def find_job(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> JobRun:
@@ -73,14 +61,16 @@ def find_job(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> Job
 PathJob = Annotated[JobRun, Depends(find_job)]
 
 _pages = APIRouter()
-_dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(readable_dag)])
+_dag_pages = APIRouter(
+    prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(access.readable_dag)]
+)
 
 
 @_pages.get("/")
 def show_jobs(user: CurrentUser, links: PageLinks) -> Response:
     """All jobs of DAGs that the user may read. Doesn't read the lake."""
     with create_session(scoped=False) as session:
-        jobs = list_jobs(session, lambda dag_id: may_read(user, dag_id))
+        jobs = list_jobs(session, lambda dag_id: access.may_read(user, dag_id))
     return HTMLResponse(render("web_jobs.html.j2", jobs=jobs, links=links, trends=views.trends))
 
 
@@ -95,7 +85,7 @@ def show_comparison(user: CurrentUser, links: PageLinks, before: str, after: str
         ref = JobRef.of(text)
         if ref is None:
             raise PageError(404, NO_PAGE)
-        check_readable(user, ref.dag_id, ref.run_id, ref.task_id)
+        access.check_readable(user, ref.dag_id, ref.run_id, ref.task_id)
         report = _look(find_job(ref.dag_id, ref.run_id, ref.task_id, ref.map_index))
         if not isinstance(report, RunReport):
             raise PageError(404, f"Run {ref.run_id} has no report: it hasn't been committed.")
@@ -215,7 +205,7 @@ def _view(job: JobRun, links: Links, shard_idx: int | None = None) -> RunReport 
 
 def _live_page(shown: views.LivePage) -> Response:
     nonce = secrets.token_urlsafe(16)
-    headers = {} if shown.is_final else {CSP: live_policy(nonce)}
+    headers = {} if shown.is_final else {access.CSP: access.live_policy(nonce)}
     return HTMLResponse(shown.page(nonce), headers=headers)
 
 
@@ -232,7 +222,7 @@ def create_app() -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        dependencies=[Depends(current_user)],
+        dependencies=[Depends(access.current_user)],
     )
     app.include_router(_pages)
     app.include_router(_dag_pages)
@@ -251,13 +241,13 @@ def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         status_code, text = error.status_code, str(error.detail)
         if status_code == 401 and is_browser:
-            return RedirectResponse(login_url(request), status_code=302)
+            return RedirectResponse(access.login_url(request), status_code=302)
         _log.info("%s: %s", request.url.path, text)
     elif isinstance(error, RequestValidationError):
         status_code, text = 404, NO_PAGE
     if not is_browser:
         return PlainTextResponse(text, status_code)
     heading = _HEADINGS.get(status_code, "This page can't be shown")
-    trail = links_of(request).trail()
+    trail = access.links_of(request).trail()
     page = render("web_message.html.j2", trail=trail, heading=heading, text=text)
     return HTMLResponse(page, status_code)

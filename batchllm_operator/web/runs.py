@@ -46,7 +46,6 @@ _SUMMARY_KEY: Final = "plan"
 ACTIVE: Final = ("scheduled", "queued", "running", "restarting", "deferred", "up_for_retry")
 FAILED: Final = ("failed", "upstream_failed")
 _ENDED: Final = ("success", "failed")
-"""Final states of a DAG run."""
 
 _REF: Final = re.compile(r"([^/]+)/([^/]+)/([^/]+)/(-1|[0-9]{1,9})", re.ASCII)
 _MAX_NAME_CHARS: Final = 250
@@ -102,7 +101,6 @@ class JobRun:
 
     @property
     def title(self) -> str:
-        """The job's name and partition if known, else the task's id."""
         if self.plan_uri is not None:
             return f"{self.plan_uri.job}, {self.plan_uri.ds}"
         mapped = f" [{self.ref.map_index}]" if self.ref.map_index >= 0 else ""

@@ -16,7 +16,6 @@ from batchllm_operator.web.runs import JobRef, JobRun
 
 _EVERY_MS: Final = 5000
 """Milliseconds between two polls of a live page."""
-_MAX_NOTES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,7 @@ class LivePage:
     trail: Trail
     heading: str
     template: str
-    """Of the fragment."""
     values: Mapping[str, Any]
-    """What the fragment shows."""
     is_final: bool
     """Whether the DAG run has ended, so that nothing changes any more."""
 
@@ -55,28 +52,17 @@ class LivePage:
 
 def live_job(job: JobRun, stage: JobState, status: JobStatus | None, links: Links) -> LivePage:
     """The page of a running job; `status` is None before there is a plan."""
-    masker, share, summary = Masker.of(os.environ), 0.0, stage.text
-    notes: list[str] = []
-    faults: list[tuple[int, str]] = []
+    share, summary = 0.0, stage.text
     if status is not None:
         share = _share(status.done.num_rows, status.num_rows)
         if not stage.is_failed:
             summary = f"{summary}, {_tenths(share)} of the rows are done"
-        notes = [masker(note) for note in status.notes[:_MAX_NOTES]]
-        faults = [
-            (shard.shard_idx, masker(shard.error))
-            for shard in status.shards
-            if shard.state == "failed" and shard.error is not None
-        ]
-    refusal = None if status is None else status.refusal
     values = {
         "stage": stage,
         "status": status,
         "share": share,
         "summary": f"{summary[:1].upper()}{summary[1:]}.",
-        "notes": notes,
-        "refused": None if refusal is None else masker(refusal.reason),
-        "faults": faults[:_MAX_NOTES],
+        "masked": Masker.of(os.environ),
         "ref": job.ref,
         "links": links,
     }
@@ -91,7 +77,7 @@ def live_shard(job: JobRun, shard: ShardStatus, links: Links) -> LivePage:
         "shard": shard,
         "share": share,
         "summary": f"{shard.state.capitalize()}, {_tenths(share)} of the rows are done.",
-        "error": None if shard.error is None else Masker.of(os.environ)(shard.error),
+        "masked": Masker.of(os.environ),
     }
     url = links.job_shard(job.ref, shard.shard_idx)
     trail = (*links.trail(job.ref), (job.title, links.job(job.ref)))
