@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
+from batchllm_operator.commit import report as run_report
 from batchllm_operator.errors import PlanError
-from batchllm_operator.report import format_summary, share
+from batchllm_operator.prefixes import sharing
+from batchllm_operator.report import format_summary, share, timelines
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import usd
+from batchllm_operator.shards import row_errors
 from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import Bill, RunReport, SampleRow
 
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
 BINS = [name for name, value in make_timeline() if isinstance(value, tuple)]
 
 
@@ -163,3 +170,25 @@ def test_a_saving_that_nothing_predicted_is_not_claimed() -> None:
 )
 def test_prices(amount: float, printed: str) -> None:
     assert usd(amount) == printed
+
+
+# docs/reports.md
+
+
+def test_fields_are_those_of_the_model() -> None:
+    table = TEXT.split("## report.json")[1].split("## ")[0]
+    documented = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    names = list(RunReport.model_fields)
+    assert documented == names[names.index("committed_at") :]
+
+
+def test_numbers_in_it_are_those_of_the_code() -> None:
+    words = {3: "three", 10: "ten", 20: "twenty"}
+    for number, phrase in (
+        (timelines.NUM_BINS, "in at most {} bins"),
+        (run_report._NUM_TIMELINES, "the {} shards that took longest"),
+        (row_errors._NUM_KINDS, "the {} most frequent kinds"),
+        (row_errors.NUM_EXAMPLES, "the keys of {} rows"),
+        (sharing._NUM_GROUPS, "the {} groups that save most"),
+    ):
+        assert phrase.format(words.get(number, number)) in TEXT.replace("\n", " "), phrase
