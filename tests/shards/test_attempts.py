@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.exceptions import ReadTimeoutError
 from support.demo_job import wait_until
 from support.fork_server import ForkServer
 from support.staged_job import (
@@ -69,23 +68,6 @@ def test_numbers_are_won_once(lake_uri: str) -> None:
     assert sorted(numbers) == list(range(1, 33))
     claims = [folder.read_bytes(name) for name in folder.find()]
     assert len(set(claims)) == 32
-
-
-def test_a_claim_whose_answer_was_lost_is_ours(
-    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = Folder.open(f"{s3_bucket}/shard-00000")
-    original = folder.fs.pipe_file
-
-    def put(path: str, data: bytes, **options: Any) -> None:
-        original(path, data, **options)
-        raise ReadTimeoutError(endpoint_url="s3")
-
-    monkeypatch.setattr(folder.fs, "pipe_file", put)
-    attempt = claim_attempt(folder)
-    assert attempt.number == 1
-    attempt.check_current()
-    assert list(folder.find()) == ["attempt-00001/claim.json"]
 
 
 def test_a_later_claim_fences_and_an_earlier_one_does_not(lake_uri: str) -> None:
