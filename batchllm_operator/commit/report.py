@@ -8,20 +8,19 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.commit.partition import model_name
 from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import LakeTable
-from batchllm_operator.report.timelines import STEP_COLUMNS, condense
-from batchllm_operator.shards.attempts import ShardProgress, Worker, attempt_name
+from batchllm_operator.report.timelines import read_timeline
+from batchllm_operator.shards.attempts import Worker
 from batchllm_operator.shards.buckets import Outputs, read_all
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.shards.parts import ShardParts
@@ -42,16 +41,9 @@ from batchllm_operator.stored_plan.run_report import (
     Timeline,
 )
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
-from batchllm_operator.vllm_plugin.scheduler.trace import CHUNK_SIZE_KEY, TRACE_SCHEMA
 
 _NUM_SAMPLE_ROWS: Final = 3
 _NUM_TIMELINES: Final = 3
-_SHORTEST_S: Final = 1e-3
-"""Duration of a step if it is unknown."""
-_MOST_STEPS: Final = 1_000_000
-"""Earlier engines' traces beyond this are dropped; a step takes some 100 bytes of memory."""
-_MOST: Final = 1 << 40
-"""Upper bound of a step's counts, and of seconds since the first step."""
 _MOST_VALUES: Final = 128
 """Values of a column whose rows are counted, the most frequent ones."""
 _DIGITS: Final = 6
@@ -85,6 +77,10 @@ def describe_run(
             zip(shards, attempts, manifest.shards, strict=True)
         )
     )
+    try:
+        earlier = RunReport.read(plan.folder, REPORT_FILE)
+    except PlanError:
+        earlier = None
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
     answers = summarize_answers(spec, manifest.answers, [*shards, ReusedOutputs(plan)])
     for warning in answers.warnings:
@@ -97,7 +93,9 @@ def describe_run(
         table_uri=table.uri,
         report_uri=f"{plan.folder.uri}/{REPORT_FILE}",
         model=model_name(spec),
-        committed_at=_first_committed(plan.folder) or datetime.now(UTC),
+        committed_at=earlier.committed_at
+        if earlier
+        else datetime.now(UTC),  # the first time counts
         plan=manifest.counts,
         done=Counts.total(run.done for run in runs),
         errors_by_kind=dict(errors.counts),
@@ -148,15 +146,6 @@ def load_report(plan_uri: str) -> RunReport:
     return report
 
 
-def _first_committed(folder: Folder) -> datetime | None:
-    """The time of the plan's first commit, which a repeated commit keeps."""
-    try:
-        report = RunReport.read(folder, REPORT_FILE)
-    except PlanError:
-        return None
-    return None if report is None else report.committed_at
-
-
 def _timelines(
     plan: StoredPlan, runs: Sequence[ShardRun], attempts: Sequence[ShardAttempts]
 ) -> tuple[Timeline, ...]:
@@ -172,62 +161,6 @@ def _timelines(
     began = [first[worker] for worker in slowest]
     read = (read_timeline(plan.run_folder(start.shard_idx), start) for start in began)
     return tuple(line for line in read if line is not None)
-
-
-def read_timeline(folder: Folder, began: ShardProgress) -> Timeline | None:
-    """The timeline of the engine with which a worker began an attempt in a shard's run folder.
-
-    None if there is no trace (vLLM's own scheduler, a killed process), or, with a warning, no
-    readable one.
-    """
-    begins, traces = f"{attempt_name(began.attempt)}/trace-", []
-    for path in folder.find():
-        if not (path.startswith(begins) and path.endswith(".parquet")):
-            continue
-        try:
-            trace = _read_trace(folder, path)
-        except (pa.ArrowException, OSError, StorageError) as error:
-            _log.warning("%s/%s isn't in the report: %s", folder.uri, path, error)
-        else:
-            traces += [trace] if trace.num_rows else []
-        while len(traces) > 1 and sum(trace.num_rows for trace in traces) > _MOST_STEPS:
-            traces.pop(0)
-    return _condensed(traces, began) if traces else None
-
-
-def _read_trace(folder: Folder, path: str) -> pa.Table:
-    file = pq.ParquetFile(pa.BufferReader(folder.read_bytes(path)))
-    schema = pa.schema([(name, TRACE_SCHEMA.field(name).type) for name in STEP_COLUMNS])
-    if not set(STEP_COLUMNS) <= set(file.schema_arrow.names):
-        raise pa.ArrowInvalid("it has other columns")
-    noted = (file.schema_arrow.metadata or {}).get(CHUNK_SIZE_KEY, b"")
-    if not (noted.isdigit() and len(noted) < 10):
-        raise pa.ArrowInvalid("it lacks the chunk size")
-    table = file.read(list(STEP_COLUMNS)).select(STEP_COLUMNS)
-    table = table.cast(schema.with_metadata(table.schema.metadata))
-    for name in STEP_COLUMNS if table.num_rows else ():
-        values = table[name].to_numpy()  # None becomes NaN, for which comparisons are False
-        if not (values.min() >= 0 and values.max() < _MOST):
-            raise pa.ArrowInvalid(f"{name} has what can't be one")
-    if np.any(np.diff(table["start_s"].to_numpy()) < 0):
-        raise pa.ArrowInvalid("its steps aren't in order")
-    return table
-
-
-def _condensed(traces: Sequence[pa.Table], began: ShardProgress) -> Timeline:
-    """The timeline of traces, one after the other; the end of a last step is estimated."""
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in STEP_COLUMNS}
-    before_s = 0.0
-    for table in traces:
-        start_s = table["start_s"].to_numpy()
-        last_s = float(np.median(np.diff(start_s))) if len(start_s) > 1 else 0.0
-        for name in STEP_COLUMNS:
-            parts[name].append(table[name].to_numpy())
-        parts["start_s"][-1] = start_s + before_s
-        before_s += float(start_s[-1]) + max(last_s, _SHORTEST_S)
-    steps = {name: np.concatenate(values) for name, values in parts.items()}
-    chunk_size = int(traces[-1].schema.metadata[CHUNK_SIZE_KEY])
-    return condense(steps, before_s, chunk_size, shard_idx=began.shard_idx, worker=began.worker)
 
 
 def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:

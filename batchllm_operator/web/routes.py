@@ -205,7 +205,7 @@ def _view(job: JobRun, links: Links, shard_idx: int | None = None) -> RunReport 
 
 def _live_page(shown: views.LivePage) -> Response:
     nonce = secrets.token_urlsafe(16)
-    headers = {} if shown.is_final else {access.CSP: access.live_policy(nonce)}
+    headers = {} if shown.job.has_ended else {access.CSP: access.live_policy(nonce)}
     return HTMLResponse(shown.page(nonce), headers=headers)
 
 

@@ -12,7 +12,7 @@ from batchllm_operator.secrets import Masker
 from batchllm_operator.shards.status import JobStatus, ShardStatus
 from batchllm_operator.web.jobs import Job, JobState
 from batchllm_operator.web.links import Links
-from batchllm_operator.web.runs import JobRef, JobRun
+from batchllm_operator.web.runs import JobRun
 
 _EVERY_MS: Final = 5000
 """Milliseconds between two polls of a live page."""
@@ -22,17 +22,15 @@ _EVERY_MS: Final = 5000
 class LivePage:
     """A page with a fragment that a script replaces until the DAG run has ended."""
 
-    ref: JobRef
+    job: JobRun
     url: str
     trail: Trail
     heading: str
     template: str
     values: Mapping[str, Any]
-    is_final: bool
-    """Whether the DAG run has ended, so that nothing changes any more."""
 
     def fragment(self) -> str:
-        return render(self.template, is_final=self.is_final, **self.values)
+        return render(self.template, is_final=self.job.has_ended, **self.values)
 
     def page(self, nonce: str) -> str:
         return render(
@@ -40,12 +38,12 @@ class LivePage:
             trail=self.trail,
             heading=self.heading,
             fragment=self.template,
-            live_url="" if self.is_final else f"{self.url}/live",
-            dag_id=self.ref.dag_id,
-            run_id=self.ref.run_id,
+            live_url="" if self.job.has_ended else f"{self.url}/live",
+            dag_id=self.job.ref.dag_id,
+            run_id=self.job.ref.run_id,
             nonce=nonce,
             every_ms=_EVERY_MS,
-            is_final=self.is_final,
+            is_final=self.job.has_ended,
             **self.values,
         )
 
@@ -68,7 +66,7 @@ def live_job(job: JobRun, stage: JobState, status: JobStatus | None, links: Link
     }
     url, trail = links.job(job.ref), links.trail(job.ref)
     template = "web_job_live.html.j2"
-    return LivePage(job.ref, url, trail, job.title, template, values, job.has_ended)
+    return LivePage(job, url, trail, job.title, template, values)
 
 
 def live_shard(job: JobRun, shard: ShardStatus, links: Links) -> LivePage:
@@ -82,7 +80,7 @@ def live_shard(job: JobRun, shard: ShardStatus, links: Links) -> LivePage:
     url = links.job_shard(job.ref, shard.shard_idx)
     trail = (*links.trail(job.ref), (job.title, links.job(job.ref)))
     heading = f"Shard {shard.shard_idx} of {job.title}"
-    return LivePage(job.ref, url, trail, heading, "web_shard_live.html.j2", values, job.has_ended)
+    return LivePage(job, url, trail, heading, "web_shard_live.html.j2", values)
 
 
 def _share(num_done: int, num_rows: int) -> float:
@@ -94,19 +92,12 @@ def _tenths(share: float) -> str:
     return f"{int(share * 10) * 10} %"
 
 
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """A measure of a job's outcomes over its partitions, the earliest first, as small columns."""
+def trends(job: Job) -> list[tuple[str, list[float], str]]:
+    """Measures of a job's outcomes over its partitions, if at least two values are known.
 
-    name: str
-    heights: tuple[float, ...]
-    """Shares of the highest column's; 0 where the value is unknown."""
-    text: str
-    """The picture in words, for screen readers."""
-
-
-def trends(job: Job) -> list[Trend]:
-    """The measures of which at least two values are known."""
+    Each is a name, columns of which the highest is 1 (0 where a value is unknown), the earliest
+    partition first, and the picture in words.
+    """
     measures: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
         ("Prompt tokens saved", "Prompt tokens saved", "achieved_saving_ratio", ratio),
         ("Rows/s", "Rows per second", "rows_per_s", mean),
@@ -126,6 +117,6 @@ def trends(job: Job) -> list[Trend]:
         )
         if len(known) < len(values):
             text += f"; unknown for {len(values) - len(known)}"
-        heights = (0.0 if value is None else 0.1 + 0.9 * (value - low) / spread for value in values)
-        listed.append(Trend(name, tuple(heights), text))
+        heights = [0.0 if value is None else 0.1 + 0.9 * (value - low) / spread for value in values]
+        listed.append((name, heights, text))
     return listed

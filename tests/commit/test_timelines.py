@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from hypothesis import strategies as st
 from support.levels import examples
 from support.shard_progress import shard_progress
 
-from batchllm_operator.commit import report as timelines
-from batchllm_operator.commit.report import read_timeline
-from batchllm_operator.report.timelines import condense
+from batchllm_operator.report import timelines
+from batchllm_operator.report.timelines import read_timeline
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.run_report import Timeline
 from batchllm_operator.vllm_plugin.scheduler.trace import StepRow, StepTrace
@@ -125,7 +123,7 @@ def test_long_runs_keep_their_means_and_peaks(
         start_s += length_s
     write_trace(folder, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timelines, "condense", partial(condense, num_bins=num_bins))
+        patch.setattr(timelines, "NUM_BINS", num_bins)
         found = shown(folder)
     assert len(found.kv_used) == len(found.num_decode_tokens) == min(num_bins, len(rows))
     assert max(found.kv_used) == pytest.approx(max(row.num_used_blocks for row in rows) / 100)
