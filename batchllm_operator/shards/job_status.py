@@ -221,31 +221,26 @@ def _worker_statuses(
     latest: defaultdict[tuple[int | None, str], list[ShardStatus]] = defaultdict(list)
     for shard in shards:
         latest[shard.worker, shard.host].append(shard)
-    workers = [_worker_status(own, latest[maker], now) for maker, own in made.items()]
+    workers = []
+    for maker, attempted in made.items():
+        last = max(attempted, key=lambda attempt: attempt.updated_at)
+        live = [attempt for attempt in attempted if attempt.is_live(now)]
+        ended = _state_of(last, now)
+        state: WorkerState = ended if ended in ("silent", "stopped", "failed") else "idle"
+        if live:
+            state = "running" if any(attempt.state == "running" for attempt in live) else "starting"
+        worker = WorkerStatus(
+            worker=last.worker,
+            host=last.host,
+            num_workers=last.num_workers,
+            state=state,
+            live_shards=tuple(sorted(attempt.shard_idx for attempt in live)),
+            num_finished=sum(shard.state == "finished" for shard in latest[maker]),
+            num_rows_done=sum(shard.done.num_rows for shard in latest[maker]),
+            computed_tokens_per_s=sum(attempt.computed_tokens_per_s for attempt in live),
+            output_tokens_per_s=sum(attempt.output_tokens_per_s for attempt in live),
+            age_s=last.age_s(now),
+            gpu_s=sum(attempt.gpu_s for attempt in attempted),
+        )
+        workers.append(worker)
     return tuple(sorted(workers, key=lambda worker: (worker.worker, worker.age_s, worker.host)))
-
-
-def _worker_status(
-    made: list[ShardProgress], shards: list[ShardStatus], now: datetime
-) -> WorkerStatus:
-    last = max(made, key=lambda attempt: attempt.updated_at)
-    live = [attempt for attempt in made if attempt.is_live(now)]
-    ended = _state_of(last, now)
-    state: WorkerState
-    if live:
-        state = "running" if any(attempt.state == "running" for attempt in live) else "starting"
-    else:
-        state = ended if ended in ("silent", "stopped", "failed") else "idle"
-    return WorkerStatus(
-        worker=last.worker,
-        host=last.host,
-        num_workers=last.num_workers,
-        state=state,
-        live_shards=tuple(sorted(attempt.shard_idx for attempt in live)),
-        num_finished=sum(shard.state == "finished" for shard in shards),
-        num_rows_done=sum(shard.done.num_rows for shard in shards),
-        computed_tokens_per_s=sum(attempt.computed_tokens_per_s for attempt in live),
-        output_tokens_per_s=sum(attempt.output_tokens_per_s for attempt in live),
-        age_s=last.age_s(now),
-        gpu_s=sum(attempt.gpu_s for attempt in made),
-    )

@@ -317,22 +317,12 @@ def test_keys_that_python_cannot_hold_are_published_and_reported(
     assert published(tmp_path)["id"].combine_chunks() == values
 
 
-def test_report_adds_up(tmp_path: Path) -> None:
-    rows = document_rows(4, 5)
-    write_table(tmp_path / "documents", rows)
+def test_before_the_commit_there_is_neither_a_report_nor_a_published_plan(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(4, 5))
     spec = fake_spec(tmp_path)
     plan = run_job(spec)
     with pytest.raises(PlanError, match="wasn't committed yet"):
         load_report(plan.folder.uri)
     with pytest.raises(TableError, match="has not been published"):
         published_plan_uri(spec, DS)
-    report = commit_run(plan.folder.uri)
-    assert load_report(plan.folder.uri) == report
-    assert report.plan.num_logical_tokens == sum(len(expected_prompt(row)) for row in rows)
-    assert report.done.num_output_tokens == 20 * 8
-    # One engine keeps what neighbouring shards share.
-    assert report.planned_saving is not None and report.optimal_saving is not None
-    assert report.achieved_saving is not None
-    assert report.planned_saving <= report.achieved_saving <= report.optimal_saving
-    assert len(report.sample_rows) == 3
-    assert report.sample_rows[0].generated_text == expected_text(rows[0])
+    assert commit_run(plan.folder.uri) == load_report(plan.folder.uri)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_job import document_rows, fake_spec, finish, planned, write_table
+from support.fake_job import document_rows, expected_prompt, fake_spec, finish, planned, write_table
 from support.run_reports import make_timeline
 from support.staged_job import run_only
 
@@ -38,23 +38,25 @@ def commit_job(lake: Path, rows: list[dict[str, Any]], **changes: Any) -> RunRep
     return finish(planned(lake, rows, **changes))
 
 
-def test_tokens_and_shards_add_up(tmp_path: Path) -> None:
+def test_tokens_and_shards_add_up_and_without_a_gpu_there_is_no_bill(tmp_path: Path) -> None:
     rows = document_rows(8, 5)
     rows[11] = {**rows[20], "row_key": "a duplicate"}
     report = commit_job(tmp_path, rows)
     done, runs = report.done, [shard.done for shard in report.shards]
-    assert done.num_logical_tokens == report.plan.num_logical_tokens
+    tokens = [len(expected_prompt(row)) for row in rows]
+    assert done.num_logical_tokens == report.plan.num_logical_tokens == sum(tokens)
     assert done.num_duplicate_tokens > 0 and done.num_cached_tokens > 0
+    assert done.num_output_tokens == 39 * 8
     assert [shard.shard_idx for shard in report.shards] == [0, 1]
     assert done == Counts.total(runs)
     assert (done.num_rows, done.num_requests) == (40, report.plan.num_requests)
     assert {shard.num_attempts for shard in report.shards} == {1}
-
-
-def test_without_a_gpu_there_is_no_bill(tmp_path: Path) -> None:
-    report = commit_job(tmp_path, document_rows())
-    assert (report.bill.gpu_s, report.bill.cost_usd) == (None, None)
-    assert report.timelines == ()
+    # One engine keeps what neighbouring shards share.
+    assert report.planned_saving is not None and report.optimal_saving is not None
+    assert report.achieved_saving is not None
+    assert report.planned_saving <= report.achieved_saving <= report.optimal_saving
+    assert len(report.sample_rows) == 3
+    assert (report.bill.gpu_s, report.bill.cost_usd, report.timelines) == (None, None, ())
 
 
 def test_the_bill_counts_gpus_of_all_attempts(tmp_path: Path) -> None:
