@@ -81,13 +81,9 @@ class LiveProgress:
     one delays the end by at most five seconds.
 
     Args:
-        attempt: the attempt that begins now, at the shard `shard_idx` of the plan.
-        done: what earlier attempts have finished, with `num_parts_done` whole parts.
+        done: what earlier attempts have finished, with `num_parts_done` whole parts; as an
+            attribute, with what this one has finished.
         also: called by the thread after each write but the last.
-        clock: monotonic seconds.
-
-    Attributes:
-        done: finished work of all attempts.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ class ShardQueue:
         owner: attempts with the same owner, as of the first look, are this task's earlier tries,
             and count as left.
         first: shards that go before all others, by the same rules.
-        clock: monotonic seconds.
         now: the time by which progress of other hosts is judged old.
 
     Attributes:

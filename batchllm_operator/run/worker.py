@@ -45,7 +45,6 @@ class Worker:
     Args:
         holder: what all shards of this process share.
         replicas: the other replicas of this worker; None if they compute nothing together.
-        clock: monotonic seconds.
     """
 
     def __init__(

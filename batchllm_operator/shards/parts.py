@@ -184,9 +184,8 @@ class ShardFiles:
     ) -> Entry:
         """Write a file of outputs, then the entry by which it counts, each in one step.
 
-        `kind` and its own `fields` are the entry's.
-
-        `FencedError`: a later attempt has begun, or another process has written the entry.
+        `kind` and its own `fields` are the entry's. Raises `FencedError`: a later attempt has
+        begun, or another process has written the entry.
         """
         rows = [
             (part_idx, part.row_idxs[request_idx], part.outputs[request_idx])
