@@ -62,7 +62,8 @@ def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) 
 
     For `trail` and `actions` see `pages.render`.
     """
-    done, sharing, by_time = report.done, report.sharing, _by_time(report.shards)
+    done, sharing = report.done, report.sharing
+    by_time = sorted(report.shards, key=lambda shard: -shard.done.engine_s)
     savings = {
         "optimal": report.optimal_saving,
         "planned": report.planned_saving,
@@ -92,10 +93,6 @@ def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) 
     }
     values = {"report": report, "plots": plots, "slowest": by_time[:_NUM_SLOWEST]}
     return render("report.html.j2", trail=trail, actions=actions, **values)
-
-
-def _by_time(shards: Sequence[ShardRun]) -> list[ShardRun]:
-    return sorted(shards, key=lambda shard: -shard.done.engine_s)
 
 
 def _plot_shares(counts: Mapping[str, int]) -> Plot:
