@@ -18,8 +18,7 @@ from batchllm_operator.spec.limits import shown
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
-INVARIANCE: Final = "VLLM_BATCH_INVARIANT"
-"""The environment variable by which vLLM uses kernels whose sums don't depend on the batch."""
+INVARIANCE: Final = "VLLM_BATCH_INVARIANT"  # for kernels whose sums don't depend on the batch
 _WHERE: Final = "engine.extra_args"
 _PARSERS_BY_NAME: Final = "_REASONING_PARSERS_TO_REGISTER"
 _PARSER_PLUGIN: Final = "reasoning_parser_plugin"
@@ -50,10 +49,9 @@ def check_arguments(spec: JobSpec) -> None:
 
 
 def vllm_arguments() -> dict[str, Any] | None:
-    """The types of vLLM's engine arguments by name; None if vLLM isn't installed.
+    """The types of vLLM's engine arguments by name (`Any` beyond builtins); None without vLLM.
 
-    Reads the source: importing it takes many seconds and a gigabyte, and a GPU's build may not be
-    importable without a GPU. A type that isn't made of builtins is `Any`.
+    Reads the source: importing takes many seconds, and may fail for a GPU's build without a GPU.
     """
     return {
         field.target.id: _type(field.annotation)

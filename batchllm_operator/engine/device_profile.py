@@ -1,8 +1,7 @@
-"""Measurements of a device, where they are kept, and the scheduler's settings that follow.
+"""Measured times of a device's steps, where they are kept, and the settings that follow.
 
-Steps of growing size are timed with made-up prompts. The smallest step that computes tokens about
-as fast as the largest is the chunk size (the "one-time profiling" of Sarathi-Serve, Sec. 4.3). From
-the times of steps the scheduler derives how far spreading prefill pays.
+The smallest step that computes tokens about as fast as the largest is the chunk size (the "one-time
+profiling" of Sarathi-Serve, Sec. 4.3). Times of steps say how far spreading prefill pays.
 """
 
 from __future__ import annotations

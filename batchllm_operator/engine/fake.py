@@ -1,8 +1,7 @@
 """An engine without a model, to try and test everything around it.
 
-It answers a prompt with a digest of its token ids and its adapter's name, so outputs are
-deterministic and differ between prompts. What a prompt has in common with the one before counts as
-cached, in whole KV blocks.
+It answers a prompt with a digest of its token ids and its adapter's name. What a prompt has in
+common with the one before counts as cached, in whole KV blocks.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ class FakeArguments(BaseModel):
     """Length of each text."""
 
 
-ARGUMENTS: Final[dict[str, Any]] = {
+ARGUMENTS: Final[dict[str, Any]] = {  # types by name
     name: field.rebuild_annotation() for name, field in FakeArguments.model_fields.items()
 }
-"""Types by name."""
 
 
 class FakeEngine:
@@ -92,16 +90,9 @@ class FakeEngine:
             is_invalid=every is not None and not is_tried and not digest_of(token_ids) % every,
         )
         text, raw = self._answers.fake(prompt)
-        return EngineOutput(
-            request_idx=request.request_idx,
-            text=text,
-            raw=raw,
-            finish_reason="length",
-            num_prompt_tokens=num_prompt_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_output_tokens=min(self._max_tokens, self._max_model_len - num_prompt_tokens),
-            error=None,
-        )
+        num_output_tokens = min(self._max_tokens, self._max_model_len - num_prompt_tokens)
+        counts = (num_prompt_tokens, num_cached_tokens, num_output_tokens)
+        return EngineOutput(request.request_idx, text, "length", *counts, error=None, raw=raw)
 
 
 def _with_adapter(request: EngineRequest) -> list[int]:

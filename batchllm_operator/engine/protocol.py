@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchllm_operator.answers import NOTHING_PLANNED, PlannedAnswers
 from batchllm_operator.engine.device_profile import StoredProfiles
@@ -14,9 +14,7 @@ from batchllm_operator.row_error import RowError
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 if TYPE_CHECKING:
-    from batchllm_operator.runahead.meeting import PrefixChain
-
-ENGINE_ERROR: Final = "engine_error"
+    from batchllm_operator.runahead.phase import ChainedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +79,9 @@ class EngineOutput:
     @classmethod
     def failed(cls, request: EngineRequest, reason: str) -> EngineOutput:
         """The output of a request that the engine couldn't serve."""
-        reason = " ".join(reason.split())
-        return cls(
-            request_idx=request.request_idx,
-            text=None,
-            finish_reason=None,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=0,
-            num_output_tokens=0,
-            error=RowError(ENGINE_ERROR, reason),
-        )
+        error = RowError("engine_error", " ".join(reason.split()))
+        num_prompt_tokens = len(request.prompt_token_ids)
+        return cls(request.request_idx, None, None, num_prompt_tokens, 0, 0, error)
 
 
 class EngineDiedError(EngineError):
@@ -111,15 +102,14 @@ class Engine(Protocol):
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         """Generate for each request, and yield outputs as they finish, in any order.
 
-        Takes requests in the given order with a bounded look-ahead. Every request taken gets
-        exactly one output.
+        Takes requests in order, a bounded number ahead; each gets exactly one output.
 
         Raises:
             EngineDiedError: the engine failed; outputs yielded so far stand.
         """
 
     @property
-    def chain(self) -> PrefixChain | None:
+    def chain(self) -> ChainedEngine | None:
         """The engine as a replica of a chain; None if it can't be in one."""
 
     def close(self) -> None:

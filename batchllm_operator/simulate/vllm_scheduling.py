@@ -29,7 +29,7 @@ from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
-from batchllm_operator.vllm_plugin.scheduler.pacing import most_in_flight, num_to_feed
+from batchllm_operator.vllm_plugin.scheduler.pacing import num_to_feed
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
 _SPARE: Final = 4
@@ -165,8 +165,8 @@ class _Simulation:
 
     def _num_to_feed(self) -> int:
         num_in_flight = self._scheduler.get_num_unfinished_requests()
-        most = most_in_flight(self._scheduler.max_num_running_reqs)
-        return num_to_feed(num_in_flight, self._num_finished, most)
+        max_num_seqs = self._scheduler.max_num_running_reqs
+        return num_to_feed(num_in_flight, self._num_finished, max_num_seqs)
 
     def _num_there(self) -> int:
         """Requests that have arrived by now, even if the scheduler hasn't got them yet."""

@@ -1,6 +1,6 @@
 """Bridges between versions of vLLM, chosen by feature, not by version number.
 
-`tests/vllm_plugin/test_signatures.py` pins what we use without a bridge.
+`tests/vllm_plugin/test_signatures.py` pins what we use where no test runs it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,6 @@ def make_model_output(request_ids: list[str], sampled: Sequence[list[int]]) -> M
     return output
 
 
-def reads_prefix_cache(request: Request) -> bool:
-    """Whether a request reuses KV of others (not with prompt logprobs)."""
-    return not getattr(request, "skip_reading_prefix_cache", False)
-
-
 def is_ready(request: Request) -> bool:
     """Whether vLLM can run a waiting request, or end it for a grammar that can't be compiled."""
     if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -63,34 +58,18 @@ def is_ready(request: Request) -> bool:
     return getattr(request.structured_output_request, "grammar", None) is not None
 
 
-def kv_cache_shape(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    cache_dtype_str: str = "auto",
-) -> tuple[int, ...]:
-    """Shape of a layer's KV cache for versions that ask the backend: as vLLM's Triton backend.
+def method_of_triton_backend(name: str) -> Callable[..., tuple[int, ...]]:
+    """A static method of vLLM's Triton backend, whose KV cache ours has.
 
-    (num_blocks, 2, block_size, num_kv_heads, head_size) in 0.25, (num_blocks, num_kv_heads,
-    block_size, 2 * head_size) in 0.27. Since 0.30 vLLM has one shape and doesn't ask.
+    Since 0.30 vLLM has one shape, of four dimensions as in 0.27, and asks no backend for it.
     """
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-    backend: Any = TritonAttentionBackend
-    shape: tuple[int, ...] = backend.get_kv_cache_shape(
-        num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
-    )
-    return shape
+    def method(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+        return tuple(getattr(TritonAttentionBackend, name)(*args, **kwargs))
 
-def kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-    """Order in memory of the dimensions of `kv_cache_shape`, for versions that ask the backend."""
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-
-    backend: Any = TritonAttentionBackend
-    order: tuple[int, ...] = backend.get_kv_cache_stride_order(include_num_layers_dimension)
-    return order
+    return method
 
 
 def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
@@ -118,32 +97,29 @@ def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def as_kv_cache(cache: Any) -> Tensor:
-    """A layer's KV cache; some versions have a list, with one per virtual engine."""
-    tensor: Tensor = cache[0] if isinstance(cache, list | tuple) else cache
-    return tensor
+def attention_layers(vllm_config: Any) -> list[tuple[str, Any]]:
+    """Layers by name, without those that have no attention: state spaces, mixtures of experts."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return [
+        (name, layer)
+        for name, layer in layers.items()
+        if hasattr(layer, "impl") and hasattr(layer, "get_attn_backend")
+    ]
 
 
-def attention_by_layer(vllm_config: Any) -> dict[str, str]:
-    """Attention backend of each layer, on a CPU with the instructions that it uses.
-
-    Both decide the layout of keys and values inside a block.
-    """
-    found = {}
-    for name, layer in vllm_config.compilation_config.static_forward_context.items():
-        if hasattr(layer, "impl") and hasattr(layer, "get_attn_backend"):
-            backend = layer.get_attn_backend()
-            found[name] = f"{backend.get_name()} {getattr(layer, 'isa', '')}".strip()
-    return found
+def attention_kinds(vllm_config: Any) -> list[str]:
+    """What decides the layout inside a block: the layers' backends, and a CPU's instructions."""
+    return sorted(
+        {
+            f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
+            for _, layer in attention_layers(vllm_config)
+        }
+    )
 
 
 def writes_kv_before_attention(vllm_config: Any) -> bool:
-    """Whether a layer's keys and values are in its KV cache before its attention begins.
-
-    Otherwise the backend writes them while it computes.
-    """
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    backends = [layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")]
+    """Whether keys and values are in the KV cache before attention begins, not written by it."""
+    backends = [layer.get_attn_backend() for _, layer in attention_layers(vllm_config)]
     return bool(backends) and not any(
         getattr(backend, "forward_includes_kv_cache_update", True) for backend in backends
     )

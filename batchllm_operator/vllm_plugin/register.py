@@ -1,8 +1,7 @@
 """Registers our attention with vLLM: the entry point `vllm.general_plugins`, and its use here.
 
-vLLM loads the entry point in every process of every environment that has this package, so it must
-be cheap, and change nothing unless the engine asks for it. The engine asks through an environment
-variable, which worker processes inherit.
+vLLM loads the entry point in every process of every environment that has this package, so it is
+cheap, and changes nothing unless the engine asks through a variable that its workers inherit.
 """
 
 from __future__ import annotations
@@ -39,31 +38,30 @@ def attention_chosen(attention: Attention) -> Iterator[None]:
 
     Restores the environment and vLLM's registry afterwards; a started engine keeps its attention.
     """
+    slot, before = _slot(), os.environ.get(VARIABLE)
+    path_before = slot.get_path() if slot.is_overridden() else None
+    theirs = path_before if path_before != BACKEND else None
+    os.environ[VARIABLE] = attention
+    _override(slot, BACKEND if attention == "batchllm" else theirs)
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+        _override(slot, path_before)
+
+
+def _override(slot: Any, path: str | None) -> None:
+    """Make vLLM use the backend at a path for a member of its enumeration; None for its own."""
     from vllm.v1.attention.backends.registry import register_backend
 
     from batchllm_operator.vllm_plugin.compat import forget_chosen_backends
 
-    slot = _slot()
-    before = os.environ.get(VARIABLE)
-    path_before = slot.get_path() if slot.is_overridden() else None
-    os.environ[VARIABLE] = attention
-    if attention == "batchllm":
-        register_backend(slot, BACKEND)
-    elif path_before == BACKEND:
-        slot.clear_override()
+    slot.clear_override()
+    if path is not None:
+        register_backend(slot, path)
     forget_chosen_backends()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
-        if path_before is None:
-            slot.clear_override()
-        else:
-            register_backend(slot, path_before)
-        forget_chosen_backends()
 
 
 def _slot() -> Any:

@@ -21,7 +21,7 @@ SAMPLING = (
 def show(demo: Demo, **changes: Any) -> dict[str, dict[str, Any]]:
     """What of a spec is passed on to vLLM."""
     from batchllm_operator.engine.vllm.answers import sampling_params
-    from batchllm_operator.engine.vllm.arguments import engine_args
+    from batchllm_operator.engine.vllm.start import engine_args
 
     spec = load_spec(demo.write_spec("settings", **changes))
     params = sampling_params(spec.sampling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,12 @@ def test_a_reasoning_parser_that_vllm_lacks_is_refused_with_those_it_has() -> No
 
 
 @with_vllm
-def test_reasoning_parsers_are_those_that_vllm_registers() -> None:
+def test_names_that_are_read_from_the_source_are_vllms() -> None:
+    from vllm import EngineArgs
     from vllm.reasoning import ReasoningParserManager
 
     assert sorted(arguments.vllm_reasoning_parsers()) == ReasoningParserManager.list_registered()
+    assert [*(arguments.vllm_arguments() or ())] == [*signature(EngineArgs).parameters]
 
 
 @with_vllm
@@ -102,55 +105,44 @@ def test_where_vllm_is_absent_its_names_are_unknown(
             check({"data_parallel_size": 2})
 
 
+OURS = {"attention": "batchllm"}
+FAKE = {"backend": "fake"}
+
+
 @pytest.mark.parametrize(
-    ("extra_args", "reason"),
+    ("engine", "extra_args", "reason"),
     [
-        ({"data_parallel_size": 2}, "start more workers"),
-        ({"scheduling_policy": "priority"}, "fcfs"),
-        ({"additional_config": {"batchllm": {"paec": True}}}, "paec: "),
-        ({"additional_config": {"batchllm": {"memory_threshold": "all"}}}, "memory_threshold: "),
-        ({"additional_config": {"batchllm_attention": {"impl": "best"}}}, "impl: "),
-        ({"additional_config": {"batchllm_attention": {"grahps": True}}}, "grahps: "),
+        ({}, {"data_parallel_size": 2}, "start more workers"),
+        ({}, {"scheduling_policy": "priority"}, "fcfs"),
+        ({}, {"additional_config": {"batchllm": {"paec": True}}}, "paec: "),
+        ({}, {"additional_config": {"batchllm": {"memory_threshold": "all"}}}, "memory_threshold"),
+        ({}, {"additional_config": {"batchllm_attention": {"impl": "best"}}}, "impl: "),
+        ({}, {"additional_config": {"batchllm_attention": {"grahps": True}}}, "grahps: "),
+        # Stages are counted before vLLM is asked.
+        *(
+            ({}, {"pipeline_parallel_size": value}, "pipeline_parallel_size")
+            for value in (0, "two", 1.5, True, None)
+        ),
+        (OURS, {"attention_backend": "FLASH_ATTN"}, "names an attention backend"),
+        (OURS, {"attention_config": {"backend": "FLASH_ATTN"}}, "names an attention backend"),
+        (
+            OURS,
+            {"attention_config": {"backend_per_kind": {"full_attention": "FLASH_ATTN"}}},
+            "names an attention backend",
+        ),
+        (FAKE, {"dealy_s": 1}, r"\.dealy_s: the fake engine has no such .* did you mean delay_s"),
+        (FAKE, {"delay_s": "long"}, r"\.delay_s: .*number"),
+        (FAKE, {"max_in_flight": 0}, r"\.max_in_flight: "),
     ],
 )
-def test_what_does_not_go_with_how_vllm_is_run(extra_args: dict[str, Any], reason: str) -> None:
+def test_what_does_not_go_with_how_the_engine_is_run(
+    engine: dict[str, Any], extra_args: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(SpecError, match=reason):
-        check(extra_args)
-
-
-@pytest.mark.parametrize(
-    "extra_args",
-    [
-        {"attention_backend": "FLASH_ATTN"},
-        {"attention_config": {"backend": "FLASH_ATTN"}},
-        {"attention_config": {"backend_per_kind": {"full_attention": "FLASH_ATTN"}}},
-    ],
-)
-def test_two_choices_of_attention_contradict_each_other(extra_args: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="names an attention backend"):
-        check(extra_args, attention="batchllm")
+        check(extra_args, **engine)
 
 
 def test_stock_scheduling_and_attention_leave_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     check({"scheduling_policy": "priority"}, scheduler="stock")
     check({"attention_backend": "FLASH_ATTN"})
-
-
-@pytest.mark.parametrize("value", [0, "two", 1.5, True, None])
-def test_stages_are_counted_before_vllm_is_asked(value: object) -> None:
-    with pytest.raises(SpecError, match="pipeline_parallel_size"):
-        check({"pipeline_parallel_size": value})
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "reason"),
-    [
-        ({"dealy_s": 1}, r"\.dealy_s: the fake engine has no such .* did you mean delay_s"),
-        ({"delay_s": "long"}, r"\.delay_s: .*number"),
-        ({"max_in_flight": 0}, r"\.max_in_flight: "),
-    ],
-)
-def test_the_fake_engine_has_arguments_of_its_own(extra_args: dict[str, Any], reason: str) -> None:
-    with pytest.raises(SpecError, match=reason):
-        check(extra_args, backend="fake")

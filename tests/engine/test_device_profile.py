@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from batchllm_operator.engine.device_profile import (
     DeviceProfile,
     StoredProfiles,
-    profile_key,
     step_sizes,
 )
 from batchllm_operator.storage import Folder
@@ -45,18 +44,6 @@ def test_sizes_end_with_the_largest_step() -> None:
     assert list(step_sizes(300)) == [64, 128, 256, 300]
     assert list(step_sizes(512)) == [64, 128, 256, 512]
     assert list(step_sizes(10)) == [10]
-
-
-def test_a_key_stands_for_all_of_the_subject() -> None:
-    assert profile((64, 0.01)).key == profile_key(dict(reversed(SUBJECT.items())))
-    assert profile_key({**SUBJECT, "vllm": "1.1"}) != profile_key(SUBJECT)
-
-
-def test_what_is_stored_is_checked_when_it_is_read() -> None:
-    stored = profile((64, 0.01)).model_dump_json()
-    assert DeviceProfile.model_validate_json(stored) == profile((64, 0.01))
-    with pytest.raises(ValidationError, match="steps"):
-        DeviceProfile.model_validate_json(stored.replace("[[64,0.01]]", "[]"))
 
 
 @pytest.mark.parametrize(

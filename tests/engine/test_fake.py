@@ -32,15 +32,6 @@ def test_blocks_in_common_with_the_prompt_before_are_cached() -> None:
     assert [output.num_cached_tokens for output in outputs] == [0, 16, 16, 32, 0]
 
 
-@pytest.mark.parametrize("num_characters", [0, 5, 21, 22, 500])
-def test_texts_are_as_long_as_asked_for(num_characters: int) -> None:
-    outputs = list(engine(num_characters=num_characters).stream(iter(requests([1], [2]))))
-    texts = [output.text for output in outputs]
-    assert [len(text) for text in texts] == [num_characters] * 2
-    assert (texts[0] != texts[1]) == (num_characters > 5)  # what they all begin with
-    assert texts[0] == fake_text([1], 500)[:num_characters]
-
-
 def test_an_output_ends_where_the_model_does() -> None:
     outputs = list(engine().stream(iter(requests([1], [1] * 7))))
     assert [output.num_output_tokens for output in outputs] == [8, 3]

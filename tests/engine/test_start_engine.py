@@ -14,12 +14,6 @@ from batchllm_operator.engine.arguments import INVARIANCE
 from batchllm_operator.errors import MissingLibraryError
 
 
-def test_the_spec_chooses_the_engine() -> None:
-    engine = start_engine(fake_spec("/lake"), EngineJob(100))
-    outputs = list(engine.stream(iter([EngineRequest(4, [1, 2], 0, 0)])))
-    assert [output.request_idx for output in outputs] == [4]
-
-
 def test_without_vllm_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "batchllm_operator.engine.vllm.engine", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)

@@ -13,7 +13,6 @@ from support.fake_job import fake_spec
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 
-arguments = pytest.importorskip("batchllm_operator.engine.vllm.arguments")
 start = pytest.importorskip("batchllm_operator.engine.vllm.start")
 MODULES = {"model.layers.0.self_attn.q_proj": (8, 8)}
 
@@ -28,61 +27,52 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     gpu = SimpleNamespace(
         is_cpu=lambda: False, is_cuda_alike=lambda: True, is_cuda=lambda: True, device_name="tpu"
     )
-    monkeypatch.setattr(arguments, "current_platform", gpu)
+    monkeypatch.setattr(start, "current_platform", gpu)
     return gpu
 
 
 # Attention
 
 
-def test_on_a_gpu_ours_is_vllms_custom_backend(platform: SimpleNamespace) -> None:
-    args = arguments.attention_args(make_spec(attention="batchllm"))
-    assert args == {"attention_backend": "CUSTOM"}
+CUSTOM = {"attention_backend": "CUSTOM"}
+GRAPHS = {"additional_config": {"batchllm_attention": {"decode_graphs": True}}}
 
 
 @pytest.mark.parametrize(
-    ("attention", "given", "size"),
+    ("attention", "is_cpu", "extra_args", "expected"),
     [
-        ({"decode_graphs": True}, {}, 1024),
-        ({}, {}, None),
-        ({"decode_graphs": True}, {"cudagraph_capture_sizes": [1, 8]}, None),
-        ({"decode_graphs": True}, {"compilation_config": {"cudagraph_mode": "FULL"}}, None),
+        ("batchllm", False, {}, CUSTOM),
+        ("batchllm", True, {}, {}),  # there it replaces vLLM's only backend
+        ("stock", False, {}, {}),
+        ("stock", False, {"attention_backend": "FLASHINFER"}, {}),
+        ("batchllm", False, GRAPHS, {**CUSTOM, "max_cudagraph_capture_size": 1024}),
+        ("batchllm", False, {**GRAPHS, "cudagraph_capture_sizes": [1, 8]}, CUSTOM),
+        ("batchllm", False, {**GRAPHS, "compilation_config": {"cudagraph_mode": "FULL"}}, CUSTOM),
     ],
 )
-def test_graphs_of_decode_steps_go_up_to_what_runs_at_once(
-    attention: dict[str, Any],
-    given: dict[str, Any],
-    size: int | None,
+def test_attention_is_chosen_by_arguments(
+    attention: str,
+    is_cpu: bool,
+    extra_args: dict[str, Any],
+    expected: dict[str, Any],
     platform: SimpleNamespace,
 ) -> None:
-    extra_args = {"additional_config": {"batchllm_attention": attention}, **given}
-    spec = make_spec(attention="batchllm", extra_args=extra_args)
-    args = arguments.attention_args(spec)
-    assert args.get("max_cudagraph_capture_size") == size
-
-
-def test_on_a_cpu_it_takes_no_argument(platform: SimpleNamespace) -> None:
-    platform.is_cpu = lambda: True
-    assert arguments.attention_args(make_spec(attention="batchllm")) == {}
-
-
-def test_stock_leaves_the_choice_to_vllm_and_its_user(platform: SimpleNamespace) -> None:
-    assert arguments.attention_args(make_spec()) == {}
-    chosen = make_spec(extra_args={"attention_backend": "FLASHINFER"})
-    assert arguments.attention_args(chosen) == {}
+    platform.is_cpu = lambda: is_cpu
+    spec = make_spec(attention=attention, extra_args=extra_args)
+    assert start.attention_args(spec) == expected
 
 
 def test_other_platforms_are_refused(platform: SimpleNamespace) -> None:
     platform.is_cuda_alike = lambda: False
     with pytest.raises(SpecError, match="CUDA, ROCm and CPU"):
-        arguments.attention_args(make_spec(attention="batchllm"))
+        start.attention_args(make_spec(attention="batchllm"))
 
 
 class Engine:
     """Workers that report what they are told to."""
 
     def __init__(self, *reports: tuple[int, list[str]], backend: str | None = None) -> None:
-        from batchllm_operator.vllm_plugin.attention.report import AttentionReport
+        from batchllm_operator.vllm_plugin.attention.backend import AttentionReport
 
         self._reports = [AttentionReport(*report, "Triton on sm90") for report in reports]
         self.asked: list[str] = []
@@ -126,18 +116,17 @@ def test_an_engine_that_runs_something_else_is_refused(
 def test_a_profile_is_of_one_attention_and_its_settings() -> None:
     from batchllm_operator.engine.vllm.profiling import profile_subject
 
-    graphs = {"additional_config": {"batchllm_attention": {"decode_graphs": True}}}
-    given = [({}, "stock"), ({}, "batchllm"), (graphs, "batchllm")]
+    given = [({}, "stock"), ({}, "batchllm"), (GRAPHS, "batchllm")]
     subjects = [profile_subject(*each) for each in given]
     assert len({subject["attention"] for subject in subjects}) == 3
-    assert profile_subject(graphs, "stock") == subjects[0]
+    assert profile_subject(GRAPHS, "stock") == subjects[0]
 
 
 def test_batch_invariance_is_for_nvidia_gpus(platform: SimpleNamespace) -> None:
-    arguments.engine_args(make_spec(batch_invariant=True), 100)
+    start.engine_args(make_spec(batch_invariant=True), 100)
     platform.is_cuda = lambda: False
     with pytest.raises(SpecError, match="for NVIDIA GPUs, and this platform is tpu"):
-        arguments.engine_args(make_spec(batch_invariant=True), 100)
+        start.engine_args(make_spec(batch_invariant=True), 100)
 
 
 # Adapters
@@ -157,21 +146,21 @@ def adapting(folder: Path, ranks: dict[str, int], **extra_args: int) -> JobSpec:
 def test_settings_on_a_cpu_leave_the_last_slot_empty(tmp_path: Path) -> None:
     spec = adapting(tmp_path, {"a": 4, "b": 9, "c": 8})
     wanted = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
-    assert arguments.adapter_args(spec) == wanted
-    assert arguments.adapter_args(fake_spec(tmp_path)) == {}
+    assert start.adapter_args(spec) == wanted
+    assert start.adapter_args(fake_spec(tmp_path)) == {}
     with pytest.raises(SpecError, match="max_loras must be at least 4 on a CPU"):
-        arguments.adapter_args(adapting(tmp_path, {"a": 4, "b": 9, "c": 8}, max_loras=3))
+        start.adapter_args(adapting(tmp_path, {"a": 4, "b": 9, "c": 8}, max_loras=3))
 
 
 def test_settings_on_a_gpu(tmp_path: Path, platform: SimpleNamespace) -> None:
     three, one = adapting(tmp_path, {"a": 8, "b": 1, "c": 8}), adapting(tmp_path, {"d": 1})
-    found = [arguments.adapter_args(spec) for spec in (three, one)]
+    found = [start.adapter_args(spec) for spec in (three, one)]
     assert [(args["max_loras"], args["max_lora_rank"]) for args in found] == [(2, 8), (1, 1)]
 
 
 def test_a_rank_that_vllm_does_not_take(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"adapters\.b: has rank 1000, and vLLM takes at most 512"):
-        arguments.adapter_args(adapting(tmp_path, {"a": 8, "b": 1000}))
+        start.adapter_args(adapting(tmp_path, {"a": 8, "b": 1000}))
 
 
 def test_each_is_loaded_once_and_refused_by_name(tmp_path: Path) -> None:

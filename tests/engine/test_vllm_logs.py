@@ -20,7 +20,7 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     for name in (vllm_logs.LEVEL, vllm_logs._OURS, vllm_logs._STREAM):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-    for name in vllm_logs._EVERY_RUN:
+    for name in (*vllm_logs._EVERY_RUN, *vllm_logs._ON_CPU):
         monkeypatch.setattr(logging.getLogger(f"vllm.{name}"), "filters", [])
     return logging.getLogger("vllm.engine.arg_utils")
 
@@ -34,6 +34,17 @@ def test_lines_of_every_run_are_left_out_and_no_others(logger: logging.Logger) -
     assert not passes(logger, logging.WARNING, SEED)
     assert passes(logger, logging.ERROR, SEED)
     assert passes(logger, logging.WARNING, "This model does not officially support it")
+
+
+@pytest.mark.parametrize("is_on_cpu", [True, False])
+def test_on_a_gpu_vllm_says_what_follows_from_a_users_settings(
+    is_on_cpu: bool, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_logs, "runs_on_cpu", lambda: is_on_cpu)
+    vllm_logs.configure_logs()
+    eager = "Enforce eager set, disabling torch.compile and CUDAGraphs."
+    assert passes(logging.getLogger("vllm.config.vllm"), logging.WARNING, eager) is not is_on_cpu
+    assert not passes(logger, logging.WARNING, SEED)
 
 
 def test_a_process_that_ours_starts_filters_lines_too(logger: logging.Logger) -> None:

@@ -69,22 +69,20 @@ def test_none_is_passed_by_a_later_one(max_loras: int) -> None:
     assert begun == [f"{group}.{member}" for group in range(5) for member in range(3)]
 
 
-def test_the_next_adapter_begins_while_the_one_before_ends() -> None:
-    engine = engine_with(2, "batchllm")
-    add(engine, ["a", "b", "c"], size=2, output=10)
+@pytest.mark.parametrize(
+    ("max_loras", "second"),
+    [
+        (2, "b"),  # the next adapter begins while the one before ends
+        (1, None),  # rows without an adapter take no slot
+    ],
+)
+def test_as_many_adapters_run_as_there_are_slots(max_loras: int, second: str | None) -> None:
+    engine = engine_with(max_loras, "batchllm")
+    add(engine, ["a", second, "c"], size=2, output=10)
     engine.step()
     engine.step()
     assert groups_in_step(engine) == {0, 1}
     assert len(engine.scheduler.waiting) == 2
-    engine.run()
-
-
-def test_rows_without_an_adapter_take_no_slot() -> None:
-    engine = engine_with(1, "batchllm")
-    add(engine, ["a", None, "b"], size=2, output=10)
-    engine.step()
-    engine.step()
-    assert groups_in_step(engine) == {0, 1}
     engine.run()
 
 

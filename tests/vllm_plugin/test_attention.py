@@ -20,9 +20,9 @@ from batchllm_operator.vllm_plugin.attention.backend import (
     PrefixAttentionBackend,
     PrefixAttentionImpl,
     fp8_dtype,
+    warm_up_attention,
 )
 from batchllm_operator.vllm_plugin.attention.builder import PrefixAttentionBuilder, layer_shape
-from batchllm_operator.vllm_plugin.attention.report import warm_up_attention
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 2, 64, 12
 CPU = torch.device("cpu")
@@ -316,41 +316,38 @@ def test_what_vllm_is_told_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BF16: dict[str, Any] = {"attn_type": "decoder", "head_size": 128, "dtype": torch.bfloat16}
-NO_BATCHES: dict[str, Any] = {"enable_dbo": False}
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability", "model", "parallel", "drafts", "named"),
+    ("kind", "capability", "changes", "named"),
     [
-        ("cuda", 90, {}, {}, None, None),
-        ("rocm", 94, {}, {}, None, None),
-        ("cuda", 89, {}, {}, None, "sm89 yet; there are settings for sm80, sm90"),
-        ("cuda", 90, {"head_size": 80}, {}, None, "heads of 80 elements"),
-        ("cuda", 90, {"dtype": torch.float32}, {}, None, "models in torch.float32"),
-        ("cuda", 90, {"attn_type": "encoder_only"}, {}, None, "tokens see those after them"),
-        ("cpu", 0, {"attn_type": "encoder_only"}, {}, None, "tokens see those after them"),
-        ("cpu", 0, {}, {"enable_dbo": True}, None, r"micro-batches \(enable_dbo, ubatch_size\)"),
-        ("cpu", 0, {}, {"use_ubatching": True}, None, r"micro-batches \(enable_dbo, ubatch_size"),
-        ("rocm", 94, {}, {}, object(), "speculative decoding on ROCm"),
+        ("cuda", 90, {}, None),
+        ("rocm", 94, {}, None),
+        ("cuda", 89, {}, "sm89 yet; there are settings for sm80, sm90"),
+        ("cuda", 90, {"head_size": 80}, "heads of 80 elements"),
+        ("cuda", 90, {"dtype": torch.float32}, "models in torch.float32"),
+        ("cuda", 90, {"attn_type": "encoder_only"}, "tokens see those after them"),
+        ("cpu", 0, {"attn_type": "encoder_only"}, "tokens see those after them"),
+        ("cpu", 0, {"enable_dbo": True}, r"micro-batches \(enable_dbo, ubatch_size\)"),
+        ("cpu", 0, {"use_ubatching": True}, r"micro-batches \(enable_dbo, ubatch_size\)"),
+        ("rocm", 94, {"drafts": object()}, "speculative decoding on ROCm"),
     ],
 )
 def test_models_are_refused_before_anything_is_loaded(
     kind: str,
     capability: int,
-    model: dict[str, Any],
-    parallel: dict[str, Any],
-    drafts: object,
+    changes: dict[str, Any],
     named: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on(monkeypatch, kind)
     platform: Any = attention.current_platform
     platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: capability)
-    given = BF16 | model
+    given = BF16 | changes
     config = SimpleNamespace(
         model_config=SimpleNamespace(**given, get_head_size=lambda: given["head_size"]),
-        parallel_config=SimpleNamespace(**NO_BATCHES | parallel),
-        speculative_config=drafts,
+        parallel_config=SimpleNamespace(**{"enable_dbo": False, **given}),
+        speculative_config=given.get("drafts"),
     )
     if named is None:
         attention.check_model(config)
@@ -362,7 +359,7 @@ def test_models_are_refused_before_anything_is_loaded(
 def test_every_layer_is_warmed_up_with_what_it_will_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     impl = make_impl(sliding_window=20, logits_soft_cap=3.0)
     cache = make_cache("tokens first")
-    ours = SimpleNamespace(num_heads=HEADS, impl=impl, kv_cache=[cache])
+    ours = SimpleNamespace(num_heads=HEADS, impl=impl, kv_cache=cache)
     others = {"mamba": SimpleNamespace(), "mla": SimpleNamespace(impl=object())}
     layers = SimpleNamespace(static_forward_context={"layer": ours, **others})
     builder = make_builder(compilation_config=layers)

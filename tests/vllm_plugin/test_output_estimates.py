@@ -8,14 +8,6 @@ import pytest
 from batchllm_operator.vllm_plugin.scheduler.output_estimates import OutputEstimates
 
 
-def test_before_anything_is_known_estimates_stand_with_a_margin() -> None:
-    estimates = OutputEstimates()
-    assert (estimates.scale, estimates.deviation) == (1.0, 0.3)
-    assert estimates.rather_long(100, most=1000) == 130
-    assert estimates.rather_long(100, most=100) == 100
-    assert estimates.rather_long(0, most=100) == 1
-
-
 @pytest.mark.parametrize("true_scale", [0.5, 1.0, 1.7])
 def test_the_scale_approaches_that_of_outputs(true_scale: float) -> None:
     estimates, generator = OutputEstimates(), np.random.default_rng(0)

@@ -18,14 +18,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from batchllm_kernels.prefix_attention import PagedBatch, StepPlanner, prefix_shared_attention
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin import compat
-from batchllm_operator.vllm_plugin.attention import backend, prefill
-from batchllm_operator.vllm_plugin.attention.backend import PrefixAttentionImpl
+from batchllm_operator.vllm_plugin.attention import prefill
+from batchllm_operator.vllm_plugin.attention.backend import (
+    PrefixAttentionBackend,
+    PrefixAttentionImpl,
+    report_attention,
+)
 from batchllm_operator.vllm_plugin.attention.builder import (
     PrefixAttentionBuilder,
     PrefixAttentionMetadata,
 )
-from batchllm_operator.vllm_plugin.attention.report import report_attention
 
 THRESHOLD = 4
 ONES = torch.ones(1)
@@ -103,7 +105,7 @@ def cache_of(case: AttentionCase) -> Tensor:
     """The layer's cache, in the shape that the FlashAttention of this vLLM takes."""
     halves = [case.k_cache, case.v_cache]
     has_shapes = hasattr(flash_attn.FlashAttentionBackend, "get_kv_cache_shape")
-    if has_shapes and len(compat.kv_cache_shape(1, 16, 2, 64)) == 5:
+    if has_shapes and len(PrefixAttentionBackend.get_kv_cache_shape(1, 16, 2, 64)) == 5:
         return torch.stack(halves, dim=1)  # 0.25
     return torch.cat(halves, dim=-1).transpose(1, 2)
 
@@ -151,15 +153,6 @@ def test_each_row_is_computed_once(name: str, num_padding: int, flash: VarlenRef
     assert ours == [length for length in lens if 0 < length <= THRESHOLD] + (
         [] if long else [0] * num_padding
     )
-
-
-def test_the_gpus_kernel_beside_it(flash: VarlenReference) -> None:
-    pytest.importorskip("triton", reason="no Triton beside this vLLM")
-    case = in_order_of_lengths(make_case(SHAPE, MIXED, seed=5))
-    impl, builder = make(impl="triton")
-    found = attend(impl, case, builder.build(0, common_of(case.batch, case.num_tokens)))
-    torch.testing.assert_close(found, expected(case), atol=1e-3, rtol=1e-3)
-    assert flash.query_lens == [[40]]
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(20, None), (None, 3.0), (1, 5.0)])
@@ -272,7 +265,7 @@ def test_elsewhere_ours_computes_all_rows(
 
 def test_the_report_says_what_computes_prefill(flash: VarlenReference) -> None:
     impl, builder = make()
-    layer = SimpleNamespace(impl=impl, get_attn_backend=lambda: backend.PrefixAttentionBackend)
+    layer = SimpleNamespace(impl=impl, get_attn_backend=lambda: PrefixAttentionBackend)
     config = builder.vllm_config
     config.compilation_config.static_forward_context = {"layer": layer}
     report = report_attention(SimpleNamespace(vllm_config=config, device=CPU))

@@ -25,38 +25,6 @@ def num_computed(engine: EngineSteps) -> int:
 # Order
 
 
-def test_a_prefix_comes_before_its_members() -> None:
-    engine = EngineSteps(chunk=48, settings=NO_PACE)
-    engine.add_group(0, 3, prefix=96, distinct=10, output=2)
-    first, second, third = (engine.step().num_scheduled_tokens for _ in range(3))
-    assert (first, second) == ({"0.0": 48}, {"0.0": 48})
-    assert third == {"0.0": 10, "0.1": 10, "0.2": 10}
-    engine.run()
-
-
-def test_decodes_come_before_prefill() -> None:
-    engine = EngineSteps(chunk=32, settings=NO_PACE)
-    engine.add_group(0, 2, prefix=16, distinct=8, output=30)
-    engine.step()
-    engine.add_group(1, 1, prefix=0, distinct=200, output=1)
-    for _ in range(5):
-        scheduled = engine.step().num_scheduled_tokens
-        assert (scheduled["0.0"], scheduled["0.1"]) == (1, 1)
-        assert scheduled["1.0"] == 30  # what is left of the step
-    engine.run()
-
-
-def test_members_of_running_groups_come_before_new_groups() -> None:
-    engine = EngineSteps(chunk=64, num_blocks=200, settings=NO_PACE)
-    engine.add_group(0, 4, prefix=32, distinct=20, output=20)
-    engine.add_group(1, 4, prefix=32, distinct=20, output=20)
-    order: list[str] = []
-    while len(order) < 8:
-        order += [name for name in engine.step().num_scheduled_tokens if name not in order]
-    assert order == [f"{group}.{member}" for group in (0, 1) for member in range(4)]
-    engine.run()
-
-
 # Prefixes
 
 
@@ -123,14 +91,6 @@ def test_a_held_prefix_gives_way_to_a_request_that_needs_its_room() -> None:
     assert sorted(engine.finished) == ["0.0", "1.0"]
 
 
-def test_members_wait_for_a_prefix_that_takes_several_steps() -> None:
-    engine = EngineSteps(num_blocks=200, chunk=128, settings=NO_PACE)
-    engine.scheduler.scheduler_config.long_prefill_token_threshold = 32  # room for others is left
-    engine.add_group(0, 6, prefix=320, distinct=16, output=5)
-    engine.run()
-    assert num_computed(engine) == 320 + 6 * 16 + 6 * 4
-
-
 @pytest.mark.parametrize("told_wrong", ["tokens", "length"])
 def test_a_request_that_is_told_a_group_of_others_is_alone(told_wrong: str) -> None:
     engine = EngineSteps(num_blocks=60, settings=NO_PACE)
@@ -187,13 +147,6 @@ def test_memory_threshold_leaves_blocks_free() -> None:
         engine.step()
         most = max(most, engine.num_used_blocks)
     assert 40 <= most <= 50
-
-
-def test_a_request_runs_alone_where_it_was_not_planned_to_fit() -> None:
-    engine = EngineSteps(num_blocks=10, settings=SchedulerSettings(memory_threshold=0.3))
-    engine.add_group(0, 2, prefix=0, distinct=100, output=40)
-    engine.run()
-    assert len(engine.finished) == 2
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -254,7 +207,7 @@ def test_the_pace_counts_requests_that_are_still_to_come() -> None:
 
 
 def test_a_job_of_a_few_memories_fills_them_fast() -> None:
-    """As in test_pacing.py: 250 requests, of which memory holds 85 to 100."""
+    """250 requests, of which memory holds 85 to 100."""
     settings = SchedulerSettings(num_requests=250)
     engine = EngineSteps(num_blocks=2500, chunk=8192, settings=settings)
     engine.add_alone(250, distinct=320, output=160)
@@ -296,19 +249,6 @@ def test_begin_forgets_what_was_learned_and_takes_other_settings() -> None:
 
 
 # Requests that go away, or have no hints
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_abort_in_any_state_leaves_nothing_behind(lag: int) -> None:
-    for num_steps in range(8):
-        engine = EngineSteps(chunk=32, lag=lag)
-        names = engine.add_group(0, 3, prefix=80, distinct=20, output=4)
-        others = engine.add_group(1, 2, prefix=80, distinct=20, output=4)
-        for _ in range(num_steps):
-            engine.step()
-        engine.abort(*names)
-        engine.run()
-        assert set(others) <= set(engine.finished)
 
 
 def test_when_the_leader_goes_another_member_computes_the_prefix_once() -> None:

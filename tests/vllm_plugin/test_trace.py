@@ -87,25 +87,24 @@ def test_a_steps_prefixes_blocks_and_times(tmp_path: Path) -> None:
     assert columns["start_s"][0] == 0.0 < min(columns["scheduling_s"])
 
 
-def test_a_trace_that_cannot_be_opened_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = EngineSteps(settings=SchedulerSettings(trace_path=str(tmp_path / "no" / "trace")))
-    engine.add_group(0, 2, prefix=32, distinct=8, output=3)
-    engine.run()
-    assert "aren't traced" in caplog.text
-
-
-def test_a_trace_that_breaks_off_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "text"), [("no/trace", "aren't traced:"), ("trace", "aren't traced any more")]
+)
+def test_a_trace_that_cannot_be_opened_or_breaks_off_costs_a_warning(
+    name: str,
+    text: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(self: StepTrace) -> None:
         raise OSError(28, "No space left on device")
 
-    engine = EngineSteps(settings=SchedulerSettings(trace_path=str(tmp_path / "trace")))
-    monkeypatch.setattr(trace_module, "_ROWS_IN_MEMORY", 1)
-    monkeypatch.setattr(StepTrace, "_flush", full)
+    engine = EngineSteps(settings=SchedulerSettings(trace_path=str(tmp_path / name)))
+    if name == "trace":
+        monkeypatch.setattr(trace_module, "_ROWS_IN_MEMORY", 1)
+        monkeypatch.setattr(StepTrace, "_flush", full)
     engine.add_group(0, 2, prefix=32, distinct=8, output=3)
     engine.run()
     engine.scheduler.shutdown()
-    assert caplog.text.count("aren't traced any more") == 1
+    assert text in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -21,16 +20,11 @@ from batchllm_operator.spec.sections import MAX_SAMPLES
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
 _ENDS: Final = ("stop", "length")
-_SEEDS: Final = 1 << 64
-"""Seeds are signed integers of 64 bits."""
+_SEEDS: Final = 1 << 64  # signed integers of 64 bits
 
 
 class VLLMAnswers:
-    """vLLM's parameters of a job's requests, and its outputs as ours.
-
-    Attributes:
-        params: vLLM's parameters of each request.
-        num_samples: vLLM's requests for each of ours.
+    """vLLM's parameters (`params`) of a job's requests, `num_samples` of its own for each of ours.
 
     Raises:
         SpecError: vLLM refuses the sampling parameters.
@@ -56,11 +50,7 @@ class VLLMAnswers:
     def params_of(
         self, request: EngineRequest, *, hint: bool = False
     ) -> SamplingParams | PoolingParams:
-        """vLLM's parameters of one request; each try of it has another seed.
-
-        Args:
-            hint: whether to say what our scheduler should know of it.
-        """
+        """vLLM's parameters of one request, on demand with hints; each try has another seed."""
         params = copy(self.params)  # vLLM makes a deep copy itself
         hints = self._hints(request).to_extra_args() if hint else None
         if isinstance(params, PoolingParams):
@@ -74,24 +64,17 @@ class VLLMAnswers:
         return params
 
     def _hints(self, request: EngineRequest) -> RequestHints:
-        hints = RequestHints(
-            group_id=request.group_id,
-            num_prefix_tokens=request.num_prefix_tokens,
-            group_size=request.group_size,
-            num_output_tokens=request.num_output_tokens,
-        )
+        group, num_output_tokens = request.group_id, request.num_output_tokens
         if isinstance(self.params, PoolingParams):
-            return replace(hints, num_output_tokens=1)  # the prompt's last step, as for one token
+            num_output_tokens = 1  # the prompt's last step, as for one token
         if self.num_samples == 1:
-            return hints
-        # All of its prompt is a prefix of its samples. What it shares with other requests is found
-        # in the cache, and counted as shared with the group before.
-        return replace(
-            hints,
-            group_id=request.request_idx,
-            num_prefix_tokens=len(request.prompt_token_ids),
-            group_size=self.num_samples,
-        )
+            prefix, size = request.num_prefix_tokens, request.group_size
+        else:
+            # All of its prompt is a prefix of its samples. What it shares with other requests is
+            # found in the cache, and counted as shared with the group before.
+            group, size = request.request_idx, self.num_samples
+            prefix = len(request.prompt_token_ids)
+        return RequestHints(group, prefix, size, num_output_tokens)
 
     def convert(self, request: EngineRequest, output: Any, num_cached_tokens: int) -> EngineOutput:
         """The output of a finished request."""
@@ -108,16 +91,10 @@ class VLLMAnswers:
             except Exception as error:  # noqa: BLE001
                 return EngineOutput.failed(request, f"the reasoning parser: {one_line(error)}")
             raw[REASONING_FIELD.name], text = parts
-        return EngineOutput(
-            request_idx=request.request_idx,
-            text=text,
-            finish_reason="length" if "length" in ends else "stop",
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=num_cached_tokens,
-            num_output_tokens=sum(len(completion.token_ids) for completion in completions),
-            error=None,
-            raw=raw,
-        )
+        num_output_tokens = sum(len(completion.token_ids) for completion in completions)
+        counts = (len(request.prompt_token_ids), num_cached_tokens, num_output_tokens)
+        reason = "length" if "length" in ends else "stop"
+        return EngineOutput(request.request_idx, text, reason, *counts, error=None, raw=raw)
 
 
 def sampling_params(
@@ -138,13 +115,10 @@ def sampling_params(
 
 def pooling_params(spec: JobSpec) -> PoolingParams:
     """vLLM's parameters for a spec's task."""
-    if spec.task == "embed":
-        return PoolingParams(
-            task="embed",
-            use_activation=spec.embedding.normalize,
-            dimensions=spec.embedding.dimensions,
-        )
-    return PoolingParams(task="classify")
+    if spec.task != "embed":
+        return PoolingParams(task="classify")
+    size, normalize = spec.embedding.dimensions, spec.embedding.normalize
+    return PoolingParams(task="embed", dimensions=size, use_activation=normalize)
 
 
 class ReasoningSplitter:

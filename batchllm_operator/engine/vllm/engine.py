@@ -26,13 +26,13 @@ from batchllm_operator.engine.protocol import (
     EngineRequest,
 )
 from batchllm_operator.engine.vllm.answers import ReasoningSplitter, VLLMAnswers
-from batchllm_operator.engine.vllm.arguments import engine_args
 from batchllm_operator.engine.vllm.formats import check_planned
 from batchllm_operator.engine.vllm.logs import without_llvmlite
 from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings
 from batchllm_operator.engine.vllm.start import (
     check_pooling,
     configure,
+    engine_args,
     load_adapters,
     start_attention,
 )
@@ -40,11 +40,11 @@ from batchllm_operator.errors import EngineError, ModelError, SpecError, one_lin
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.register import attention_chosen
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.scheduler.pacing import most_in_flight, num_to_feed
+from batchllm_operator.vllm_plugin.scheduler.pacing import num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
 if TYPE_CHECKING:
-    from batchllm_operator.runahead.meeting import PrefixChain
+    from batchllm_operator.runahead.phase import ChainedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ class VLLMEngine:
 
     def __init__(self, spec: JobSpec, job: EngineJob) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
-        # To refuse before the start what can't be.
-        VLLMAnswers(spec, job)
+        VLLMAnswers(spec, job)  # to refuse before the start what can't be
         check_planned(spec)  # the plan may have been made where vLLM isn't installed
         if job.is_chained:
             from batchllm_operator.runahead.groups import TRANSFER_CONFIG
@@ -72,19 +71,18 @@ class VLLMEngine:
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args, job)
         self._answers = VLLMAnswers(spec, job, self._splitter)
-        config = self._engine.vllm_config
-        self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
+        self._max_num_seqs = self.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self._in_flight: dict[str, EngineRequest] = {}
         self._first_samples: dict[str, Any] = {}
-        scheduler = self._engine.engine_core.engine_core.scheduler
+        scheduler = self.llm_engine.engine_core.engine_core.scheduler
         # `extra_args` may name another scheduler.
         self._scheduler = scheduler if isinstance(scheduler, BatchLLMScheduler) else None
         self._begin(job)
-        self._chain: PrefixChain | None = None
+        self.chain: ChainedEngine | None = None
         if job.is_chained:
             from batchllm_operator.runahead.phase import ChainedEngine
 
-            self._chain = ChainedEngine(self._engine, self._unpaced)
+            self.chain = ChainedEngine(self.llm_engine, self._unpaced)
 
     def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
         """Begin another job of the same `max_model_len` with an empty prefix cache.
@@ -94,7 +92,7 @@ class VLLMEngine:
             EngineError: a step failed while the device was being measured.
             RuntimeError: the engine isn't idle.
         """
-        if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
+        if self.llm_engine.has_unfinished_requests() or not self.llm_engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
         spec = self._spec.model_copy(update={"sampling": sampling})
         self._answers = VLLMAnswers(spec, job, self._splitter)
@@ -102,19 +100,20 @@ class VLLMEngine:
 
     def _begin(self, job: EngineJob) -> None:
         if self._scheduler is not None:
-            profile = find_profile(self._spec, job, self._args, self._engine, self._scheduler)
-            config = self._engine.vllm_config.additional_config
+            profile = find_profile(self._spec, job, self._args, self.llm_engine, self._scheduler)
+            config = self.llm_engine.vllm_config.additional_config
             wanted = SchedulerSettings.from_additional_config(config)
             self._trace_folder = job.trace_folder
             if job.num_requests is not None:
                 job = replace(job, num_requests=job.num_requests * self._answers.num_samples)
             self._settings = scheduler_settings(job, profile, wanted)
-            self._begin_schedule(self._settings)
+        self._begin_schedule()
 
-    def _begin_schedule(self, settings: SchedulerSettings) -> None:
-        """Restart the scheduler with a trace of its own."""
-        assert self._scheduler is not None
-        folder = self._trace_folder
+    def _begin_schedule(self) -> None:
+        """Restart our scheduler, if it is ours, with the job's settings and a trace of its own."""
+        if self._scheduler is None:
+            return
+        settings, folder = self._settings, self._trace_folder
         if folder is not None and settings.trace_path is None:
             path = folder / f"engine-{len(list(folder.glob('*.parquet'))):03d}.parquet"
             settings = replace(settings, trace_path=str(path))
@@ -136,7 +135,7 @@ class VLLMEngine:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
         try:
             with without_llvmlite():
-                self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+                self.llm_engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except SpecError:  # from our attention
             raise
         # Memory, driver, weights: vLLM has no common error.
@@ -144,21 +143,21 @@ class VLLMEngine:
             raise EngineError(f"vLLM can't start: {one_line(error)}") from error
         try:
             if spec.is_pooled:
-                check_pooling(spec, job, self._engine)
-            _log.info("%s", start_attention(spec, self._engine))
-            self._adapters = load_adapters(spec.model, self._engine)
+                check_pooling(spec, job, self.llm_engine)
+            _log.info("%s", start_attention(spec, self.llm_engine))
+            self._adapters = load_adapters(spec.model, self.llm_engine)
             reasons = spec.model.reasoning_parser is not None
-            self._splitter = ReasoningSplitter(spec, self._engine) if reasons else None
+            self._splitter = ReasoningSplitter(spec, self.llm_engine) if reasons else None
         except (ModelError, SpecError):
-            self._engine.engine_core.shutdown()
+            self.llm_engine.engine_core.shutdown()
             raise
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         num_finished, exhausted = 0, False
         while not exhausted or self._in_flight:
             # Of vLLM's requests: each answer to one of ours is one.
-            num_held = self._engine.get_num_unfinished_requests()
-            num_wanted = num_to_feed(num_held, num_finished, self._most_in_flight)
+            num_held = self.llm_engine.get_num_unfinished_requests()
+            num_wanted = num_to_feed(num_held, num_finished, self._max_num_seqs)
             for _ in range(0 if exhausted else -(-num_wanted // self._answers.num_samples)):
                 request = next(requests, None)
                 if request is None:
@@ -167,21 +166,17 @@ class VLLMEngine:
                 refusal = self.add(request)
                 if refusal is not None:
                     yield refusal
-            num_held = self._engine.get_num_unfinished_requests()
+            num_held = self.llm_engine.get_num_unfinished_requests()
             outputs = self.step() if self._in_flight else []
-            num_finished = num_held - self._engine.get_num_unfinished_requests()
+            num_finished = num_held - self.llm_engine.get_num_unfinished_requests()
             yield from outputs
-
-    @property
-    def chain(self) -> PrefixChain | None:
-        return self._chain
 
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
         params = self._answers.params_of(request, hint=self._scheduler is not None)
         try:
-            name = self._engine.add_request(
+            name = self.llm_engine.add_request(
                 str(request.request_idx),
                 prompt,
                 params,
@@ -193,7 +188,7 @@ class VLLMEngine:
             return EngineOutput.failed(request, one_line(error))
         self._in_flight[str(request.request_idx)] = request
         if self._answers.num_samples > 1:
-            states = self._engine.output_processor.request_states
+            states = self.llm_engine.output_processor.request_states
             self._first_samples[str(request.request_idx)] = states[f"0_{name}"]
         return None
 
@@ -204,7 +199,7 @@ class VLLMEngine:
             EngineDiedError: the step failed.
         """
         try:
-            finished = [output for output in self._engine.step() if output.finished]
+            finished = [output for output in self.llm_engine.step() if output.finished]
         # A failed step leaves vLLM's state unknown.
         except Exception as error:
             _log.debug("an engine step failed", exc_info=error)
@@ -225,18 +220,12 @@ class VLLMEngine:
         if self._scheduler is not None:
             self._scheduler.begin(SchedulerSettings(pace=False))
         yield
-        if self._scheduler is not None:
-            self._begin_schedule(self._settings)
-
-    @property
-    def llm_engine(self) -> Any:
-        """vLLM's `LLMEngine` in this process, for measurements."""
-        return self._engine
+        self._begin_schedule()
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self._engine.engine_core.shutdown()
-        self._engine = self._scheduler = self._chain = None
+        self.llm_engine.engine_core.shutdown()
+        self.llm_engine = self._scheduler = self.chain = None
         gc.collect()
         cleanup_dist_env_and_memory()

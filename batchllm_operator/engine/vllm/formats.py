@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -33,16 +33,12 @@ _BACKENDS: Final[Mapping[str, tuple[str, str]]] = {
     "lm-format-enforcer": ("backend_lm_format_enforcer", "LMFormatEnforcerBackend"),
 }
 """Modules and classes of vLLM, which imports them when a first request needs them."""
-_OTHER: Final = "guidance"
-"""The backend that compiles most of what xgrammar, vLLM's first choice, can't."""
+_OTHER: Final = "guidance"  # compiles most of what xgrammar, vLLM's first choice, can't
 _PLACES: Final = {"json_schema": "json_schema", "choice": "choices", "regex": "regex"}
-"""Fields of the formats, by type."""
-_LIMIT_S: Final = 30.0
-"""Seconds of CPU for compiling a format; those that work take less than one."""
-_PART_LIMIT_S: Final = 10.0
-"""The same for a part of a schema, when the whole has failed."""
+_LIMIT_S: Final = 30.0  # of CPU for compiling a format; those that work take less than one
+_PART_LIMIT_S: Final = 10.0  # for a part of a schema, when the whole has failed
+# What a regular expression has that can't be a group.
 _LITERAL: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-"""What a regular expression has that can't be a group."""
 _LOOKS_AROUND: Final = re.compile(r"\(\?<?[=!]")
 
 
@@ -60,7 +56,7 @@ def structured_outputs(form: ResponseFormat | None) -> StructuredOutputsParams |
 def check_planned(spec: JobSpec) -> None:
     """Compile a spec's response format without an engine, if its tokenizer can be loaded.
 
-    Takes at most a minute or two, in a process of its own; none of it stays in this one.
+    Takes at most a minute or two, in a process of its own.
 
     Raises:
         SpecError: vLLM's backend refuses it, or can't compile it within limits of time and memory;
@@ -152,9 +148,7 @@ def _faulty_part(schema: Mapping[str, Any], compiler: _Compiler) -> tuple[str, s
     path, reason, part = list[str](), "", resolved(schema)
     while True:
         inside = [("", {"type": "boolean"}), *parts(part)]  # the first: does the backend work?
-        attempts: list[Callable[[], object]] = [
-            partial(compiler.compile, _alone(inner)) for _, inner in inside
-        ]
+        attempts = [partial(compiler.compile, _alone(inner)) for _, inner in inside]
         failure = first_failure(attempts, _PART_LIMIT_S, one_line)
         if failure is None or failure[0] == 0:
             break

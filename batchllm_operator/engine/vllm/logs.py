@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
+from batchllm_operator.engine.gpus import runs_on_cpu
 from batchllm_operator.errors import one_line
 
 LEVEL: Final = "VLLM_LOGGING_LEVEL"
@@ -22,12 +23,7 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     "v1.core.sched.scheduler": ("Using custom scheduler class",),
     "config.scheduler": ("Using custom scheduler class",),
     "v1.engine.input_processor": ("Passing raw prompts to InputProcessor is deprecated",),
-    # Limits of CPUs, and hints to make them faster; on a GPU they follow from the user's settings.
-    "config.vllm": (
-        "Enforce eager set, disabling torch.compile",
-        "Inductor compilation was disabled by user settings",
-        "Model Runner V2 requires Triton",
-    ),
+    # Limits of CPUs, and hints to make them faster.
     "model_executor.layers.utils": ("Failed to create oneDNN linear",),
     "platforms.cpu": (
         "Triton is not installed. triton-cpu is expected",
@@ -43,6 +39,14 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Warnings of every run that users can't avoid: loggers below `vllm`, and the beginnings of their
 messages. A message that vLLM rewords just appears again."""
+_ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
+    "config.vllm": (
+        "Enforce eager set, disabling torch.compile",
+        "Inductor compilation was disabled by user settings",
+        "Model Runner V2 requires Triton",
+    ),
+}
+"""The same on a CPU alone: on a GPU they follow from the user's settings."""
 
 
 def configure_logs() -> None:
@@ -54,7 +58,7 @@ def configure_logs() -> None:
         return
     os.environ[LEVEL] = os.environ[_OURS] = "WARNING"
     logging.getLogger("vllm.v1.structured_output").addFilter(_without_traceback)
-    for name, starts in _EVERY_RUN.items():
+    for name, starts in {**_EVERY_RUN, **(_ON_CPU if runs_on_cpu() else {})}.items():
         logging.getLogger(f"vllm.{name}").addFilter(_without(starts))
 
 

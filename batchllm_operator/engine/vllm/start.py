@@ -1,20 +1,122 @@
-"""What a spec asks of vLLM as it starts: parts of its configuration, and checks of what runs."""
+"""What a spec asks of vLLM as it starts: its arguments, other settings, and checks of what runs."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, get_args
 
+from vllm.config import lora
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
 from batchllm_operator.engine.arguments import unknown_parser
+from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE
 from batchllm_operator.engine.protocol import EngineJob
 from batchllm_operator.engine.vllm.answers import pooling_params
 from batchllm_operator.errors import SpecError, one_line
 from batchllm_operator.model import find_adapters
 from batchllm_operator.spec import JobSpec, ModelSpec
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
+from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
-_POOLING_TASKS: Final = {"embed": "embed", "pool": "classify"}
-"""vLLM's names."""
+_SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
+_GPU_MAX_NUM_SEQS: Final = 1024
+_MAX_GRAPH_SIZE: Final = 1024  # requests of the largest captured decode step
+_MAX_LORAS: Final = 2  # rows of the next adapter begin while the last ones of the one before end
+_SAME_NAMES: Final = (
+    *("dtype", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"),
+    *("tensor_parallel_size", "enforce_eager", "gpu_memory_utilization"),
+)
+"""Settings of the spec's engine that are vLLM's arguments."""
+_ON_CPU: Final = {
+    "enforce_eager": True,  # compilation takes longer than a small job
+    "kv_cache_memory_bytes": 1 << 30,
+    "block_size": CPU_BLOCK_SIZE,
+}
+_POOLING_TASKS: Final = {"embed": "embed", "pool": "classify"}  # vLLM's names
+
+
+def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
+    """vLLM's engine arguments for a spec on this machine's platform.
+
+    Raises:
+        SpecError: a setting is for other platforms, or vLLM doesn't take the adapters.
+        ModelError: see `find_adapters`.
+    """
+    engine = spec.engine
+    if engine.batch_invariant and not current_platform.is_cuda():
+        raise SpecError(
+            "engine.batch_invariant: vLLM has it for NVIDIA GPUs, and this platform is"
+            f" {current_platform.device_name}; leave it out (dtype: float32 makes differences rare)"
+        )
+    args: dict[str, Any] = {
+        **{name: getattr(engine, name) for name in _SAME_NAMES},
+        "model": spec.model.path,
+        "revision": spec.model.revision,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "max_model_len": max_model_len,
+        # vLLM knows which pooling models share prefixes.
+        "enable_prefix_caching": None if spec.is_pooled else True,
+        "runner": "pooling" if spec.is_pooled else None,
+        **adapter_args(spec),
+        "scheduler_cls": _SCHEDULER if engine.scheduler == "batchllm" else None,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if current_platform.is_cpu():
+        args |= {name: value for name, value in _ON_CPU.items() if args[name] is None}
+        if spec.sampling.seed is not None and not spec.sampling.is_greedy:
+            args["enable_chunked_prefill"] = False  # there vLLM dies of a seeded prompt in pieces
+    elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
+        args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # an upper bound; memory decides
+    args |= attention_args(spec)
+    return {name: value for name, value in args.items() if value is not None} | dict(
+        engine.extra_args
+    )
+
+
+def attention_args(spec: JobSpec) -> dict[str, Any]:
+    """The arguments that choose the spec's attention: none on a CPU's only backend, ours or not."""
+    if spec.engine.attention == "stock" or current_platform.is_cpu():
+        return {}
+    if not current_platform.is_cuda_alike():
+        raise SpecError(
+            "engine.attention: batchllm runs on CUDA, ROCm and CPU; on this platform take stock"
+        )
+    given = spec.engine.extra_args
+    settings = AttentionSettings.from_additional_config(given.get("additional_config"))
+    args: dict[str, Any] = {"attention_backend": "CUSTOM"}
+    has_sizes = {"cudagraph_capture_sizes", "compilation_config"} & set(given)
+    if settings.decode_graphs and not has_sizes:  # vLLM's own limit is 512 on most GPUs
+        args["max_cudagraph_capture_size"] = _MAX_GRAPH_SIZE
+    return args
+
+
+def adapter_args(spec: JobSpec) -> dict[str, Any]:
+    """The arguments for a job's adapters."""
+    adapters = find_adapters(spec.model)
+    if not adapters:
+        return {}
+    largest, ranks = max(adapters, key=attrgetter("rank")), sorted(get_args(lora.MaxLoRARanks))
+    if largest.rank > ranks[-1]:
+        raise SpecError(
+            f"{largest.where}: has rank {largest.rank}, and vLLM takes at most {ranks[-1]}"
+        )
+    num_slots = min(len(adapters), _MAX_LORAS)
+    if current_platform.is_cpu():
+        # There vLLM adds the last slot's adapter to rows without one, so that slot stays empty.
+        num_slots, given = len(adapters) + 1, spec.engine.extra_args.get("max_loras")
+        if spec.model.adapter_column is not None and isinstance(given, int) and given < num_slots:
+            raise SpecError(
+                f"engine.extra_args: max_loras must be at least {num_slots} on a CPU, one more than"
+                " there are adapters: there vLLM adds the adapter in its last slot to rows without"
+                " one"
+            )
+    return {
+        "enable_lora": True,
+        "max_loras": num_slots,
+        "max_lora_rank": next(rank for rank in ranks if rank >= largest.rank),
+    }
 
 
 def configure(spec: JobSpec, config: Any) -> None:
@@ -34,10 +136,8 @@ def configure(spec: JobSpec, config: Any) -> None:
 
 
 def _choose_parser(name: str, outputs: Any) -> None:
-    """Set vLLM's reasoning parser, so that grammars begin where the reasoning ends.
-
-    Not by its argument `reasoning_parser`, which turns on budgets of thinking, too.
-    """
+    """Set vLLM's reasoning parser, so that grammars begin where the reasoning ends."""
+    # Not by its argument `reasoning_parser`, which turns on budgets of thinking, too.
     from vllm.reasoning import ReasoningParserManager
 
     if outputs.reasoning_parser_plugin:
@@ -82,7 +182,7 @@ def start_attention(spec: JobSpec, engine: Any) -> str:
         chosen = engine.vllm_config.attention_config.backend
         name = f", {chosen.name} (engine.extra_args)" if chosen is not None else ""
         return f"attention: vLLM's own{name} (engine.attention: stock, the default)"
-    from batchllm_operator.vllm_plugin.attention.report import report_attention, warm_up_attention
+    from batchllm_operator.vllm_plugin.attention.backend import report_attention, warm_up_attention
 
     reports = engine.collective_rpc(report_attention)
     others = [layer for report in reports for layer in report.others]

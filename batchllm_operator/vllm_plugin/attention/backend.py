@@ -8,6 +8,8 @@ reference in plain torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,15 +17,17 @@ from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
-from batchllm_kernels.prefix_attention import StepPlan, StepPlanner, prefix_attention
+from batchllm_kernels.prefix_attention import StepPlanner, prefix_attention
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
-from batchllm_kernels.prefix_attention.config import ARCHITECTURES
+from batchllm_kernels.prefix_attention.config import ARCHITECTURES, detect_arch, load_config
 from batchllm_operator.vllm_plugin import compat
 from batchllm_operator.vllm_plugin.attention.builder import (
     PrefixAttentionBuilder,
     PrefixAttentionMetadata,
+    chosen_impl,
     refusal,
 )
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 
 
 class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
@@ -62,26 +66,19 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
             raise refusal("kv_cache_dtype fp8_e5m2 on ROCm, whose caches vLLM writes as e4m3")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.window = sliding_window
-        """As in vLLM: the number of keys that a query sees, its own included."""
+        self.window = sliding_window  # the number of keys that a query sees, its own included
         self.soft_cap = logits_soft_cap or None
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        # Set by the builder of the layer's KV cache group:
+        # Set by the builder of the layer's KV cache group: the planner, vLLM's FlashAttention for
+        # prefill unless ours computes all rows, and what computes prefill and why, for a log line.
         self.planner: StepPlanner | None = None
         self.flash: Any = None
-        """vLLM's FlashAttention for prefill; None if ours computes all rows."""
         self.prefill = ""
-        """What computes prefill and why, for a log line."""
         self._fp8 = fp8_dtype(kv_cache_dtype)
 
     def warm_up(self, kv_cache: Tensor, dtype: torch.dtype) -> None:
-        """Compile this layer's kernels by an empty step, which changes no tensor.
-
-        Args:
-            kv_cache: the layer's.
-            dtype: dtype of queries.
-        """
+        """Compile this layer's kernels for queries of a dtype by a step that changes no tensor."""
         assert self.planner is not None
         k_cache, v_cache = self._caches(kv_cache)
         shape = (1, self.num_heads, self.head_size)
@@ -127,34 +124,26 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         if attn_metadata.plan is not None:
-            self._attend(layer, query, kv_cache, attn_metadata.plan, output)
+            k_cache, v_cache = self._caches(kv_cache)
+            scales = (layer._k_scale_float, layer._v_scale_float) if self._fp8 else (1.0, 1.0)
+            prefix_attention(
+                query,
+                k_cache,
+                v_cache,
+                attn_metadata.plan,
+                scale=self.scale,
+                window=self.window,
+                soft_cap=self.soft_cap,
+                k_scale=scales[0],
+                v_scale=scales[1],
+                out=output,
+            )
         if attn_metadata.prefill is not None:
             rows = slice(attn_metadata.prefill_token, None)
             self.flash.forward(
                 layer, query[rows], key, value, kv_cache, attn_metadata.prefill, output[rows]
             )
         return output
-
-    def _attend(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, plan: StepPlan, output: Tensor
-    ) -> None:
-        """Our kernel over the plan's rows."""
-        k_cache, v_cache = self._caches(kv_cache)
-        k_scale = v_scale = 1.0
-        if self._fp8 is not None:
-            k_scale, v_scale = layer._k_scale_float, layer._v_scale_float
-        prefix_attention(
-            query,
-            k_cache,
-            v_cache,
-            plan,
-            scale=self.scale,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=output,
-        )
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -195,8 +184,10 @@ class PrefixAttentionBackend(AttentionBackend):
     ]
     forward_includes_kv_cache_update = False
     # vLLM before 0.30 calls it.
-    get_kv_cache_shape = staticmethod(compat.kv_cache_shape)
-    get_kv_cache_stride_order = staticmethod(compat.kv_cache_stride_order)
+    get_kv_cache_shape = staticmethod(compat.method_of_triton_backend("get_kv_cache_shape"))
+    get_kv_cache_stride_order = staticmethod(
+        compat.method_of_triton_backend("get_kv_cache_stride_order")
+    )
 
     @staticmethod
     def get_name() -> str:
@@ -237,9 +228,8 @@ def fp8_dtype(kv_cache_dtype: str) -> torch.dtype | None:
     """The dtype of an FP8 cache by vLLM's name; None if the cache isn't FP8."""
     if not kv_cache_dtype.startswith("fp8"):
         return None
-    if kv_cache_dtype == "fp8_e5m2":
-        return torch.float8_e5m2
-    dtype: torch.dtype = current_platform.fp8_dtype()
+    is_e5m2 = kv_cache_dtype == "fp8_e5m2"
+    dtype: torch.dtype = torch.float8_e5m2 if is_e5m2 else current_platform.fp8_dtype()
     return dtype
 
 
@@ -282,3 +272,52 @@ def check_model(vllm_config: Any) -> None:
     if current_platform.is_rocm() and vllm_config.speculative_config is not None:
         # vLLM's drafters have a fixed list of backends there.
         raise refusal("speculative decoding on ROCm")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionReport:
+    """The attention of one worker's layers."""
+
+    num_ours: int
+    """Layers with our attention."""
+    others: Sequence[str]
+    """Other layers, as "layer: backend"."""
+    description: str
+    """Of ours, for a log line."""
+
+
+def report_attention(worker: Any) -> AttentionReport:
+    """Report a worker's layers; runs in the worker, through vLLM's `collective_rpc`."""
+    config = worker.vllm_config
+    num_ours, others, prefill = 0, [], set()
+    for name, layer in compat.attention_layers(config):
+        backend = layer.get_attn_backend()
+        if issubclass(backend, PrefixAttentionBackend):
+            num_ours += 1
+            prefill.add(layer.impl.prefill)
+        else:
+            others.append(f"{name}: {backend.get_name()}")
+    settings = AttentionSettings.from_additional_config(config.additional_config)
+    description = ", ".join([_describe(settings, worker.device), *sorted(prefill)])
+    return AttentionReport(num_ours, others, description)
+
+
+def warm_up_attention(worker: Any) -> None:
+    """Compile the kernels of a worker's layers before the first step; runs in the worker, too."""
+    config = worker.vllm_config
+    for layer in config.compilation_config.static_forward_context.values():
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, PrefixAttentionImpl) and impl.planner is not None:
+            impl.warm_up(layer.kv_cache, config.model_config.dtype)
+
+
+def _describe(settings: AttentionSettings, device: Any) -> str:
+    arch = detect_arch(device)
+    config = load_config(arch)
+    if chosen_impl(settings) == "reference":
+        return f"in plain torch on {arch}"
+    vendor = ARCHITECTURES.get(arch)
+    file = f"{vendor}/{arch}.json" if vendor else f"{arch}.json"
+    tuned = f"tuned on {config.tuned_on}" if config.tuned_on else "not tuned on a GPU"
+    graphs = ", decode in full CUDA graphs" if settings.decode_graphs else ""
+    return f"Triton on {arch}, settings {file}, {tuned}{graphs}"

@@ -1,8 +1,4 @@
-"""Plans each step of a KV cache group once, for all of its layers.
-
-vLLM's metadata have no request ids: requests that share a prefix are found by their block tables,
-on the device.
-"""
+"""Plans each step: requests that share a prefix are found by their block tables, on the device."""
 
 from __future__ import annotations
 
@@ -38,14 +34,13 @@ class PrefixAttentionMetadata(AttentionMetadata):
     """A step's data for the layers of a KV cache group. vLLM subclasses it."""
 
     plan: StepPlan | None
-    """Our kernel's rows; None if it has none."""
+    """Our kernel's rows, if it has any."""
     prefill: Any
-    """vLLM's `FlashAttentionMetadata` of the rows behind ours; None if it has none."""
+    """vLLM's `FlashAttentionMetadata` of the rows behind ours, if there are any."""
     prefill_token: int
     """The first query token of those."""
     num_actual_tokens: int
-    slot_mapping: Tensor
-    """[num_actual_tokens]."""
+    slot_mapping: Tensor  # [num_actual_tokens]
 
 
 class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
@@ -63,11 +58,12 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
+        drafts, scheduler = num_drafts(vllm_config), vllm_config.scheduler_config
+        most_tokens = scheduler.max_num_batched_tokens + drafts * scheduler.max_num_seqs
+        limits = BatchLimits(scheduler.max_num_seqs, most_tokens)
         try:
             shape = layer_shape(kv_cache_spec, layer_names, vllm_config)
-            self.planner = StepPlanner(
-                shape, batch_limits(vllm_config), impl=chosen_impl(settings), device=device
-            )
+            self.planner = StepPlanner(shape, limits, impl=chosen_impl(settings), device=device)
         except UnsupportedError as error:
             raise refusal(f"this model: {error}") from error
         context = vllm_config.compilation_config.static_forward_context
@@ -104,8 +100,7 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
         """Full graphs for decode steps if the settings ask for them; always piecewise ones.
 
         A captured launch has a fixed grid and reads its work from the planner's buffers, which
-        `build` fills before each replay; padding rows have no query tokens. A captured step has
-        one token a row, so that nothing in it is prefill.
+        `build` fills before each replay. A captured step has one token a row, so no prefill.
         """
         settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
         # Scales are found in the first steps; a graph would keep their initial values.
@@ -152,10 +147,9 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> PrefixAttentionMetadata:
-        """Plan a step to capture, with contexts no longer than the query.
+        """Plan a step to capture, with contexts no longer than the query: tables mean nothing yet.
 
-        Block tables have no meaning then, and long contexts would slow down each warm-up. The
-        lengths in vLLM's buffer are overwritten, as its own backends do.
+        Overwrites the lengths in vLLM's buffer, as its own backends do.
         """
         common_attn_metadata.seq_lens.fill_(common_attn_metadata.max_query_len)
         return self.build(0, common_attn_metadata)
@@ -196,16 +190,6 @@ def layer_shape(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) ->
         head_dim=head_dim,
         block_size=kv_cache_spec.block_size,
         kv_bits=8 if dtype.itemsize == 1 else 16,
-    )
-
-
-def batch_limits(vllm_config: Any) -> BatchLimits:
-    """Limits of a step; with drafts, each request may have a few more tokens."""
-    scheduler = vllm_config.scheduler_config
-    drafts = num_drafts(vllm_config) * scheduler.max_num_seqs
-    return BatchLimits(
-        max_num_requests=scheduler.max_num_seqs,
-        max_num_tokens=scheduler.max_num_batched_tokens + drafts,
     )
 
 

@@ -22,11 +22,7 @@ from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 
 
 def obstacle(settings: AttentionSettings, kv_cache_spec: Any, layers: Sequence[Any]) -> str | None:
-    """Why FlashAttention can't compute the prefill of a KV cache group; None if it can.
-
-    Args:
-        layers: our implementations of the group's layers.
-    """
+    """Why FlashAttention can't compute the prefill of a KV cache group's layers, which are ours."""
     if settings.prefill == "batchllm":
         return "as engine.extra_args says"
     if not current_platform.is_cuda():

@@ -1,8 +1,7 @@
-"""The plan's data about requests and jobs, as vLLM carries it to the scheduler.
+"""The plan's data about requests and jobs, as vLLM carries it to the scheduler: plain JSON.
 
 A request's hints travel in `SamplingParams.extra_args` or `PoolingParams.extra_kwargs`, a job's in
-`additional_config`: all are plain JSON, reach the scheduler in any process, and change nothing else
-in vLLM.
+`additional_config`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 KEY: Final = "batchllm"
-"""Key in `extra_args` and in `additional_config`."""
-
 _CONFIG: Final = ConfigDict(extra="forbid")
 _Length = Annotated[int, Field(strict=True, ge=0)]
 _Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -61,11 +58,10 @@ class StepCost:
     """A step's time on the device, as a function of its tokens."""
 
     token_s: float = 0.0
-    """Seconds per token in all matrices."""
     weights_s: float = 0.0
-    """Seconds to read all weights: a lower bound."""
+    """To read all weights: a lower bound."""
     overhead_s: float = 1.0
-    """Seconds added to each step. The defaults count steps."""
+    """Of each step. The defaults count steps."""
 
     def seconds(self, num_tokens: float) -> float:
         """Seconds of a step with so many tokens, without its attention."""
@@ -77,11 +73,9 @@ class SchedulerSettings:
     """Settings of the scheduler; the defaults are for an unknown job."""
 
     memory_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """M_threshold of Algorithm 2: share of the KV blocks that may be planned to be in use.
-    Unset: all but one in a thousand."""
+    """M_threshold of Algorithm 2: share of KV blocks to plan with. Unset: all but 1 in 1,000."""
     chunk_size: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens of a step. Unset: vLLM's `max_num_batched_tokens`, which is a limit in any
-    case."""
+    """Most tokens of a step. Unset: vLLM's `max_num_batched_tokens`, a limit in any case."""
     pace: bool = True
     """Whether prefill is spread over steps, as far as that pays."""
     step_cost: StepCost | None = None
@@ -92,7 +86,6 @@ class SchedulerSettings:
     """Parquet file to write, with a row per step; complete once the engine is shut down."""
 
     def to_additional_config(self) -> dict[str, Any]:
-        """For vLLM's `additional_config`."""
         return {KEY: asdict(self)}
 
     @classmethod
@@ -106,7 +99,7 @@ class SchedulerSettings:
 
 
 _Kind = TypeVar("_Kind")
-_adapter = cache(TypeAdapter)
+_adapter: Final[Any] = cache(TypeAdapter)
 
 
 def read_under(key: str, carrier: object, kind: type[_Kind]) -> _Kind | None:

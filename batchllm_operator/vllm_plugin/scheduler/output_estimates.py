@@ -15,20 +15,14 @@ class OutputEstimates:
     """Scales given estimates by actual output lengths.
 
     The ratio of a request is its length over its estimate. `scale` is the mean ratio, weighted by
-    tokens. An output that outgrows its estimate counts at once with its current length, so that
-    short estimates are noticed before the first long outputs end.
-
-    Args:
-        prior_requests: weight of the given estimates, in finished requests.
+    tokens; given estimates weigh as much as `prior_requests` finished requests. An output that
+    outgrows its estimate counts at once, before the first long outputs end.
     """
 
     def __init__(self, prior_requests: int = _PRIOR_REQUESTS) -> None:
         self._prior_requests = prior_requests
         self._num_known = 0
-        self._num_tokens = 0.0
-        self._estimated = 0.0
-        self._ratios = 0.0
-        self._squares = 0.0
+        self._num_tokens = self._estimated = self._ratios = self._squares = 0.0
 
     @property
     def scale(self) -> float:
@@ -47,10 +41,7 @@ class OutputEstimates:
         return math.sqrt(squares / (self._prior_requests + self._num_known))
 
     def rather_long(self, given: int, most: int) -> int:
-        """A cautious estimate: one standard deviation above the expected length.
-
-        At least 1, and never above `most`.
-        """
+        """One standard deviation above the expected length; at least 1, and at most `most`."""
         return max(1, min(math.ceil(given * (self.scale + self.deviation)), most))
 
     def extended(self, num_tokens: int, most: int) -> int:
@@ -59,11 +50,7 @@ class OutputEstimates:
         return max(num_tokens + 1, min(longer, most))
 
     def learn(self, given: int, num_tokens: int, learned_before: int = 0) -> None:
-        """Learn that an output estimated as `given` has `num_tokens`.
-
-        Args:
-            learned_before: the length learned when it outgrew its estimate, or 0.
-        """
+        """Learn that an output estimated as `given` has `num_tokens`, not `learned_before`."""
         ratio, before = num_tokens / given, learned_before / given
         self._num_known += not learned_before
         self._estimated += 0 if learned_before else given

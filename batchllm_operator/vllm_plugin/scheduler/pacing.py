@@ -5,9 +5,8 @@ are held) fill M blocks if M / w of them are admitted per step. So prefill is pa
 
     M * (prefill tokens waiting) / (block-steps waiting)
 
-tokens per step. At that rate running requests are of all ages: some end in each step and make
-room for the next ones. Admitted in one burst, they would all grow and end together, and memory
-for all of their last tokens would lie idle before and after.
+tokens per step. At that rate running requests are of all ages. Admitted in one burst, they would
+all grow and end together, and memory for all of their last tokens would lie idle before and after.
 
 If few requests run at a time, the rate is only a few tokens of a prompt per step, while its blocks
 are held. So a prompt takes at most a sixteenth of its output's steps, and the next one begins when
@@ -28,48 +27,38 @@ from typing import Final, NamedTuple
 
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
+# Accepted cost of even batches, in steps and in predicted time: requests of all ages leave room
+# for outputs that turn out longer than estimated.
 _MORE_STEPS: Final = 1.03
 _MORE_SECONDS: Final = 1.01
-"""Accepted cost of even batches, in steps and in predicted time: requests of all ages
-leave room for outputs that turn out longer than estimated."""
 _SHARES: Final = 64
 _PREFILL_SHARE: Final = 1 / 16  # most steps of a prefill, as a share of its output's steps
 _MOST_STEPS_SAVED: Final = 2.0  # longest carry-over of unused or excess prefill, in steps
 _FIRST_FED: Final = 64
 _MORE_FED: Final = 32
-_LOOK_AHEAD: Final = 2
-"""Requests held by the engine, as a multiple of the most that it runs at a time, so that its
-scheduler never runs dry."""
+_LOOK_AHEAD: Final = 2  # requests held, as a multiple of the most that run: it never runs dry
 
 
-def most_in_flight(max_num_seqs: int) -> int:
-    """Requests that an engine holds at most, if it runs `max_num_seqs` at a time."""
-    return _LOOK_AHEAD * max_num_seqs
-
-
-def num_to_feed(num_in_flight: int, num_finished: int, most: int) -> int:
+def num_to_feed(num_in_flight: int, num_finished: int, max_num_seqs: int) -> int:
     """Requests to add before the next step.
-
-    Steps that finish many requests are followed by ones that get as many.
 
     Args:
         num_in_flight: requests that the engine holds.
         num_finished: requests that the last step has finished; 0 before the first.
-        most: see `most_in_flight`.
+        max_num_seqs: most requests that it runs at a time.
     """
-    return min(max(_FIRST_FED - num_in_flight, num_finished + _MORE_FED), most - num_in_flight)
+    num_wanted = max(_FIRST_FED - num_in_flight, num_finished + _MORE_FED)
+    return min(num_wanted, _LOOK_AHEAD * max_num_seqs - num_in_flight)
 
 
 class Waiting(NamedTuple):
     """Sums over waiting requests. Each member of a group counts for its part of the prefix."""
 
     num_requests: int = 0
-    num_guessed: int = 0
-    """Those whose output's length is a guess."""
+    num_guessed: int = 0  # outputs whose length is a guess
     num_prefill_tokens: float = 0.0
     num_prompt_blocks: float = 0.0
-    num_output_tokens: int = 0
-    """Estimated output tokens."""
+    num_output_tokens: int = 0  # estimated
     num_prompt_block_steps: float = 0.0
     """Blocks of each prompt, held for the steps of its output."""
     num_output_block_steps: float = 0.0
@@ -83,10 +72,7 @@ class Waiting(NamedTuple):
     def average(
         self, scale: float, block_size: int, tokens_per_step: float = 1.0
     ) -> AverageRequest:
-        """The average request, if outputs are `scale` times as long as estimated.
-
-        There must be at least one. Each step adds `tokens_per_step` to an output.
-        """
+        """The average request, of one at least; outputs are `scale` times as long as estimated."""
         output = scale * self.num_output_tokens
         block_steps = scale * self.num_prompt_block_steps + scale**2 * self.num_output_block_steps
         return AverageRequest(
@@ -105,7 +91,6 @@ class AverageRequest:
     prefill_tokens: float
     output_tokens: float
     output_steps: float
-    """Steps from the first output token to the last."""
     final_blocks: float
     """Blocks when the request ends."""
     mean_blocks: float
@@ -169,19 +154,12 @@ def _held_blocks(request: AverageRequest, share: float) -> float:
 
 
 class Pace:
-    """Decides how many prompt tokens a step may have.
-
-    Args:
-        num_blocks: M.
-        most_tokens: most tokens of a step.
-        cost: of a step; see `fill_share`.
-    """
+    """Decides how many prompt tokens a step may have; for its arguments, see `fill_share`."""
 
     def __init__(self, num_blocks: int, most_tokens: int, cost: StepCost | None = None) -> None:
         self._num_blocks, self._most_tokens, self._cost = num_blocks, most_tokens, cost
         self._allowance = 0.0
         self.fill_share = 1.0
-        """See `fill_share`."""
 
     def tokens(
         self,

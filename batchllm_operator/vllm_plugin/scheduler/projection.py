@@ -1,9 +1,8 @@
 """KV blocks that running requests will hold in each later step.
 
-A prefilled request grows by a token per step until it ends, and then frees its blocks. So the
-blocks of all requests follow from their output lengths, and the peak decides whether one more
-request fits. Reserving each request's final size instead would leave memory idle that is needed
-only when others have ended.
+A prefilled request grows by a token per step until it ends, and then frees its blocks. So their
+peak follows from output lengths. Reserving final sizes would leave memory idle that is needed only
+when others have ended.
 """
 
 from __future__ import annotations
@@ -31,18 +30,13 @@ class Growth(NamedTuple):
 
 
 class BlockProjection:
-    """Blocks in use in each step from the current one on. Steps are counted from 0.
-
-    Args:
-        block_size: tokens per block.
-    """
+    """Blocks in use in each step from the current one on. Steps are counted from 0."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._blocks = np.zeros(_FIRST_STEPS, dtype=np.int64)  # by step - first
         self._first = 0
-        self.now = 0
-        """The current step."""
+        self.now = 0  # the current step
         self._num_held = 0
 
     def advance(self, now: int) -> None:
@@ -85,9 +79,7 @@ class BlockProjection:
     def peak_with(self, growth: Growth, num_blocks: int = 0) -> int:
         """The most blocks in use in any step from now on, with one more request.
 
-        Args:
-            growth: of the request.
-            num_blocks: blocks that it adds for others to share, while it runs.
+        While it runs, it adds `num_blocks` for others to share.
         """
         self._reach(growth.end)
         ahead = self._blocks[self.now - self._first :]
@@ -98,15 +90,12 @@ class BlockProjection:
         return most + self._num_held
 
     def _of(self, growth: Growth) -> NDArray[np.int64]:
-        """Blocks of a request, [steps from now to its end]."""
-        if growth.tokens_per_step == 1.0:
-            first = growth.num_tokens - growth.start
-            tokens = np.arange(first + self.now, first + growth.end, dtype=np.int64)
-        else:
-            steps = np.arange(self.now - growth.start, growth.end - growth.start)
-            tokens = growth.num_tokens + np.ceil(steps * growth.tokens_per_step).astype(np.int64)
-        if self.now < growth.start:
-            np.maximum(tokens, growth.num_tokens, out=tokens)
+        """Blocks of a request in each step from now to its end."""
+        steps = np.arange(self.now - growth.start, growth.end - growth.start)
+        np.maximum(steps, 0, out=steps)
+        if growth.tokens_per_step != 1.0:
+            steps = np.ceil(steps * growth.tokens_per_step).astype(np.int64)
+        tokens = growth.num_tokens + steps
         return np.asarray(-(-tokens // self._block_size) - growth.num_shared_blocks)
 
     def _reach(self, end: int) -> None:

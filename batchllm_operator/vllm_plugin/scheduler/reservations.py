@@ -9,7 +9,6 @@ from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.vllm_plugin.compat import reads_prefix_cache
 from batchllm_operator.vllm_plugin.scheduler.groups import Group, Member
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 from batchllm_operator.vllm_plugin.scheduler.output_estimates import OutputEstimates
@@ -111,7 +110,7 @@ class Reservations:
 
     def _join(self, request: Request, hints: RequestHints) -> Group | None:
         """The group that the hints name; None if the request can't share its prefix."""
-        if not (self._manager.enable_caching and reads_prefix_cache(request)):
+        if not self._manager.enable_caching or request.skip_reading_prefix_cache:
             return None
         num_shared = min(hints.num_prefix_tokens, request.num_prompt_tokens - 1) // self._size
         prefix = request.block_hashes[: max(num_shared, 0)]
@@ -122,11 +121,7 @@ class Reservations:
         return group if group.has_prefix_of(prefix) else None
 
     def may_begin(self, request: Request, prefilled: Mapping[str, int]) -> bool:
-        """Whether a request would find its group's prefix in this step, or compute it itself.
-
-        Args:
-            prefilled: tokens that requests have computed at the end of this step, by id.
-        """
+        """Whether its group's prefix holds a request up in this step; see `Group.is_ready`."""
         return self._entries[request.request_id].group.is_ready(prefilled, self._size)
 
     def num_to_prefill(self, request: Request) -> int:
@@ -156,10 +151,7 @@ class Reservations:
         )
 
     def reserve(self, request: Request, start: int) -> None:
-        """Reserve the blocks of a request that will be prefilled by step `start`.
-
-        A waiting request is admitted by that; for an admitted one, its last reservation ends.
-        """
+        """Reserve blocks for a request that will be prefilled by step `start`: first, or again."""
         entry = self._entries[request.request_id]
         if entry.growth is None:
             self._admit(entry)
@@ -195,9 +187,8 @@ class Reservations:
     def finish(self, request: Request, next_one: Request | None, *, aborted: bool) -> None:
         """Remove a request, waiting or admitted, that still holds its blocks.
 
-        Args:
-            next_one: the first waiting request.
-            aborted: whether its output was cut short.
+        What the first waiting one (`next_one`) begins with stays cached. An `aborted` output
+        teaches nothing.
         """
         entry = self._entries.pop(request.request_id)
         group = entry.group
@@ -210,7 +201,11 @@ class Reservations:
                 group.bound_in(self.projection)
         else:
             if not aborted:
-                self._learn(entry)
+                entry.learn()
+                num_steps = self.projection.now - entry.begun
+                if self._has_drafts and num_steps > 0:
+                    self._num_steps += num_steps
+                    self._num_tokens += max(num_steps, request.num_output_tokens)
             self._release(entry)
             if group.num_running == 0:
                 if group.num_left > 0:
@@ -292,14 +287,6 @@ class Reservations:
         entry.group.num_running -= 1
         if entry.group.leader is entry.request:
             entry.group.leader = None
-
-    def _learn(self, entry: Member) -> None:
-        """Learn from an output that has ended."""
-        entry.learn()
-        num_steps = self.projection.now - entry.begun
-        if self._has_drafts and num_steps > 0:
-            self._num_steps += num_steps
-            self._num_tokens += max(num_steps, entry.request.num_output_tokens)
 
     # Blocks of a prefix.
 

@@ -63,7 +63,7 @@ def in_valley(
 
     Args:
         num_tokens: of each step, [num_steps].
-        num_waiting: requests still waiting after the step was scheduled, [num_steps].
+        num_waiting: requests that still waited then, [num_steps].
         chunk_size: most tokens of a step.
     """
     is_valley: NDArray[np.bool_] = (2 * num_tokens < chunk_size) & (num_waiting > 0)
@@ -73,12 +73,8 @@ def in_valley(
 class StepTrace:
     """Writes a row per step. A fault of the disk costs a warning and the trace, not the run.
 
-    Rows are written some thousands at a time, so that memory doesn't grow with the run. The file
-    is readable once it has been closed.
-
-    Args:
-        path: the file to write.
-        chunk_size: most tokens of a step, noted in the file's metadata.
+    Rows are written some thousands at a time. The file is readable once it has been closed; its
+    metadata have the `chunk_size`, the most tokens of a step.
     """
 
     def __init__(self, path: Path, chunk_size: int) -> None:
