@@ -58,9 +58,8 @@ def draw_chain(generator: np.random.Generator) -> tuple[Chain, int]:
     rate = cost.kv_bytes_per_token / token_s * 10.0 ** generator.uniform(-1, 4)
     even = -(-num_blocks // p)
     limit = int(generator.integers(even, 2 * even + 1)) if generator.integers(2) else num_blocks
-    latency_s = token_s * one_of(0, 1, 100)
     num_tokens = num_blocks * block_size - int(generator.integers(block_size))
-    return Chain(cost, p, rate, latency_s, block_size, limit), num_tokens
+    return Chain(cost, p, rate, block_size, limit), num_tokens
 
 
 def has_long_chunks(chain: Chain, num_tokens: int) -> bool:

@@ -14,10 +14,10 @@ _BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class KVBlocks:
-    """The KV caches of all attention layers, each a tensor [num_blocks, ...] in vLLM's layout.
+    """The KV caches of all attention layers; writes go into vLLM's own tensors.
 
     Blocks are copied as bytes, so both ends need the same layout inside a block; strides may
-    differ. Layers that share one cache count once. Writes go into vLLM's own tensors.
+    differ. Layers that share one cache count once.
 
     Args:
         caches: vLLM's tensors by layer name. Blocks are the first dimension,
@@ -34,10 +34,10 @@ class KVBlocks:
         self._caches: list[Tensor] = []
         by_address: dict[int, int] = {}
         for name, cache in caches.items():
-            if cache.data_ptr() not in by_address:
-                by_address[cache.data_ptr()] = len(self._caches)
+            idx = by_address.setdefault(cache.data_ptr(), len(self._caches))
+            if idx == len(self._caches):
                 self._caches.append(_by_block(name, cache, num_blocks))
-            self.layer_idxs[name] = by_address[cache.data_ptr()]
+            self.layer_idxs[name] = idx
         if not self._caches:
             raise SpecError("runahead: the model has no KV cache")
         self._splits = [cache.shape[0] // num_blocks for cache in self._caches]

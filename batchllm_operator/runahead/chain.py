@@ -1,9 +1,8 @@
 """A chain: one process group of all replicas, in which each broadcasts the KV of its chunk.
 
-A thread passes on the KV of a group layer by layer, and within a layer chunk by chunk. So all
-replicas have the same order of messages, and a replica that computes a layer waits only for chunks
-before its own, which never wait for a later one: there is no cycle. A fault ends the whole chain,
-which never starts again: the replica leaves the process group, and the others find out.
+A thread passes on the KV of a group layer by layer, and within a layer chunk by chunk: all replicas
+have the same order of messages, and none waits for a chunk behind its own. A fault ends the whole
+chain for good: the replica leaves the process group, and the others find out.
 """
 
 from __future__ import annotations
@@ -55,6 +54,11 @@ class Transfer:
         self._written: dict[int, Any] = {}
         self.is_over = False
 
+    def wait(self, is_met: Callable[[], bool] = bool, timeout_s: float | None = None) -> bool:
+        """Wait until it is over, or until `is_met`; False if neither happens in time."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self.is_over or is_met(), timeout_s)
+
     def note_written(self, layer_idx: int, event: Any) -> None:
         """Note that this replica's KV of a layer is there, on a GPU after an event."""
         with self._condition:
@@ -73,7 +77,7 @@ class Transfer:
             touch()
 
     def note_passed(self) -> None:
-        """Note that one more message, of a layer and a chunk, has been passed on."""
+        """Note that one more message has been passed on."""
         with self._condition:
             self._num_passed += 1
             self._condition.notify_all()
@@ -87,8 +91,7 @@ class Transfer:
     def wait_for_earlier(self, layer_idx: int, rank: int) -> None:
         """Wait until a layer of all chunks before `rank` is there, or the chain has failed."""
         due = layer_idx * len(self.extents) + rank
-        with self._condition:
-            self._condition.wait_for(lambda: self.is_over or self._num_passed >= due)
+        self.wait(lambda: self._num_passed >= due)
 
     def wait_for_own(self, layer_idx: int, timeout_s: float) -> Any:
         """Wait for `note_written`; returns its event.
@@ -96,16 +99,9 @@ class Transfer:
         Raises:
             RunaheadError: the layer isn't computed in time.
         """
-        with self._condition:
-            self._condition.wait_for(lambda: self.is_over or layer_idx in self._written, timeout_s)
-            if self.is_over or layer_idx not in self._written:
-                raise RunaheadError(f"layer {layer_idx} isn't computed after {timeout_s:g} s")
-            return self._written[layer_idx]
-
-    def wait(self) -> None:
-        """Wait until it is over."""
-        with self._condition:
-            self._condition.wait_for(lambda: self.is_over)
+        if not self.wait(lambda: layer_idx in self._written, timeout_s) or self.is_over:
+            raise RunaheadError(f"layer {layer_idx} isn't computed after {timeout_s:g} s")
+        return self._written[layer_idx]
 
 
 class Chain:
@@ -219,7 +215,8 @@ class Chain:
         blocks = self._blocks
         most = max(last - first for first, last in transfer.extents)
         buffer = torch.empty(most * blocks.block_bytes, dtype=torch.uint8, device=blocks.device)
-        stream = _side_stream(blocks.device)
+        new_stream: Any = torch.cuda.Stream  # beside the computing one; a CPU has none
+        stream = new_stream(blocks.device) if blocks.device.type == "cuda" else None
         if stream is not None and transfer.writable is not None:
             stream.wait_event(transfer.writable)
         for layer_idx in range(blocks.num_layers):
@@ -277,9 +274,3 @@ class Chain:
 def mark(device: torch.device) -> Any:
     """An event after this thread's launches so far, for the chain's thread; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def _side_stream(device: torch.device) -> Any:
-    """A CUDA stream beside the computing one; None on a CPU."""
-    stream: Any = torch.cuda.Stream
-    return stream(device) if device.type == "cuda" else None

@@ -2,14 +2,12 @@
 
 For each group a replica runs two requests, which the scheduler admits in one step:
 
-- The *chunk* has the prompt up to the end of this replica's chunk. The scheduler treats the tokens
-  before the chunk as external, so it allocates their blocks and computes only the chunk. Each
-  layer's attention waits for that layer of the earlier chunks.
+- The *chunk* has the prompt up to the end of this replica's chunk. Tokens before it are external:
+  vLLM allocates their blocks, and each layer's attention waits for that layer of earlier chunks.
 - The *fill*, on all replicas but the last, has the whole prefix and one token more. What later
   replicas compute is written into its blocks, which then enter the prefix cache.
 
-vLLM makes a connector for its scheduler and another for its worker, both in this process: the
-metadata of a step is the transfer itself.
+vLLM's scheduler and its worker have a connector each, both in this process.
 """
 
 from __future__ import annotations
@@ -41,12 +39,16 @@ class Turn:
 
     group: RunaheadGroup
     rank: int
-    has_fill: bool
     block_ids: dict[Part, list[int]] = field(default_factory=dict)
     fill_id: str | None = None
     transfer: Transfer | None = None
     failure: str | None = None
     """Why this replica can't take part."""
+
+    @property
+    def last_part(self) -> Part:
+        """The request whose blocks get the whole prefix: the last replica needs no fill."""
+        return "fill" if self.rank < len(self.group.split) - 1 else "chunk"
 
 
 @dataclass
@@ -62,6 +64,8 @@ class RunaheadConnector(KVConnectorBase_V1):
     Attributes:
         turn: in the scheduler, the group whose requests may come.
         chain: in the worker, this replica's chain, once it is open.
+        blocks: in the worker, the KV caches.
+        writes_first: whether keys and values are in the cache before a layer's attention runs.
 
     Raises:
         SpecError: the engine's KV can't be passed on.
@@ -73,9 +77,8 @@ class RunaheadConnector(KVConnectorBase_V1):
         self.limits = _limits(vllm_config, kv_cache_config)
         self.turn: Turn | None = None
         self.chain: Chain | None = None
-        self.blocks: KVBlocks | None = None
+        self.blocks: KVBlocks
         self.writes_first = False
-        """Whether a layer's own keys and values are in the cache before its attention runs."""
         self._step: Turn | None = None
         self._filling: Turn | None = None
 
@@ -116,10 +119,9 @@ class RunaheadConnector(KVConnectorBase_V1):
         for new in scheduler_output.scheduled_new_reqs:
             if new.num_computed_tokens + scheduler_output.num_scheduled_tokens[new.req_id] < end:
                 turn.failure = "a chunk didn't fit one step"
-        needed: Part = "fill" if turn.has_fill else "chunk"
-        if needed not in turn.block_ids:
+        if turn.last_part not in turn.block_ids:
             turn.failure = "the fill didn't begin with its chunk"
-        block_ids = turn.block_ids.get(needed, [])
+        block_ids = turn.block_ids.get(turn.last_part, [])
         turn.transfer = Transfer(turn.group.extents(self.limits.block_size), block_ids)
         return RunaheadMetadata(turn)
 
@@ -131,10 +133,7 @@ class RunaheadConnector(KVConnectorBase_V1):
     # In the worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.blocks = KVBlocks(
-            {name: compat.as_kv_cache(cache) for name, cache in kv_caches.items()},
-            self.limits.num_blocks,
-        )
+        self.blocks = KVBlocks(kv_caches, self.limits.num_blocks)
         self.writes_first = compat.writes_kv_before_attention(self._vllm_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -145,7 +144,6 @@ class RunaheadConnector(KVConnectorBase_V1):
             return
         assert turn.transfer is not None
         assert self.chain is not None
-        assert self.blocks is not None
         self._step = self._filling = turn
         if turn.failure is not None:
             self.chain.fail(turn.failure)
@@ -187,23 +185,20 @@ class RunaheadConnector(KVConnectorBase_V1):
 
     def _layer(self, name: str) -> tuple[Transfer, int] | None:
         """The transfer of this step and the index of a layer; None if nothing is passed on."""
-        if self._step is None or self._step.transfer is None or self.blocks is None:
+        if self._step is None or self._step.transfer is None:
             return None
         layer_idx = self.blocks.layer_idxs.get(name)
-        return None if layer_idx is None else (self._step.transfer, layer_idx)
+        return (self._step.transfer, layer_idx) if layer_idx is not None else None
 
     def _note_written(self, transfer: Transfer, layer_idx: int) -> None:
-        assert self.blocks is not None
         transfer.note_written(layer_idx, mark(self.blocks.device))
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal on all replicas of a chain, as JSON values by name.
 
-        Causes come before their effects: a CPU with AMX uses it for attention if `dtype` is
-        bfloat16. Only in the worker.
+        Causes come before effects, such as attention by AMX in bfloat16. Only in the worker.
         """
         model, blocks = self._vllm_config.model_config, self.blocks
-        assert blocks is not None
         return {
             "vllm": vllm.__version__,
             "dtype": str(model.dtype),
@@ -212,7 +207,7 @@ class RunaheadConnector(KVConnectorBase_V1):
             "max_chunk": self.limits.max_chunk,
             "device": blocks.device.type,
             "kv_layout": blocks.layout(),
-            "attention": sorted(set(compat.attention_by_layer(self._vllm_config).values())),
+            "attention": compat.attention_kinds(self._vllm_config),
         }
 
 
@@ -223,28 +218,25 @@ def _part(request: Any) -> Part | None:
 
 
 def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    groups = kv_cache_config.kv_cache_groups
-    reasons = {
-        "enable_prefix_caching must be on: that is where the KV goes": (
-            not cache.enable_prefix_caching
-        ),
+    cache, groups = vllm_config.cache_config, kv_cache_config.kv_cache_groups
+    requirements = {
+        "enable_prefix_caching must be on: that is where the KV goes": cache.enable_prefix_caching,
         "a replica must be one worker (tensor, pipeline and context parallel sizes of 1)": (
-            parallel.world_size != 1
+            vllm_config.parallel_config.world_size == 1
         ),
         "speculative decoding has KV of its own, which isn't passed on": (
-            vllm_config.speculative_config is not None
+            vllm_config.speculative_config is None
         ),
         "scales of FP8 KV that are found while running (calculate_kv_scales) differ by replica": (
-            bool(getattr(cache, "calculate_kv_scales", False))
+            not getattr(cache, "calculate_kv_scales", False)
         ),
         "the model must have attention with full KV in all layers, in one KV cache group": (
-            len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+            [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups] == [True]
         ),
     }
-    for reason, is_met in reasons.items():
-        if is_met:
-            raise SpecError(f"runahead: {reason}")
+    for requirement, is_met in requirements.items():
+        if not is_met:
+            raise SpecError(f"runahead: {requirement}")
 
 
 def _limits(vllm_config: Any, kv_cache_config: Any) -> ChainLimits:

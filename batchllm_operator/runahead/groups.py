@@ -9,14 +9,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 
-KEY: Final = "kv_transfer_params"
-"""Key in `SamplingParams.extra_args`; vLLM passes its value to connectors with the request."""
-CONNECTOR: Final = "RunaheadConnector"
+KEY: Final = "kv_transfer_params"  # in `SamplingParams.extra_args`; vLLM passes it to connectors
 TRANSFER_CONFIG: Final[Mapping[str, Any]] = {
-    "kv_connector": CONNECTOR,
+    "kv_connector": "RunaheadConnector",
     "kv_connector_module_path": "batchllm_operator.runahead.connector",
     "kv_role": "kv_both",
 }
@@ -52,42 +49,34 @@ class RunaheadGroup:
     """Tokens of each replica's chunk. They sum to the prefix; each but the last is a multiple of
     the block size."""
 
-    def check(self, world_size: int, limits: ChainLimits) -> None:
-        """Check that a chain can compute the group.
-
-        Raises:
-            SpecError: it can't; the message says why.
-        """
-        where, block_size = f"runahead group {self.group_id}", limits.block_size
-        num_tokens = len(self.prefix_token_ids)
+    def reason_against(self, world_size: int, limits: ChainLimits) -> str | None:
+        """Why a chain can't compute the group; None if it can."""
+        num_tokens, block_size = len(self.prefix_token_ids), limits.block_size
         if len(self.split) != world_size or min(self.split) < 1:
-            raise SpecError(
-                f"{where}: split in chunks of {self.split} tokens for {world_size} replicas; each"
-                " replica computes one"
+            return (
+                f"split in chunks of {self.split} tokens for {world_size} replicas; each replica"
+                " computes one"
             )
         if sum(self.split) != num_tokens:
-            raise SpecError(
-                f"{where}: its chunks have {sum(self.split)} tokens, its prefix {num_tokens}"
-            )
+            return f"its chunks have {sum(self.split)} tokens, its prefix {num_tokens}"
         for rank, chunk in enumerate(self.split):
             if chunk % block_size and rank < world_size - 1:
-                raise SpecError(
-                    f"{where}: chunk {rank} of {chunk} tokens doesn't end with a KV block; every"
-                    f" chunk but the last must be a multiple of {block_size} tokens"
+                return (
+                    f"chunk {rank} of {chunk} tokens doesn't end with a KV block; every chunk but"
+                    f" the last must be a multiple of {block_size} tokens"
                 )
             if chunk > limits.max_chunk:
-                raise SpecError(
-                    f"{where}: chunk {rank} of {chunk} tokens is larger than the {limits.max_chunk}"
-                    " that fit a step; over several steps a replica would delay all later ones."
-                    " Raise max_num_batched_tokens, or split over more replicas"
+                return (
+                    f"chunk {rank} of {chunk} tokens is larger than the {limits.max_chunk} that fit"
+                    " a step; over several steps a replica would delay all later ones. Raise"
+                    " max_num_batched_tokens, or split over more replicas"
                 )
         if num_tokens + 1 > limits.max_model_len:
-            raise SpecError(
-                f"{where}: {num_tokens} tokens and one more don't fit max_model_len"
-                f" {limits.max_model_len}"
-            )
+            most = limits.max_model_len
+            return f"{num_tokens} tokens and one more don't fit max_model_len {most}"
         if self.num_blocks(block_size) >= limits.num_blocks:
-            raise SpecError(f"{where}: its prefix fills the KV cache")
+            return "its prefix fills the KV cache"
+        return None
 
     def num_blocks(self, block_size: int) -> int:
         """KV blocks that the prefix takes on a replica while it is prefilled."""

@@ -12,13 +12,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.errors import RunaheadError, SpecError
+from batchllm_operator.errors import RunaheadError
 from batchllm_operator.runahead.groups import ChainLimits, RunaheadGroup
+
+if TYPE_CHECKING:
+    from batchllm_operator.runahead.phase import ChainedEngine
 
 _log = logging.getLogger(__name__)
 _MOST_WAIT_S: Final = 600.0
@@ -26,17 +29,6 @@ _MOST_WAIT_S: Final = 600.0
 _POLL_S: Final = 0.05
 _MOST_OF_CACHE: Final = 0.5
 """Share of the KV blocks for the prefixes of one meeting."""
-
-
-class PrefixChain(Protocol):
-    """An engine as a replica of a chain; see `runahead.phase.ChainedEngine`."""
-
-    @property
-    def limits(self) -> ChainLimits: ...
-    def fingerprint(self) -> dict[str, Any]: ...
-    def open(self, rank: int, world_size: int, store: Path) -> None: ...
-    def prefill(self, groups: Sequence[RunaheadGroup]) -> str | None: ...
-    def measure(self) -> tuple[float, list[tuple[int, int, float]]]: ...
 
 
 class Rounds:
@@ -58,18 +50,18 @@ class Rounds:
         self._done: set[tuple[int, ...]] = set()
         self.is_over = False
         self.measured: tuple[float, list[tuple[int, int, float]]] | None = None
-        self._presence = os.open(self._presence_of(rank), os.O_CREAT | os.O_RDWR)
+        self._presence = os.open(folder / f"{rank}.lock", os.O_CREAT | os.O_RDWR)
         fcntl.flock(self._presence, fcntl.LOCK_EX)  # the system releases it with the process
 
     def meet(
         self,
-        chain: PrefixChain | None,
+        chain: ChainedEngine | None,
         groups: Sequence[RunaheadGroup],
         *,
         measure: bool = False,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> list[RunaheadGroup]:
-        """Meet before a shard, and compute prefixes together if that pays.
+        """Meet before a shard; returns the groups that all have computed, and that count for it.
 
         Args:
             chain: this replica's idle engine; None if it can't be in a chain.
@@ -77,12 +69,8 @@ class Rounds:
             measure: whether the link's rate is to be measured.
             is_stopped: whether to wait no longer.
 
-        Returns:
-            Those of `groups` that all have computed, without those that count for another
-            replica's shard.
-
         Raises:
-            RunaheadError: the engine can't go on.
+            EngineError: the engine can't go on: its cache has blocks whose KV never came.
         """
         own = None
         if chain is not None:
@@ -113,11 +101,9 @@ class Rounds:
     def exchange(
         self, message: Any, is_stopped: Callable[[], bool] = lambda: False
     ) -> list[Any] | None:
-        """Leave a message, JSON, and wait for those of all others.
+        """Leave a message, JSON, and wait for those of all replicas; returns them by rank.
 
-        Returns:
-            The messages by rank; None if a replica has ended, doesn't come in time, or this one
-            is stopped meanwhile.
+        None if a replica has ended, doesn't come in time, or this one is stopped meanwhile.
         """
         self._num_exchanges += 1
         paths = [self._folder / f"{self._num_exchanges}-{r}.json" for r in range(self._world_size)]
@@ -135,22 +121,19 @@ class Rounds:
                 return None
             time.sleep(_POLL_S)
 
-    def _presence_of(self, rank: int) -> Path:
-        return self._folder / f"{rank}.lock"
-
     def _has_ended(self, rank: int) -> bool:
         """Whether a replica was there, and isn't any more."""
         if rank == self._rank:
             return False
         try:
-            with self._presence_of(rank).open("r+") as file:
+            with (self._folder / f"{rank}.lock").open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (FileNotFoundError, BlockingIOError):
             return False
         return True
 
     def _work(
-        self, chain: PrefixChain, messages: Sequence[Mapping[str, Any]]
+        self, chain: ChainedEngine, messages: Sequence[Mapping[str, Any]]
     ) -> list[RunaheadGroup]:
         num_blocks = min(message["limits"]["num_blocks"] for message in messages)
         limits = ChainLimits(**{**messages[0]["limits"], "num_blocks": num_blocks})
@@ -176,27 +159,30 @@ class Rounds:
     def _new_groups(
         self, messages: Sequence[Mapping[str, Any]], limits: ChainLimits
     ) -> list[tuple[int, RunaheadGroup]]:
-        """Groups to compute together, with the rank of the shard that has them.
-
-        A prefix that several shards have counts once, and one that was computed before not at all.
-        """
+        """Groups to compute together, by the rank whose shard has them; each prefix only once."""
         marked: dict[tuple[int, ...], tuple[int, RunaheadGroup]] = {}
         num_blocks = 0
-        for rank, group in _groups_of(messages):
+        for rank, group in [
+            (rank, RunaheadGroup(**{**fields, "split": tuple(fields["split"])}))
+            for rank, message in enumerate(messages)
+            for fields in message["groups"]
+        ]:
             prefix = tuple(group.prefix_token_ids)
             if prefix in marked or prefix in self._done:
                 continue
-            try:
-                group.check(self._world_size, limits)
-            except SpecError as error:
-                _log.warning("replicas don't compute a prefix together: %s", error)
+            if (reason := group.reason_against(self._world_size, limits)) is not None:
+                _log.warning(
+                    "replicas don't compute the prefix of group %d together: %s",
+                    group.group_id,
+                    reason,
+                )
                 continue
             num_blocks += group.num_blocks(limits.block_size)
             if not marked or num_blocks <= _MOST_OF_CACHE * limits.num_blocks:
                 marked[prefix] = rank, group
         return list(marked.values())
 
-    def _measure(self, chain: PrefixChain) -> None:
+    def _measure(self, chain: ChainedEngine) -> None:
         _log.info("measuring how fast replicas compute and pass on prefixes")
         _, steps = own = chain.measure()
         messages = self.exchange(own)
@@ -232,9 +218,3 @@ def _reason_against(messages: Sequence[Mapping[str, Any] | None] | None) -> str 
                     f" {theirs.get(name)!r}; KV can be passed on between equal engines only"
                 )
     return None
-
-
-def _groups_of(messages: Sequence[Mapping[str, Any]]) -> Iterable[tuple[int, RunaheadGroup]]:
-    for rank, message in enumerate(messages):
-        for fields in message["groups"]:
-            yield rank, RunaheadGroup(**{**fields, "split": tuple(fields["split"])})

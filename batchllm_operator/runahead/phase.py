@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from batchllm_operator.errors import RunaheadError, SpecError
+from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.runahead.chain import Chain
 from batchllm_operator.runahead.connector import RunaheadConnector, Turn
 from batchllm_operator.runahead.groups import KEY, ChainLimits, Part, RunaheadGroup
@@ -53,32 +53,28 @@ class ChainedEngine:
 
     @property
     def limits(self) -> ChainLimits:
-        """The engine's limits for groups."""
         return self._scheduling.limits
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `RunaheadConnector.fingerprint`."""
         return self._working.fingerprint()
 
     def open(self, rank: int, world_size: int, store: Path, **options: Any) -> None:
         """Open the chain; does nothing if it is open. See `Chain`."""
         if self._working.chain is None:
-            assert self._working.blocks is not None
             blocks = self._working.blocks
             self._working.chain = Chain(rank, world_size, store, blocks, **options)
 
     def prefill(self, groups: Sequence[RunaheadGroup]) -> str | None:
         """Prefill this replica's chunk of each group, and receive the rest from the others.
 
-        All replicas call this with the same groups in the same order, which they have checked.
-        Afterwards the whole prefixes are in the prefix cache, where the groups' members find
-        them. If the chain fails, the prefix cache is empty instead.
+        All replicas call this with the same groups, which they have checked. Afterwards the whole
+        prefixes are in the prefix cache. If the chain fails, the prefix cache is empty instead.
 
         Returns:
             The reason why the chain has failed permanently; None if it works.
 
         Raises:
-            RunaheadError: the chain has failed, and the prefix cache can't be emptied.
+            EngineError: the chain has failed, and the prefix cache can't be emptied.
         """
         chain = self.chain
         try:
@@ -88,18 +84,16 @@ class ChainedEngine:
                         self._prefill(chain, group)
                 # It may have blocks of which the KV never came.
                 if chain.failure is not None and not self._engine.reset_prefix_cache():
-                    raise RunaheadError("runahead: blocks of a failed chain stay in use")
+                    raise EngineError("runahead: blocks of a failed chain stay in use")
         except BaseException as error:
             chain.fail(f"this replica has ended by {type(error).__name__}")
             raise
         return chain.failure
 
     def measure(self) -> tuple[float, list[tuple[int, int, float]]]:
-        """The link's bytes per second, and prefill steps of made-up prompts as (tokens, cached
-        before them, median seconds).
+        """The link's bytes per second, and steps by `time_prefill`; all replicas call it at once.
 
-        All replicas call this at once. There are no steps if the engine's are too short for
-        prefixes to be split.
+        There are no steps if the engine's are too short for prefixes to be split.
 
         Raises:
             RunaheadError: the link can't be timed.
@@ -122,11 +116,10 @@ class ChainedEngine:
     def _prefill(self, chain: Chain, group: RunaheadGroup) -> None:
         tokens, block_size = list(group.prefix_token_ids), self.limits.block_size
         _, end = group.bounds(chain.rank)
-        has_fill = chain.rank < len(group.split) - 1
-        turn = self._scheduling.turn = Turn(group, chain.rank, has_fill)
+        turn = self._scheduling.turn = Turn(group, chain.rank)
         try:
             self._add("chunk", tokens[:end])
-            if has_fill:  # vLLM computes one token at least
+            if turn.last_part == "fill":  # vLLM computes one token at least
                 whole = group.num_whole(block_size)
                 self._add("fill", [*tokens[:whole], tokens[min(whole, len(tokens) - 1)]])
             while turn.transfer is None:
@@ -153,18 +146,14 @@ class ChainedEngine:
 def time_prefill(
     engine: Any, sizes: Sequence[tuple[int, int]], repetitions: int = 3
 ) -> list[tuple[int, int, float]]:
-    """Time prefill steps of made-up prompts on this replica.
+    """Time prefill steps of made-up prompts: (tokens, tokens before, median seconds) of each size.
 
     The engine must be idle, and is left idle with an empty prefix cache.
 
     Args:
         engine: vLLM's `LLMEngine`.
-        sizes: tokens of a step, at most those that a step may have, and tokens before
-            them that are cached, in whole blocks.
+        sizes: tokens that fit a step, and cached tokens before them, in whole blocks.
         repetitions: of each size, after one to warm up.
-
-    Returns:
-        (tokens, tokens before, median seconds) of each size.
     """
     vocabulary = engine.vllm_config.model_config.get_vocab_size()
     generator, steps = np.random.default_rng(0), []

@@ -1,9 +1,7 @@
 """Chooses the groups whose prefixes a chain of all replicas computes, by makespans (ADR 23).
 
 A chain saves at most T_prefix * (1 - 1/p) for its group, and occupies every replica. So it pays
-where replicas would idle: fewer groups than replicas, an uneven rest, a giant group. The rule:
-chain the k groups with the most work. k is the number with the shortest makespan, or fewer where
-that hardly takes longer. `benchmarks.runahead_rules` compares it with the best of all sets.
+where replicas would idle: fewer groups than replicas, an uneven rest, a giant group.
 """
 
 from __future__ import annotations
@@ -101,7 +99,10 @@ class Makespans:
 
 
 def choose_placement(loads: GroupLoads, chain: Chain, *, max_num_seqs: int = 1024) -> Placement:
-    """Choose which groups a chain computes.
+    """Choose to chain the k groups with the most work.
+
+    k has the shortest makespan, or is smaller where that hardly takes longer.
+    `benchmarks.runahead_rules` compares the choice with the best of all sets.
 
     Args:
         loads: at least one group.

@@ -45,10 +45,9 @@ class ReplicaCost:
 
     num_layers: int
     qkv_s_per_token: float
-    """To project a token to its query, key and value, which doesn't need the KV of earlier
-    tokens."""
+    """For a token's query, key and value, which don't need the KV of earlier tokens."""
     other_s_per_token: float
-    """For a token's other matrices: the attention's output and the MLP."""
+    """For its other matrices: the attention's output and the MLP."""
     s_per_pair: float
     """For attention over all heads, of a token and one that it attends to."""
     kv_bytes_per_token: float
@@ -58,10 +57,8 @@ class ReplicaCost:
     """To read the KV of one token, in decoding."""
     kv_copy_s_per_token: float = 0.0
     """To copy the KV of one token into or out of its block, around a transfer."""
-    step_overhead_s: float = 0.0
-    """For a whole engine step."""
-    sampled_token_s: float = 0.0
-    """For the head, per sampled token of a whole step."""
+    step_overhead_s: float = 0.0  # of a whole engine step
+    sampled_token_s: float = 0.0  # for the head, per sampled token of a whole step
 
     @classmethod
     def of(cls, model: ModelShape, gpu: GPU) -> ReplicaCost:
@@ -106,7 +103,7 @@ class ReplicaCost:
         QKV keeps its share of a token's matrices; reading the weights becomes part of the step.
 
         Args:
-            steps: (tokens of the chunk, tokens before it, seconds above 0) of each.
+            steps: tokens of the chunk, tokens before it, and seconds above 0.
 
         Raises:
             PlanError: fewer than three steps of different sizes, or times that don't grow with
@@ -139,8 +136,6 @@ class Chain:
     num_replicas: int
     link_bytes_per_s: float
     """Rate that a broadcast reaches, not that of the data sheet."""
-    latency_s: float = 0.0
-    """Of a broadcast, which has one layer of one chunk."""
     block_size: int = 16
     """Tokens of a KV block."""
     max_chunk_blocks: int = 1 << 40
@@ -157,14 +152,11 @@ class Chain:
         return 1 <= num_blocks / self.num_replicas <= self.max_chunk_blocks
 
     def split(self, num_tokens: int) -> Split:
-        """Chunks that take equally long to compute, if no replica waits for another.
+        """Chunks, of a prefix that `can_split`, that take equally long if no replica waits.
 
         Later tokens attend to more, so later chunks are shorter (Cho et al., Sec. 4.2). The tokens
         up to e take W(e) = a * e + b / 2 * e^2 in a layer, so each chunk ends where W has grown by
         its share of what is left.
-
-        Args:
-            num_tokens: tokens of the prefix, which `can_split`.
         """
         b = self.cost.s_per_pair
         a = self.cost.s_per_token + b / 2
@@ -179,9 +171,7 @@ class Chain:
     def split_at(self, end_after: Callable[[int, int], float], num_tokens: int) -> Split:
         """The split whose chunks, except the last, end as near as possible to `end_after`.
 
-        Args:
-            end_after: tokens before a chunk, and number of chunks from it on -> where it ends.
-            num_tokens: tokens of the prefix, which `can_split`.
+        That says where a chunk ends, by the tokens before it and the number of chunks from it on.
         """
         size, most = self.block_size, self.max_chunk_blocks
         num_blocks = -(-num_tokens // size)
@@ -209,7 +199,7 @@ class Chain:
         seconds = _run(
             chunks * cost.qkv_s_per_token * slower,
             chunks * cost.other_s_per_token * slower + attention_s + copies_s,
-            self.latency_s + chunks * (cost.kv_bytes_per_token / self.link_bytes_per_s),
+            chunks * (cost.kv_bytes_per_token / self.link_bytes_per_s),
             cost.num_layers,
         )
         is_split = (splits.min(axis=1) >= 1) & (splits.max(axis=1) <= self.longest_chunk)

@@ -42,7 +42,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.runahead.placement import GroupLoads, Placement, choose_placement
 from batchllm_operator.runahead.prediction import Chain, ReplicaCost, Split
 from benchmarks.provenance import print_last_line, provenance
-from benchmarks.runahead.replica import BLOCK_SIZE, ENVIRONMENT, MODEL, ReplicaSettings, serve
+from benchmarks.runahead.replica import BLOCK_SIZE, ENVIRONMENT, MODEL, serve_timed
 from benchmarks.runahead.work import ReplicaWork, Sizes, place
 
 POLICIES: Final = ("whole_group", "recompute", "runahead")
@@ -72,23 +72,22 @@ class Replicas:
         self._answers()
 
     def run(self, works: Sequence[ReplicaWork]) -> list[dict[str, Any]]:
-        """All of them do their work; what each says of it."""
-        self.ask([{"call": "prepare", **work._asdict()} for work in works])
-        start_at = time.monotonic() + _START_S
-        return self.ask([{"call": "go", "start_at": start_at}] * len(works))
+        """Have all do their work; returns what each says of it."""
+        self.ask("prepare", *works)
+        return self.ask("go", *[(time.monotonic() + _START_S,)] * len(works))
 
-    def ask(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """A call for each, and their results."""
-        for connection, call in zip(self._connections, calls, strict=True):
-            connection.send_bytes(json.dumps(call).encode())
+    def ask(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
+        """Call a method of all, with the arguments of each; returns their results."""
+        for connection, given in zip(self._connections, arguments, strict=True):
+            connection.send((method, tuple(given), {}))
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        answers = [json.loads(connection.recv_bytes()) for connection in self._connections]
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                raise RuntimeError(f"replica {rank}: {answer['error']}")
-        return [answer["result"] for answer in answers]
+        answers = [connection.recv() for connection in self._connections]
+        for rank, (kind, *what) in enumerate(answers):
+            if kind == "error":
+                raise RuntimeError(f"replica {rank}: {': '.join(what)}")
+        return [result for _, result in answers]
 
 
 @contextmanager
@@ -106,17 +105,15 @@ def started(num_replicas: int, sizes: Sizes, max_groups: int) -> Iterator[Replic
         processes, connections = [], []
         for rank in range(num_replicas):
             here, there = context.Pipe()
-            settings = ReplicaSettings(
-                rank,
-                num_replicas,
-                f"{folder}/store",
-                cores[rank],
-                folder,
-                sizes.prefix + 16 * BLOCK_SIZE,
-                int(room * shape.kv_bytes_per_token),
-                sizes,
-            )
-            process = context.Process(target=serve, args=(there, settings), daemon=True)
+            settings = {
+                "place": (rank, num_replicas, f"{folder}/store"),
+                "core": cores[rank],
+                "sizes": sizes,
+                "model": folder,
+                "max_num_batched_tokens": sizes.prefix + 16 * BLOCK_SIZE,
+                "kv_cache_memory_bytes": int(room * shape.kv_bytes_per_token),
+            }
+            process = context.Process(target=serve_timed, args=(there, settings), daemon=True)
             process.start()
             there.close()
             processes.append(process)
@@ -146,8 +143,8 @@ def calibrate(replicas: Replicas, num_replicas: int, sizes: Sizes) -> ReplicaCos
     cost = ReplicaCost.of(shape, _ONE_CORE)
     repetitions = 3
     while True:
-        call = {"call": "time_steps", "sizes": steps, "repetitions": repetitions}
-        slowest = [max(each) for each in zip(*replicas.ask([call] * num_replicas), strict=True)]
+        timed = replicas.ask("time_steps", *[(steps, repetitions)] * num_replicas)
+        slowest = [max(each) for each in zip(*timed, strict=True)]
         try:
             return cost.calibrated([(*step, s) for step, s in zip(steps, slowest, strict=True)])
         except PlanError:
@@ -203,7 +200,7 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
     """All rows, and what was chosen."""
     num_replicas = args.replicas
     cost = calibrate(replicas, num_replicas, sizes)
-    measured = min(replicas.ask([{"call": "link_bytes_per_s"}] * num_replicas))
+    measured = min(replicas.ask("link_bytes_per_s", *[()] * num_replicas))
     chain = Chain(
         cost,
         num_replicas,
@@ -217,12 +214,8 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
     alone = place(sizes, max(args.groups), 1, spread=(), split=None)
     idle = [ReplicaWork([], [])] * (num_replicas - 1)
     expected = run_once(replicas, [*alone, *idle]).tokens
-    load = (
-        sizes.prefix,
-        sizes.members,
-        sizes.members * sizes.distinct,
-        sizes.members * sizes.output,
-    )
+    members = sizes.members
+    load = (sizes.prefix, members, members * sizes.distinct, members * sizes.output)
     rows, choices = [], {}
     for num_groups in args.groups:
         loads = GroupLoads(*np.full((num_groups, 4), load, dtype=np.float64).T)
@@ -278,8 +271,7 @@ def targets(rows: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> li
             return None
         others = [makespans[num_groups, policy] for policy in POLICIES[:2]]
         ours = "chosen" if (num_groups, "chosen") in makespans else "runahead"
-        ratio: float = makespans[num_groups, ours] / min(others)
-        return ratio
+        return float(makespans[num_groups, ours] / min(others))
 
     ttft = ttfts[1, "runahead"] / ttfts[1, "whole_group"] if (1, "runahead") in ttfts else None
     regrets = [

@@ -1,12 +1,14 @@
-"""One replica: an engine on one core, which runs what the benchmark's own process asks for."""
+"""A replica of a chain, in a process of its own: an engine that does what another process asks.
+
+Tests of chains run it, too, with faults added.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,87 +43,88 @@ MODEL = {
     "torch_dtype": "float32",
 }
 """Some three seconds for 4,096 tokens on one core."""
+Group = tuple[int, list[int], tuple[int, ...]]
+"""Id, prefix and split."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSettings:
-    """Of one replica."""
+class Replica:
+    """An engine in a chain: its methods are what can be asked.
 
-    rank: int
-    world_size: int
-    store: str
-    """See `Chain`."""
-    core: int
-    model: str
-    """A folder with `MODEL` as its config.json."""
-    max_step_tokens: int
-    kv_cache_bytes: int
-    sizes: Sizes
-
-
-def serve(connection: Connection, settings: ReplicaSettings) -> None:
-    """Answer until the other end closes: JSON objects in bytes, each with a `call`.
-
-    An answer has `result`, or `error` if the call failed.
+    Args:
+        place: rank, number of replicas, and the store of `Chain`.
+        timeout_s: of the chain.
+        args: of vLLM's engine; others are for a small model in fp32.
     """
-    os.sched_setaffinity(0, {settings.core})
-    replica = _Replica(settings)
-    connection.send_bytes(b'{"result": "started"}')
-    while True:
-        try:
-            request: dict[str, Any] = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        call = getattr(replica, request.pop("call"))
-        try:
-            answer = {"result": call(**request)}
-        # Whatever it was, the benchmark's own process says it and ends everything.
-        except Exception as error:  # noqa: BLE001
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        connection.send_bytes(json.dumps(answer).encode())
 
-
-class _Replica:
-    def __init__(self, settings: ReplicaSettings) -> None:
+    def __init__(self, place: tuple[int, int, str], timeout_s: float = 120.0, **args: Any) -> None:
         from vllm import EngineArgs, LLMEngine
 
+        from batchllm_operator.engine.vllm.logs import without_llvmlite
         from batchllm_operator.runahead.groups import TRANSFER_CONFIG
         from batchllm_operator.runahead.phase import ChainedEngine
-        from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
 
-        register_loader()
-        self._sizes = settings.sizes
-        args = EngineArgs(
-            model=settings.model,
-            load_format=LOAD_FORMAT,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            block_size=BLOCK_SIZE,
-            kv_cache_memory_bytes=settings.kv_cache_bytes,
-            max_model_len=settings.sizes.max_model_len,
-            max_num_batched_tokens=settings.max_step_tokens,
-            max_num_seqs=64,
-            disable_log_stats=True,
-            kv_transfer_config=dict(TRANSFER_CONFIG),
-        )
-        self._engine: Any = LLMEngine.from_engine_args(args)
-        self._chain = ChainedEngine(self._engine)
-        self._chain.open(settings.rank, settings.world_size, Path(settings.store))
-        self._prompts: dict[tuple[int, int], list[int]] = {}
-        self._groups: list[Any] = []
+        given = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "block_size": BLOCK_SIZE,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "kv_transfer_config": dict(TRANSFER_CONFIG),
+            **args,
+        }
+        with without_llvmlite():
+            self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**given))
+        self.chained, self._place, self._timeout_s = ChainedEngine(self.engine), place, timeout_s
 
-    def prepare(self, chained: Sequence[Any], members: Sequence[Any]) -> None:
-        """Make prompts and empty the cache; for the fields of `ReplicaWork`."""
+    def open(self) -> None:
+        rank, world_size, store = self._place
+        self.chained.open(rank, world_size, Path(store), timeout_s=self._timeout_s)
+
+    def prefill(self, groups: Sequence[Group]) -> str | None:
+        """Prefill prefixes with the others; why the chain has failed, if it has."""
         from batchllm_operator.runahead.groups import RunaheadGroup
 
-        self._prompts = {tuple(each): self._sizes.prompt(*each) for each in members}
-        self._groups = [
-            RunaheadGroup(group, self._sizes.prefix_tokens(group), tuple(split))
-            for group, split in chained
-        ]
-        self._forget()
+        self.open()
+        return self.chained.prefill([RunaheadGroup(*group) for group in groups])
+
+    def outputs(
+        self, prompts: Mapping[str, list[int]], max_tokens: int, **sampling: Any
+    ) -> Iterator[Any]:
+        """vLLM's outputs of prompts by request, greedily, as they come."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
+        for name, prompt in prompts.items():
+            self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
+        while self.engine.has_unfinished_requests():
+            yield from self.engine.step()
+
+    def forget(self) -> bool:
+        """Empty the prefix cache; whether nothing held its blocks."""
+        return bool(self.engine.reset_prefix_cache())
+
+
+class TimedReplica(Replica):
+    """A replica of the benchmark, on a core of its own, with a model of drawn weights."""
+
+    def __init__(self, place: tuple[int, int, str], core: int, sizes: Sizes, **args: Any) -> None:
+        from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
+
+        os.sched_setaffinity(0, {core})
+        register_loader()
+        own = {"load_format": LOAD_FORMAT, "skip_tokenizer_init": True, "max_num_seqs": 64}
+        super().__init__(place, max_model_len=sizes.max_model_len, **own, **args)
+        self._sizes = sizes
+        self.open()
+
+    def prepare(self, chained: Sequence[Any], members: Sequence[tuple[int, int]]) -> None:
+        """Make prompts and empty the cache; for the fields of `ReplicaWork`."""
+        self._prompts = {f"{each[0]}-{each[1]}": self._sizes.prompt(*each) for each in members}
+        self._groups = [(idx, self._sizes.prefix_tokens(idx), split) for idx, split in chained]
+        if not self.forget():
+            raise RuntimeError("something holds blocks of the prefix cache")
 
     def go(self, start_at: float) -> dict[str, Any]:
         """Do what was prepared.
@@ -133,50 +136,51 @@ class _Replica:
             Seconds from then to the end and to each group's first token here; each member's
             tokens; why the chain has failed.
         """
+        from vllm.sampling_params import RequestOutputKind
+
         time.sleep(max(0.0, start_at - time.monotonic()))
-        failure = self._chain.prefill(self._groups) if self._groups else None
-        for (group, member), prompt in self._prompts.items():
-            self._add(f"{group}-{member}", prompt, self._sizes.output)
+        failure = self.prefill(self._groups) if self._groups else None
         tokens: dict[str, list[int]] = {}
         first_s: dict[str, float] = {}
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                new = list(output.outputs[0].token_ids)
-                tokens.setdefault(output.request_id, []).extend(new)
-                if new:
-                    group = output.request_id.partition("-")[0]
-                    first_s.setdefault(group, time.monotonic() - start_at)
-        return {
-            "end_s": time.monotonic() - start_at,
-            "first_s": first_s,
-            "tokens": tokens,
-            "failure": failure,
-        }
+        kind = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        for output in self.outputs(self._prompts, self._sizes.output, **kind):
+            new = list(output.outputs[0].token_ids)
+            tokens.setdefault(output.request_id, []).extend(new)
+            if new:
+                group = output.request_id.partition("-")[0]
+                first_s.setdefault(group, time.monotonic() - start_at)
+        end_s = time.monotonic() - start_at
+        return {"end_s": end_s, "first_s": first_s, "tokens": tokens, "failure": failure}
 
     def time_steps(self, sizes: list[tuple[int, int]], repetitions: int) -> list[float]:
         """Median seconds of a step of (tokens, tokens before them that are cached)."""
         from batchllm_operator.runahead.phase import time_prefill
 
-        return [seconds for *_, seconds in time_prefill(self._engine, sizes, repetitions)]
+        return [seconds for *_, seconds in time_prefill(self.engine, sizes, repetitions)]
 
     def link_bytes_per_s(self) -> float:
         """See `Chain.bytes_per_s`; all replicas are asked at once."""
-        return self._chain.chain.bytes_per_s()
+        return self.chained.chain.bytes_per_s()
 
-    def _add(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=output_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        self._engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), params)
+def serve(calls: Connection, target: Any) -> None:
+    """Call a target's methods until the other end closes, or sends None.
 
-    def _forget(self) -> None:
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("something holds blocks of the prefix cache")
+    A call is (method, arguments, options), an answer ("ok", result) or ("error", class, message).
+    """
+    with suppress(EOFError):
+        while (call := calls.recv()) is not None:
+            method, arguments, options = call
+            answer: tuple[Any, ...]
+            try:
+                answer = ("ok", getattr(target, method)(*arguments, **options))
+            except Exception as error:  # noqa: BLE001  (the other process raises or judges it)
+                answer = ("error", type(error).__name__, str(error))
+            calls.send(answer)
+
+
+def serve_timed(calls: Connection, arguments: Mapping[str, Any]) -> None:
+    """Start a replica of the benchmark, say so, and serve."""
+    replica = TimedReplica(**arguments)
+    calls.send(("ok", "started"))
+    serve(calls, replica)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batchllm_operator.errors import RunaheadError
+from batchllm_operator.errors import EngineError, RunaheadError
 from batchllm_operator.runahead import meeting as meeting_module
 from batchllm_operator.runahead.groups import ChainLimits, RunaheadGroup
 from batchllm_operator.runahead.meeting import Rounds
@@ -55,7 +55,7 @@ def group(group_id: int, first_token: int = 0, split: tuple[int, ...] = (96, 64)
 class Pod:
     """Replicas that meet."""
 
-    def __init__(self, folder: Path, *chains: Chain | None) -> None:
+    def __init__(self, folder: Path, *chains: Any) -> None:
         self.chains = chains
         self.rounds = [Rounds(folder, rank, len(chains)) for rank in range(len(chains))]
 
@@ -144,6 +144,15 @@ def test_a_chain_that_can_not_open_is_the_last(tmp_path: Path) -> None:
     pod = Pod(tmp_path, Closed(), Closed())
     assert pod.meet([group(4)], []) == [[], []]
     assert pod.is_over == [True, True]
+
+
+def test_an_engine_that_keeps_blocks_of_a_failed_chain_does_not_go_on(tmp_path: Path) -> None:
+    class Stuck(Chain):
+        def prefill(self, groups: Sequence[RunaheadGroup]) -> str | None:
+            raise EngineError("blocks stay in use")
+
+    with pytest.raises(EngineError, match="stay in use"):
+        Pod(tmp_path, Stuck(), Stuck()).meet([group(4)], [])
 
 
 def test_all_measure_and_the_slowest_counts(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import Target, engine_limits
-from batchllm_operator.plan.given import _replica_planner
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.plan.replicas import ReplicaPlanner
 from batchllm_operator.prefixes import PrefixGroups
@@ -87,27 +86,6 @@ def test_a_request_that_shares_nothing_can_be_computed_by_all_replicas(tmp_path:
     assert [sum(group.split) for group in placement.spread] == [32_704 + 64 - 1]
 
 
-def test_the_uneven_rest_is_computed_by_all(tmp_path: Path) -> None:
-    placement = place(spec(tmp_path, **LINK), (32_000, 8), (32_768, 8), (32_000, 8))
-    assert placement is not None
-    assert placement.num_chained == 1
-    assert placement.first_groups == [101]
-
-
-@pytest.mark.parametrize("groups", [[(640, 4)] * 100, [(640, 400)]], ids=["many", "many members"])
-def test_groups_with_short_prefixes_are_left_as_they_come(
-    tmp_path: Path, groups: list[tuple[int, int]]
-) -> None:
-    assert place(spec(tmp_path, **LINK), *groups) is None
-
-
-def test_small_groups_beside_a_giant_are_never_named(tmp_path: Path) -> None:
-    """530 of them, too little to do for the other replica meanwhile."""
-    placement = place(spec(tmp_path, **LINK), (38_000, 8), *[(16, 1)] * 530, outputs=1)
-    assert placement is not None
-    assert placement.first_groups == [100]
-
-
 def test_a_prefix_that_steps_dont_hold_isnt_chained(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,14 +151,6 @@ def test_chains_are_for_links_that_are_known_and_pay(
         assert placement.makespan_s > 1.5, "by the measured steps, longer than the roofline's"
 
 
-@pytest.mark.parametrize("other", [{"replicas": 4}, {"dtype": "float16"}])
-def test_what_was_measured_otherwise_doesnt_count(tmp_path: Path, other: dict[str, Any]) -> None:
-    keep_profile(spec(tmp_path, other))
-    placement = place(spec(tmp_path), GIANT, SMALL)
-    assert placement is not None
-    assert placement.measure
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -217,11 +187,6 @@ def test_on_needs_something_to_predict_with(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="target_gpu"):
         ReplicaPlanner.of(spec(tmp_path, **LINK), None)
     assert ReplicaPlanner.of(spec(tmp_path), None) is None
-
-
-def test_one_replica_has_nothing_to_place(tmp_path: Path) -> None:
-    job = spec(tmp_path, {"replicas": 1})
-    assert _replica_planner(job, target(job)) is None
 
 
 PLACED = ReplicaPlacement.model_validate(

@@ -64,7 +64,7 @@ class Starter:
 class _Watched:
     def __init__(self, engine: FakeEngine, starter: Starter, is_chained: bool) -> None:
         self._engine, self._starter = engine, starter
-        self.chain = starter.chain if is_chained else None
+        self.chain: Any = starter.chain if is_chained else None
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         for output in self._engine.stream(self._watch(requests)):

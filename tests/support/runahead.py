@@ -26,7 +26,7 @@ CPU_COST: Final = ReplicaCost(
     step_overhead_s=4e-3,
 )
 """A replica on one core."""
-CPU_CHAIN: Final = Chain(CPU_COST, 2, 1e9, 1e-4, block_size=32, max_chunk_blocks=256)
+CPU_CHAIN: Final = Chain(CPU_COST, 2, 1e9, block_size=32, max_chunk_blocks=256)
 
 
 def group_loads(*groups: tuple[int, int, int, int]) -> GroupLoads:
@@ -60,7 +60,6 @@ def chains(draw: st.DrawFn) -> Chain:
         draw(costs()),
         draw(st.integers(1, 5)),
         draw(st.sampled_from([1e6, 1e8, 1e9, 1e10, 1e11, 1e13])),
-        draw(st.sampled_from([0.0, 1e-5, 1e-3])),
         block_size=draw(st.sampled_from([1, 16, 32])),
     )
 

@@ -108,7 +108,8 @@ class Replicas:
         store = f"{self._folder}/store-{uuid.uuid4().hex[:8]}"
         for rank, replica in enumerate(self._alive[:world_size]):
             own = changes[rank] if rank < len(changes) else {}
-            replica.ask("start", rank, world_size, store, str(self._model), **{**common, **own})
+            place = (rank, world_size, store)
+            replica.ask("start", place, model=str(self._model), **{**common, **own})
         answers = [replica.outcome() for replica in self._alive[:world_size]]
         for answer in answers:
             if isinstance(answer, Exception):

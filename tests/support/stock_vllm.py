@@ -1,4 +1,4 @@
-"""Run as a script: what stock vLLM makes of something, greedily unless it is told otherwise.
+"""Run as a script: what vLLM's own API makes of something, greedily unless it is told otherwise.
 
     python -m support.stock_vllm KIND MODEL INPUTS OUTPUTS
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+_NUM_BLOCKS = 24  # of 32 tokens
 WITHOUT_SPACES = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Of structured outputs: a random model would write spaces wherever it may."""
 
@@ -22,7 +24,7 @@ def start(model: str, **changes: Any) -> Any:
 
     sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
     args: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "block_size": 32}
-    return LLM(model, enforce_eager=True, **args, **changes)
+    return LLM(model, enforce_eager=True, **args | changes)
 
 
 def greedy(**changes: Any) -> Any:
@@ -145,6 +147,90 @@ def _splitter(plugin: str, tokenizer: Any) -> Callable[[str], tuple[str | None, 
         return reasoning, answer or ""
 
     return split
+
+
+def features(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What is generated in every way that a user may ask for, and how often vLLM preempted.
+
+    Given are `prompts` (each with its `tokens` and the fields of its hints), two LoRA adapters'
+    paths as `lora`, and the `scheduler_cls`, null for vLLM's own.
+    """
+    from vllm.lora.request import LoRARequest
+
+    common = {"max_num_seqs": 64, "max_model_len": 640, "scheduler_cls": given["scheduler_cls"]}
+    common["kv_cache_memory_bytes"] = 1 << 28
+    generate = partial(_generate, given["prompts"])
+    # In turn, so that never more than one is in memory.
+    found: dict[str, Any] = {}
+    llm = start(model, num_gpu_blocks_override=_NUM_BLOCKS, **common)
+    preempted = _count_preemptions(llm)
+    found["tight_memory"] = generate(llm, max_tokens=64, logprobs=2)
+    found["num_preemptions"] = len(preempted)
+    del llm
+    llm = start(model, enable_lora=True, max_loras=1, max_lora_rank=8, **common)
+    found["stop_strings"] = generate(llm, 40, stop=["e", "th"], max_tokens=48)
+    found["without_lora"] = generate(llm, 40, max_tokens=12)
+    # Two that can't be in one step. (vLLM's CPU kernels give an adapter to requests without one
+    # if they meet in a step, so they aren't mixed here.)
+    adapters = [LoRARequest(path, idx, path) for idx, path in enumerate(given["lora"], start=1)]
+    found["lora"] = generate(llm, 40, lora=[*adapters * 20], max_tokens=12)
+    del llm
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    most = 4 * _NUM_BLOCKS
+    llm = start(model, speculative_config=ngram, num_gpu_blocks_override=most, **common)
+    found["speculative_decoding"] = generate(llm, 60)
+    return found
+
+
+def _generate(
+    prompts: list[dict[str, Any]],
+    llm: Any,
+    num: int | None = None,
+    lora: Any = None,
+    **changes: Any,
+) -> Any:
+    """All that there is to see of the outputs of the first prompts."""
+    from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
+
+    sampling = {"max_tokens": 24, **changes}
+    tokens = [{"prompt_token_ids": prompt["tokens"]} for prompt in prompts[:num]]
+    hints = [
+        RequestHints(
+            prompt["group_id"],
+            prompt["num_prefix_tokens"],
+            prompt["group_size"],
+            num_output_tokens=sampling["max_tokens"],
+        )
+        for prompt in prompts[:num]
+    ]
+    params = [greedy(**sampling, extra_args=each.to_extra_args()) for each in hints]
+    outputs = llm.generate(tokens, params, lora_request=lora, use_tqdm=False)
+    names = ("text", "finish_reason", "stop_reason")
+    return [
+        [
+            {
+                **{name: getattr(each, name) for name in names},
+                "token_ids": list(each.token_ids),
+                "logprobs": each.logprobs
+                and [{str(key): at.logprob for key, at in step.items()} for step in each.logprobs],
+            }
+            for each in output.outputs
+        ]
+        for output in outputs
+    ]
+
+
+def _count_preemptions(llm: Any) -> list[str]:
+    """A list that grows with each preempted request."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return preempted
 
 
 if __name__ == "__main__":

@@ -86,14 +86,15 @@ class BusyReplicas:
         self.enough = enough
         self.asked: list[int] = []
 
-    def ask(self, calls: list[dict[str, Any]]) -> list[list[float]]:
-        self.asked.append(calls[0]["repetitions"])
+    def ask(self, method: str, *arguments: tuple[list[tuple[int, int]], int]) -> list[list[float]]:
+        sizes, repetitions = arguments[0]
+        self.asked.append(repetitions)
         has_enough = self.asked[-1] >= self.enough
         each = [
             1e-3 * (1 + chunk if has_enough else 1 / (1 + chunk + before))
-            for chunk, before in calls[0]["sizes"]
+            for chunk, before in sizes
         ]
-        return [each] * len(calls)
+        return [each] * len(arguments)
 
 
 def test_a_busy_machine_is_timed_for_longer_but_not_for_ever() -> None:

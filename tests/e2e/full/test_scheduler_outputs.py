@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from support.demo_job import Demo, demo_prompts
 
 from batchllm_operator.model.weights import weight_shapes
 
+OURS = "batchllm_operator.vllm_plugin.scheduler.scheduler.BatchLLMScheduler"
 NEAR_TIE = 1e-4
 """In log-probability. On two threads a token's margin over the next differs by up to 1.5e-5 between
 stock with much memory and stock with little, and by 2.1e-5 between stock and ours; on one thread
@@ -29,14 +29,11 @@ def generated(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     }
     for seed, name in enumerate("ab"):  # large enough to change what is generated
         write_adapter(folder / "lora" / name, modules, seed=seed, rank=8, scale=8.0)
-    (folder / "prompts.json").write_text(json.dumps(demo_prompts(demo)))
-    found = {}
-    for scheduler in ("stock", "ours"):
-        outputs = folder / f"{scheduler}.json"
-        arguments = [scheduler, demo.model, folder / "lora", folder / "prompts.json", outputs]
-        demo.run_module("support.offline_generate", *arguments)
-        found[scheduler] = json.loads(outputs.read_text())
-    return found
+    given = {"prompts": demo_prompts(demo), "lora": [str(folder / "lora" / name) for name in "ab"]}
+    return {
+        name: demo.stock("features", {**given, "scheduler_cls": scheduler})
+        for name, scheduler in {"stock": None, "ours": OURS}.items()
+    }
 
 
 def differences(ours: list[Any], stock: list[Any]) -> list[str]:
