@@ -19,8 +19,7 @@ from batchllm_operator.operators.planning import Planning
 
 APPLICATION: Final = str(Path(batchllm_operator.__file__).parent / "spark_driver.py")
 """What Spark's driver runs; its arguments are those of `batchllm`."""
-_MAX_NAME: Final = 40
-"""Spark appends a suffix, and names Services after the application."""
+_MAX_NAME: Final = 40  # Spark appends a suffix, and names Services after the application
 
 
 class SparkPlanning(Planning, BatchLLMCommandOperator):

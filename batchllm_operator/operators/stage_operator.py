@@ -63,9 +63,8 @@ class BatchLLMStageOperator(BatchLLMJobTask):
         """Run the command to its end, or defer until its Job has ended.
 
         Raises:
-            AirflowFailException: the spec, the table, the plan, a connection or the template is
-                wrong; a retry won't help.
-            AirflowException: anything else; a retry continues from the finished parts.
+            AirflowFailException: a retry won't help; after any other error, one continues from the
+                finished parts.
         """
         self.check()
         if self.runner == "local":

@@ -79,47 +79,34 @@ NONE = {"ds": ""}
 """What a run pushes that starts others."""
 
 
-def test_each_event_gets_a_run_whose_id_says_which() -> None:
-    events = [arrived(0, "2026-01-29"), arrived(2, "2026-01-31"), arrived(1, "2026-01-30")]
-    run = Run(triggering={"documents": events})
-    assert run.execute() == [
-        {"trigger_run_id": f"arrival__{ds}__20260201T{time}", "conf": {"ds": ds}}
-        for ds, time in (
-            ("2026-01-29", "000000.000000"),
-            ("2026-01-30", "000001.000000"),
-            ("2026-01-31", "000002.000000"),
-        )
-    ]
+def runs_of(run: Run, *assets: Asset) -> list[str]:
+    """The ids of the runs that are started, which name the partitions of their conf."""
+    started = run.execute(*assets)
     assert run.pushed == NONE
+    for one in started:
+        assert one["trigger_run_id"].startswith(f"arrival__{one['conf']['ds']}__20260201T0000")
+    return [one["trigger_run_id"].removeprefix("arrival__2026-01-") for one in started]
 
 
-def test_two_runs_that_meet_one_event_start_one_run() -> None:
-    """One has read ahead to it, the other was made for it; two runs of one id are one."""
-    first, second = arrived(0, "2026-01-30"), arrived(1, "2026-01-31")
-    ahead = Run({"documents": [first]}, all_events={"documents": Inlets([first, second])})
-    own = Run({"documents": [second]})
-    assert own.execute() == ahead.execute()[1:]
+def test_each_partition_gets_a_run_whose_id_says_which_and_when_it_came_last() -> None:
+    events = [arrived(0, "2026-01-29"), arrived(2, "2026-01-31"), arrived(1, "2026-01-30")]
+    ids = ["29__20260201T000000.000000", "30__20260201T000001.000000", "31__20260201T000002.000000"]
+    assert runs_of(Run(triggering={"documents": events})) == ids
+    again = [*events, arrived(3, "2026-01-30")]
+    run = Run(triggering={"documents": events}, all_events={"documents": Inlets(again)})
+    assert sorted(runs_of(run)) == [ids[0], "30__20260201T000003.000000", ids[2]]
+    both = {"documents": [arrived(1, "2026-01-30")], "users": [arrived(0, "2026-01-30")]}
+    assert runs_of(Run(triggering=both), DOCUMENTS, USERS) == ids[1:2]
 
 
 @pytest.mark.parametrize("container", [list, Inlets])  # Airflow 3.1, and later
 def test_events_that_airflow_left_for_the_next_run_get_runs_now(container: Any) -> None:
+    """Two runs that meet one event, as one has read ahead to it, start runs of one id."""
     old, first, left = arrived(0, "2026-01-01"), arrived(1, "2026-01-30"), arrived(2, "2026-01-31")
-    run = Run(
-        triggering={"documents": [first]}, all_events={"documents": container([old, first, left])}
-    )
-    assert [each["conf"]["ds"] for each in run.execute()] == ["2026-01-30", "2026-01-31"]
-    assert run.pushed == NONE
-
-
-def test_a_partition_that_came_twice_gets_one_run() -> None:
-    events = [arrived(0, "2026-01-30"), arrived(1, "2026-01-31"), arrived(2, "2026-01-30")]
-    again = [*events, arrived(3, "2026-01-30"), arrived(4, "2026-01-31")]
-    run = Run(triggering={"documents": events}, all_events={"documents": Inlets(again)})
-    ids = [each["trigger_run_id"] for each in run.execute()]
-    assert ids == [  # a newer event, a newer run
-        "arrival__2026-01-30__20260201T000003.000000",
-        "arrival__2026-01-31__20260201T000004.000000",
-    ]
+    run = Run({"documents": [first]}, all_events={"documents": container([old, first, left])})
+    ids = ["30__20260201T000001.000000", "31__20260201T000002.000000"]
+    assert runs_of(run) == ids
+    assert runs_of(Run({"documents": [left]})) == ids[1:]
 
 
 ODD = ["2026-01-31 00:00", "2026-01-31/00:00", "region=é", "região=日本", "a" * 300, "\ud800"]
@@ -138,12 +125,6 @@ def test_a_partition_of_any_characters_has_a_run_id_that_airflow_takes() -> None
     assert ids == [each["trigger_run_id"] for each in Run({"documents": events}).execute()]
 
 
-def test_two_tables_of_one_partition_are_one_arrival() -> None:
-    triggering = {"documents": [arrived(1, "2026-01-31")], "users": [arrived(0, "2026-01-31")]}
-    (one,) = Run(triggering=triggering).execute(DOCUMENTS, USERS)
-    assert one["trigger_run_id"] == "arrival__2026-01-31__20260201T000001.000000"
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -151,16 +132,13 @@ def test_two_tables_of_one_partition_are_one_arrival() -> None:
         {"params": {"ds": "2026-01-31"}},
         {"conf": {"ds": "2026-01-31"}, "partition_key": "2026-01-01"},
         {"params": {"ds": None}, "partition_key": "2026-01-31"},
+        {"params": {"ds": None}, "logical_ds": "2026-01-31", "triggering": {}},
     ],
 )
 def test_what_is_given_by_hand_or_by_airflow_comes_first(given: dict[str, Any]) -> None:
-    run = Run(triggering={"documents": [arrived(0, "x")]}, logical_ds="2026-02-01", **given)
-    assert run.execute() == []
-    assert run.pushed == {"ds": "2026-01-31"}
-
-
-def test_without_an_event_it_is_the_logical_date() -> None:
-    run = Run(logical_ds="2026-01-31", params={"ds": None})
+    """And without an event, the logical date."""
+    events = {"triggering": {"documents": [arrived(0, "x")]}, "logical_ds": "2026-02-01"}
+    run = Run(**(events | given))
     assert run.execute() == []
     assert run.pushed == {"ds": "2026-01-31"}
 

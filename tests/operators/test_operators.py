@@ -30,7 +30,6 @@ from batchllm_operator.operators import (
 from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.jobs.owner import Attempt
 from batchllm_operator.operators.jobs.pod import KINDS
-from batchllm_operator.provider import get_provider_info
 
 
 def execute(task: BaseOperator, context: dict[str, Any]) -> Any:
@@ -103,68 +102,61 @@ def test_a_jobs_name_is_one_of_a_host_with_the_index_of_its_pods(stem: str) -> N
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and name[0] != "-"
 
 
-def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_failed", [0, 1234])
+def test_commit_sends_each_asset_counts_and_uris_and_warns_of_failed_rows(
+    monkeypatch: pytest.MonkeyPatch, num_failed: int
+) -> None:
     event = {
         "ds": "2026-01-31",
-        "num_rows_in": 12,
-        "num_rows_out": 11,
-        "num_failed_rows": 1,
+        "num_rows_in": 56_789,
+        "num_rows_out": 56_789,
+        "num_failed_rows": num_failed,
         "achieved_saving_ratio": 0.6,
         "plan_uri": "s3://b/plan-1",
         "report_uri": "s3://b/plan-1/report.json",
         "table_uri": "s3://b",
     }
-
-    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
-        return {**event, "result_version": 1, "command": "commit", "model": "m", "errors": {}}
-
-    monkeypatch.setattr(CommandRunner, "run", run)
-    outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
-    task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
-    outlet_events = OutletEventAccessors()
-    execute(task, {"ti": TaskInstance(), "outlet_events": outlet_events})
-    assert {asset.name: accessor.extra for asset, accessor in outlet_events.items()} == {
-        "snippets": event,
-        "s3://b/snippets": event,
-    }
-
-
-@pytest.mark.parametrize("num_failed", [0, 1234])
-def test_commit_warns_of_failed_rows(monkeypatch: pytest.MonkeyPatch, num_failed: int) -> None:
-    result = {
-        "report_uri": "s3://b/plan-1/report.json",
-        "num_rows_in": 56_789,
-        "num_failed_rows": num_failed,
-    }
-    log = mock.Mock()
+    result = {**event, "result_version": 1, "command": "commit", "model": "m", "errors": {}}
+    log, events = mock.Mock(), OutletEventAccessors()
     monkeypatch.setattr(BatchLLMCommitOperator, "log", log)
     monkeypatch.setattr(CommandRunner, "run", lambda *_: result)
-    execute(BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1"), {})
-    warnings = [each.args[0] % each.args[1:] for each in log.warning.call_args_list]
+    outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
+    task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
+    execute(task, {"ti": TaskInstance(), "outlet_events": events})
+    sent = {asset.name: accessor.extra for asset, accessor in events.items()}
+    assert sent == {"snippets": event, "s3://b/snippets": event}
+    warnings = [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
     assert len(warnings) == (num_failed > 0)
-    assert all("1,234 of 56,789 rows failed" in each for each in warnings)
-    assert all("s3://b/plan-1/report.json" in each for each in warnings)
+    assert all("1,234 of 56,789 rows failed" in warning for warning in warnings)
+    assert all("s3://b/plan-1/report.json" in warning for warning in warnings)
 
 
-def test_templates_are_rendered() -> None:
-    context: Any = {"ds": "2026-01-31", "root": "s3://b"}
-    plan = BatchLLMPlanOperator(task_id="p", spec_path="{{ root }}/j.yaml", env={"D": "{{ ds }}"})
-    plan.render_template_fields(context)
-    assert (plan.spec_path, plan.ds, plan.env) == (
-        "s3://b/j.yaml",
-        "2026-01-31",
-        {"D": "2026-01-31"},
-    )
-    generate = BatchLLMGenerateOperator(
-        task_id="g", plan_uri="{{ root }}/p", num_workers="{{ ds | length }}", queue_name="{{ ds }}"
-    )
-    generate.render_template_fields(context)
-    assert (generate.plan_uri, generate.num_pods(), generate.queue_name) == (
-        *("s3://b/p", 10, "2026-01-31"),
-    )
-    commit = BatchLLMCommitOperator(task_id="c", plan_uri="{{ root }}/p")
-    commit.render_template_fields(context)
-    assert commit.plan_uri == "s3://b/p"
+@pytest.mark.parametrize(
+    ("make", "given", "rendered"),
+    [
+        (
+            BatchLLMPlanOperator,
+            {"spec_path": "{{ root }}/j.yaml", "env": {"D": "{{ ds }}"}},
+            {"spec_path": "s3://b/j.yaml", "env": {"D": "2026-01-31"}, "ds": "2026-01-31"},
+        ),
+        (
+            BatchLLMPlanOperator,
+            {"spec_path": "j.yaml", "ds": "{{ conf['ds'] }}"},
+            {"ds": "2026-01-31 05"},
+        ),
+        (
+            BatchLLMGenerateOperator,
+            {"plan_uri": "{{ root }}/p", "num_workers": "{{ 10 }}", "queue_name": "{{ ds }}"},
+            {"plan_uri": "s3://b/p", "num_workers": "10", "queue_name": "2026-01-31"},
+        ),
+        (BatchLLMCommitOperator, {"plan_uri": "{{ root }}/p"}, {"plan_uri": "s3://b/p"}),
+    ],
+)
+def test_templates_are_rendered(make: Any, given: Any, rendered: dict[str, Any]) -> None:
+    task = make(task_id="t", **given)
+    conf = {"ds": "2026-01-31 05"}
+    task.render_template_fields({"ds": "2026-01-31", "root": "s3://b", "conf": conf})
+    assert {name: getattr(task, name) for name in rendered} == rendered
 
 
 @pytest.mark.parametrize("ds", ["{{ ds }}", "{{ logical_date.strftime('%Y%m%d') }}", "{{ day }}"])
@@ -176,13 +168,6 @@ def test_a_run_without_a_logical_date_says_how_to_name_its_partition(
         task = BatchLLMPlanOperator(task_id="p", spec_path=write_spec(tmp_path, 1), ds=ds)
     with pytest.raises(AirflowFailException, match=r"no logical date.*dag_run.conf\['ds'\]"):
         task.render_template_fields(cast(Any, context))
-
-
-def test_a_run_without_a_logical_date_may_have_its_partition_in_its_conf(tmp_path: Path) -> None:
-    spec = write_spec(tmp_path, 1)
-    task = BatchLLMPlanOperator(task_id="p", spec_path=spec, ds="{{ conf['ds'] }}")
-    task.render_template_fields(cast(Any, {"conf": {"ds": "2026-01-31 05"}}))
-    assert task.ds == "2026-01-31 05"
 
 
 @pytest.mark.parametrize("ds", ["", "None"])
@@ -253,12 +238,18 @@ def test_task_group_lets_arguments_of_a_task_override_its_own() -> None:
         assert {field: getattr(task, field) for field in fields} == fields
 
 
-def test_a_template_of_workers_is_rendered_by_generate_too() -> None:
-    """Each time it looks at the lake: that is how a running Job is scaled."""
+def test_the_group_takes_templates_assets_and_a_partition_that_a_task_names() -> None:
+    """A template of workers is rendered at each look: that is how a running Job is scaled."""
+    output = Asset("snippets", uri="s3://b/snippets")
     with DAG("job", schedule=None) as dag:
-        batchllm_task_group("job.yaml", num_workers="{{ var.value.workers }}")
-    for name in ("plan", "generate"):
-        assert dag.get_task(f"batchllm.{name}").num_workers == "{{ var.value.workers }}"
+        ds = one_run_per_partition(Asset("documents"))
+        workers = "{{ var.value.workers }}"
+        batchllm_task_group("job.yaml", ds=ds, output_asset=output, num_workers=workers)
+    plan = dag.get_task("batchllm.plan")
+    assert plan.upstream_task_ids == {"arrival.partition"}
+    assert "task_ids='arrival.partition'" in plan.ds and "key='return_value'" in plan.ds
+    assert dag.get_task("batchllm.commit").outlets == [output]
+    assert plan.num_workers == dag.get_task("batchllm.generate").num_workers == workers
 
 
 @pytest.mark.parametrize("default", ["True", "False"])
@@ -272,35 +263,18 @@ def test_airflows_setting_decides_what_is_deferred(
     assert given.deferrable is False
 
 
-def test_task_group_takes_an_asset_and_a_partition_that_a_task_names() -> None:
-    output = Asset("snippets", uri="s3://b/snippets")
-    with DAG("job", schedule=None) as dag:
-        ds = one_run_per_partition(Asset("documents"))
-        batchllm_task_group("job.yaml", ds=ds, output_asset=output)
-    plan = dag.get_task("batchllm.plan")
-    assert plan.upstream_task_ids == {"arrival.partition"}
-    assert "task_ids='arrival.partition'" in plan.ds
-    assert "key='return_value'" in plan.ds
-    assert dag.get_task("batchllm.commit").outlets == [output]
-
-
-def test_provider_info_fits_airflows_schema() -> None:
-    info = get_provider_info()
-    schema = json.loads(files("airflow").joinpath("provider_info.schema.json").read_text())
-    Draft7Validator(schema).validate(info)
-    assert info["package-name"] == "batchllm-operator"
-    assert info["versions"] == [__version__]
-
-
-def test_the_provider_info_loads_no_operator() -> None:
+def test_provider_info_fits_airflows_schema_and_loads_no_operator() -> None:
     """Every Airflow process reads it before the modules that operators need can be imported."""
     code = (
-        "import sys; from batchllm_operator import provider;"
-        "provider.get_provider_info();"
-        "print('airflow' in sys.modules)"
+        "import json, sys; from batchllm_operator.provider import get_provider_info;"
+        "print(json.dumps([get_provider_info(), 'airflow' in sys.modules]))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
+    info, is_loaded = json.loads(run.stdout)
+    schema = json.loads(files("airflow").joinpath("provider_info.schema.json").read_text())
+    Draft7Validator(schema).validate(info)
+    assert (info["package-name"], is_loaded) == ("batchllm-operator", False)
+    assert info["versions"] == [__version__]
 
 
 def test_the_documented_example_for_kubernetes_makes_pods() -> None:

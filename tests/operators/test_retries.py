@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,55 +81,36 @@ def test_an_api_that_hangs_is_asked_no_longer_than_there_is_time(
         asyncio.run(job(monkeypatch, patience_s=0.05).call(lambda _: Away(hang), "ask"))
 
 
-@pytest.mark.parametrize("status", [400, 403, 404, 422])
-def test_what_would_be_refused_again_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
-    asked: list[int] = []
-
-    async def refuse() -> None:
-        asked.append(status)
-        raise ApiException(status=status, reason="no")
-
-    with pytest.raises(ApiException):
-        asyncio.run(job(monkeypatch).call(lambda _: Away(refuse), "ask"))
-    assert asked == [status]
+OVER_QUOTA = '{"kind": "Status", "message": "pods \\"p\\" is forbidden: exceeded quota: q"}'
+CONFLICT = '{"kind": "Status", "reason": "Conflict"}'
 
 
 @pytest.mark.parametrize(
-    ("status", "body"),
+    ("method", "status", "body", "num_asked"),
     [
-        (401, ""),
-        (409, '{"kind": "Status", "reason": "Conflict"}'),  # two change one quota
-        (429, ""),
-        (500, ""),
-        (403, '{"kind": "Status", "message": "pods \\"p\\" is forbidden: exceeded quota: q"}'),
+        *(("create", status, "", 1) for status in (400, 403, 404, 422)),
+        *(("create", status, "", 2) for status in (401, 429, 500)),
+        ("create", 403, OVER_QUOTA, 2),
+        ("create", 409, CONFLICT, 2),  # two change one quota
+        ("ask", 409, CONFLICT, 1),  # a change of an outdated version
     ],
 )
 def test_what_may_be_answered_later_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, status: int, body: str
+    monkeypatch: pytest.MonkeyPatch, method: str, status: int, body: str, num_asked: int
 ) -> None:
     asked: list[int] = []
 
-    async def refuse_once() -> str:
+    async def refuse_once() -> None:
         asked.append(status)
-        if len(asked) > 1:
-            return "done"
-        error: Any = ApiException(status=status, reason="not now")
-        error.body = body
-        raise error
+        if len(asked) == 1:
+            error: Any = ApiException(status=status, reason="not now")
+            error.body = body
+            raise error
 
-    assert asyncio.run(job(monkeypatch).call(lambda _: Away(refuse_once), "create")) == "done"
-
-
-def test_a_change_of_an_outdated_version_is_not_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def refuse() -> None:
-        raise ApiException(status=409, reason="Conflict")
-
-    with pytest.raises(ApiException):
-        asyncio.run(job(monkeypatch).call(lambda _: Away(refuse), "ask"))
+    is_refused = pytest.raises(ApiException) if num_asked == 1 else nullcontext()
+    with is_refused:
+        asyncio.run(job(monkeypatch).call(lambda _: Away(refuse_once), method))
+    assert len(asked) == num_asked
 
 
 def test_a_kubeconfig_that_is_being_rewritten_is_no_answer(tmp_path: Path) -> None:

@@ -45,8 +45,7 @@ class Cluster:
     kubernetes_conn_id: str | None
     in_cluster: bool | None
     cluster_context: str | None
-    config_file: str | None
-    """Path of the kubeconfig, which the triggerer must be able to read, too."""
+    config_file: str | None  # path of the kubeconfig, which the triggerer must be able to read, too
 
     def hook(self, extras: dict[str, Any] | None = None) -> AsyncKubernetesHook:
         """The provider's hook; it reads the connection's fields unless `extras` has them."""

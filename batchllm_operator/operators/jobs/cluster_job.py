@@ -88,8 +88,7 @@ class ClusterJob(ClusterCalls):
 
         Raises:
             SupersededError: a later try has the Job.
-            AirflowFailException: the Job of this name isn't this task's.
-            AirflowException: a Job that is being deleted stays.
+            AirflowException: the Job of this name isn't this task's, or stays though it is deleted.
             ApiException: the cluster refuses.
         """
         waits_since: float | None = None
@@ -266,8 +265,7 @@ class ClusterJob(ClusterCalls):
     async def remove_stuck_pods(self) -> None:
         """Remove by force pods that are long past their grace period: their node doesn't answer.
 
-        The Job controller replaces a pod only once it has ended. The time counts from when this was
-        first seen, because the cluster's clock may differ.
+        The time counts from when this was first seen, because the cluster's clock may differ.
         """
         now, since = time.monotonic(), self._ending_since
         self._ending_since = {}

@@ -25,13 +25,10 @@ POLICY: Final = "PodFailurePolicy"
 class Stage(StrEnum):
     """A pod's progress through its life."""
 
-    QUEUED = "queued"
-    """No node has room for it yet."""
-    STARTING = "starting"
-    """On a node; its image is being pulled, its volumes are being mounted."""
+    QUEUED = "queued"  # no node has room for it yet
+    STARTING = "starting"  # on a node; its image is being pulled, its volumes are being mounted
     RUNNING = "running"
-    ENDED = "ended"
-    """The main container won't run again."""
+    ENDED = "ended"  # the main container won't run again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +39,10 @@ class PodState:
     reason: str = ""
     """The cluster's reason, such as `Unschedulable`, `ImagePullBackOff`, `OOMKilled`."""
     message: str = ""
-    exit_code: int | None = None
-    """Exit code of the main container, once it has ended."""
+    exit_code: int | None = None  # exit code of the main container, once it has ended
     is_disrupted: bool = False
     """The cluster has ended the pod, or is about to; the Job controller replaces it."""
-    since: datetime | None = None
-    """When it entered this stage, if its status tells."""
+    since: datetime | None = None  # when it entered this stage, if its status tells
 
     @property
     def is_stuck(self) -> bool:
@@ -94,19 +89,14 @@ class EndKind(StrEnum):
 
     COMPLETE = "complete"
     FAILED = "failed"
-    GONE = "gone"
-    """Deleted from outside."""
+    GONE = "gone"  # deleted from outside
     QUEUE_LIMIT = "queue_limit"
     START_LIMIT = "start_limit"
-    STUCK = "stuck"
-    """Its pods can't start: image, Secret, volume."""
+    STUCK = "stuck"  # its pods can't start: image, Secret, volume
     TIMEOUT = "timeout"
-    API_LOST = "api_lost"
-    """The cluster's API didn't answer for too long; the Job may still run."""
-    FORBIDDEN = "forbidden"
-    """The watcher may not read Jobs; the Job may still run."""
-    PAUSED = "paused"
-    """The Job lives on; it is time to see what is left for it to do."""
+    API_LOST = "api_lost"  # the cluster's API didn't answer for too long; the Job may still run
+    FORBIDDEN = "forbidden"  # the watcher may not read Jobs; the Job may still run
+    PAUSED = "paused"  # the Job lives on; it is time to see what is left for it to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +106,18 @@ class JobEnd:
     kind: EndKind
     job: str
     uid: str = ""
-    reason: str = ""
-    """The cluster's reason, of the Job or of the pod that tells most."""
+    reason: str = ""  # the cluster's reason, of the Job or of the pod that tells most
     message: str = ""
-    pod: str = ""
-    """That pod; empty if none tells anything."""
+    pod: str = ""  # that pod; empty if none tells anything
     exit_code: int | None = None
     idle_since: str = ""
     """When the watch first saw that no pod runs, in ISO format; empty if one does."""
-    num_pods: int = 0
-    """How many the Job is to have, as its label says; 0 if unknown."""
-    parallelism: int = 0
-    """How many may run at a time; 0 if unknown."""
+    num_pods: int = 0  # how many the Job is to have, as its label says; 0 if unknown
+    parallelism: int = 0  # how many may run at a time; 0 if unknown
     num_running: int = 0
     num_waiting: int = 0
     num_succeeded: int = 0
-    told: tuple[str, ...] = ()
-    """Pods that failed, and whose last lines were logged."""
+    told: tuple[str, ...] = ()  # pods that failed, and whose last lines were logged
     last_lines: tuple[str, ...] = ()
     """Of the logs of pods that failed: the triggerer's own log doesn't last."""
 

@@ -36,10 +36,8 @@ _Result = TypeVar("_Result")
 
 _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
 """Airflow ends a deferral this long after the task's deadline, if the triggerer hasn't."""
-_LAST_CALL_S: Final = 4.0
-"""Time to delete a Job: Airflow gives a killed task five seconds."""
-_STATE_S: Final = 1.0
-"""Part of it for asking Airflow, which may not answer, for the task's state."""
+_LAST_CALL_S: Final = 4.0  # time to delete a Job: Airflow gives a killed task five seconds
+_STATE_S: Final = 1.0  # part of it for asking Airflow, which may not answer, for the task's state
 _STATE_LIMIT_S: Final = 10.0
 _UNKNOWN: Final = "unknown"
 KILLED: Final = "the task was killed; finished parts are kept"

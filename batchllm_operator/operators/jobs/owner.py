@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 LABEL: Final = "batchllm.io"
-QUEUE: Final = "kueue.x-k8s.io/queue-name"
-"""Kueue's label of a Job that it admits."""
+QUEUE: Final = "kueue.x-k8s.io/queue-name"  # Kueue's label of a Job that it admits
 _MAX_NAME: Final = 56
 """A pod's host name is the Job's name, a dash and its index, of 63 characters at most."""
 
@@ -19,12 +18,9 @@ _MAX_NAME: Final = 56
 class Attempt:
     """One try of a task: its owner, which all tries share, and its Job's work."""
 
-    owner: str
-    """Digest of output table, DAG, run, task and map index."""
-    work: str
-    """Digest of the Job's work, which may change when the task is cleared."""
-    try_id: str
-    """Airflow's id of the try, a UUID of version 7: the later the try, the greater."""
+    owner: str  # digest of output table, DAG, run, task and map index
+    work: str  # digest of the Job's work, which may change when the task is cleared
+    try_id: str  # Airflow's id of the try, a UUID of version 7: the later the try, the greater
 
     @classmethod
     def of(cls, ti: Any, table_uri: str, work: str) -> Attempt:

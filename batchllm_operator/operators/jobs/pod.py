@@ -110,8 +110,7 @@ def _read_template(argument: str, file: str) -> dict[str, Any]:
 def pod_of(task: Any) -> tuple[dict[str, Any], int]:
     """A task's pod, before the provider merges its arguments in, and the number of its GPUs.
 
-    Raises:
-        ValueError: a template is missing, has no main container, or asks for other GPUs.
+    Raises `ValueError` if a template is missing, has no main container, or asks for other GPUs.
     """
     name = task.base_container_name
     pod = default_pod(task.gpu, name)
@@ -255,11 +254,7 @@ def _without_nones(value: Any) -> Any:
 
 
 def _fitted(united: Any, above: Any) -> dict[str, Any]:
-    """Resources whose requests don't exceed their limits.
-
-    One that `above` only limits loses the request of below; one that it only requests gets that as
-    its limit.
-    """
+    """Resources that `above` only limits lose the request of below, others are limited, too."""
     requests, limits = (_without_nones(above.get(part) or {}) for part in ("requests", "limits"))
     for name in limits.keys() - requests.keys():
         united.get("requests", {}).pop(name, None)
@@ -273,17 +268,8 @@ def with_gpus(
 ) -> int:
     """Give the main container its GPUs, unless the template names its devices; mutates `pod`.
 
-    Args:
-        pod: with the template's and the arguments' resources.
-        gpu: the vendor.
-        count: how many a pod has, which resource claims don't tell.
-        resource: by which pods ask for GPUs, if not by the vendor's whole ones.
-
-    Returns:
-        How many GPUs, or slices of GPUs, the pod has, of any vendor.
-
-    Raises:
-        ValueError: the template asks for another number of GPUs, or for another vendor's.
+    Returns how many GPUs, or slices of GPUs, the pod has, of any vendor; resource claims don't tell
+    it. Raises `ValueError` if the template asks for another number, or for another vendor's.
     """
     resources = main_container(pod).setdefault("resources", {})
     asked = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}

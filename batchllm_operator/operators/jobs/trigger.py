@@ -54,8 +54,7 @@ class JobTrigger(BaseTrigger):
     async def on_kill(self) -> None:
         """Delete the Job when a user has killed the task (Airflow 3.3 and later).
 
-        A triggerer that was cut off loses its triggers to another one, and calls this, too; but
-        then a try of the task lives, and has the Job.
+        A triggerer that was cut off calls this, too; but then a try of the task lives.
         """
         await self._delete_if_killed(if_unknown=True)
 

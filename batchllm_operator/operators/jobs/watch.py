@@ -23,10 +23,8 @@ from batchllm_operator.operators.jobs.cluster_job import MAX_PODS, ClusterJob, e
 from batchllm_operator.operators.jobs.end import HOPELESS, POLICY, EndKind, JobEnd, PodState, Stage
 from batchllm_operator.operators.jobs.owner import LABEL, Attempt
 
-_LOOK_S: Final = 60.0
-"""Between two looks at the pods."""
-_NUM_LOGS: Final = 3
-"""Failed pods whose last lines one look logs."""
+_LOOK_S: Final = 60.0  # between two looks at the pods
+_NUM_LOGS: Final = 3  # failed pods whose last lines one look logs
 _NUM_LINES, _LINE_LENGTH, _MAX_LINES = 20, 500, 100
 """Of a failed pod's log; and lines that the end carries, which Airflow's database keeps."""
 
@@ -37,30 +35,20 @@ class WatchedJob(Cluster):
 
     name: str
     namespace: str
-    uid: str
-    """Another Job of the name isn't meant."""
-    attempt: dict[str, str]
-    """The `Attempt` that has the Job."""
-    container_name: str
-    """The main container of its pods."""
-    queue_s: float
-    """While no pod has a node, or may be created."""
-    start_s: float
-    """From a pod's having a node until its main container runs, while no other runs."""
-    stuck_s: float
-    """As `start_s`, once it fails to pull an image or to find a Secret."""
-    api_s: float
-    """Without an answer from the API."""
+    uid: str  # another Job of the name isn't meant
+    attempt: dict[str, str]  # the `Attempt` that has the Job
+    container_name: str  # the main container of its pods
+    queue_s: float  # while no pod has a node, or may be created
+    start_s: float  # from a pod's having a node until its main container runs, while no other runs
+    stuck_s: float  # as `start_s`, once it fails to pull an image or to find a Secret
+    api_s: float  # without an answer from the API
     poll_s: float
-    pause_s: float | None = None
-    """Until the watch pauses. None if it never does."""
-    deadline: str | None = None
-    """When the task's `execution_timeout` is reached, in ISO format."""
+    pause_s: float | None = None  # until the watch pauses. None if it never does
+    deadline: str | None = None  # when the task's `execution_timeout` is reached, in ISO format
     aws_conn_id: str | None = None
     """Connection whose secrets are masked in the pods' texts, as in `connection_env`."""
     connection_env: dict[str, str] = field(default_factory=dict)
-    before: dict[str, Any] | None = None
-    """How the last watch has paused: a `JobEnd`."""
+    before: dict[str, Any] | None = None  # how the last watch has paused: a `JobEnd`
 
     def job(self, log: Any) -> ClusterJob:
         attempt, options = Attempt(**self.attempt), {"log": log, "patience_s": self.api_s}

@@ -133,27 +133,6 @@ def test_a_run_publishes_the_partition_and_another_leaves_it(
     assert file.read_bytes() == before
 
 
-def test_one_worker_runs_here_whatever_their_number(airflow: Airflow, job: JobFolder) -> None:
-    spec = job.write_spec("job", planner={"num_shards": 4})
-    run = airflow.with_dag(job, spec_path=spec, num_workers=3)
-    assert re.findall(r"Running batchllm (\w+)", run.run()) == ["plan", "run", "commit", "report"]
-    job.check_published("job")
-
-
-def test_nothing_is_committed_when_generating_has_failed(airflow: Airflow, job: JobFolder) -> None:
-    fail = """
-    def fail(context):
-        raise RuntimeError("no machine")
-
-    dag.get_task("batchllm.generate")._pre_execute_hook = fail
-"""
-    spec = job.write_spec("job", planner={"num_shards": 4})
-    log = airflow.with_dag(job, spec_path=spec, num_workers=2, more=fail).failure()
-    assert "no machine" in log
-    assert re.findall(r"Running batchllm (\w+)", log) == ["plan"]
-    assert not job.partition("job").exists()
-
-
 def test_a_plan_that_fails_ends_the_run_with_its_reason(airflow: Airflow, job: JobFolder) -> None:
     spec = job.write_spec("job", on_empty="fail", input=NOTHING)
     log = airflow.with_dag(job, spec_path=spec).failure()
