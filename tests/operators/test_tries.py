@@ -217,6 +217,30 @@ def test_a_job_that_cannot_be_seen_is_left_to_the_next_try_if_there_is_one(
         task._conclude(context(is_last=is_last), JobEnd(EndKind.API_LOST, "j"))
 
 
+@pytest.mark.parametrize(
+    ("action", "of_whole", "of_unfinished"),
+    [
+        ("delete_pod", False, False),
+        ("delete_succeeded_pod", False, True),
+        ("keep_pod", True, True),
+    ],
+)
+def test_on_finish_action_says_which_ended_jobs_are_kept(
+    monkeypatch: pytest.MonkeyPatch, action: str, of_whole: bool, of_unfinished: bool
+) -> None:
+    """Also one of an earlier try, for whose results nothing is left to do."""
+    arguments = {"plan_uri": "s3://b/p", "gpu": "amd", "on_finish_action": action}
+    task, kept = BatchLLMGenerateOperator(task_id="g", **arguments), list[bool]()
+    monkeypatch.setattr(task, "_release", lambda _, keeps_ended: kept.append(keeps_ended))
+    monkeypatch.setattr(task, "verified", lambda context, end: RESULT)
+    execute(task, context())
+    task._conclude(context(), JobEnd(EndKind.COMPLETE, "j"))
+    monkeypatch.setattr(task, "verified", lambda context, end: "shard 3 is missing")
+    with pytest.raises(AirflowException):
+        task._conclude(context(), JobEnd(EndKind.FAILED, "j"))
+    assert kept == [of_whole, of_whole, of_unfinished]
+
+
 def test_no_workers_make_no_job_for_shards_that_are_left(
     task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

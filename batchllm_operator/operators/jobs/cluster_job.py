@@ -159,12 +159,11 @@ class ClusterJob(ClusterCalls):
 
     async def delete(
         self, uid: str = "", *, limit_s: float | None = None, keeps_ended: bool = False
-    ) -> None:
+    ) -> bool:
         """Delete the Job, with its pods and its Secret, unless a later try has it.
 
-        Another Job of its name is left alone, and of one that has ended only the Secret is deleted
-        if `keeps_ended`. Without a `uid` its creation may be under way: it is looked for until
-        `limit_s` is over.
+        Another Job of its name is left alone. Without a `uid` its creation may be under way: it is
+        looked for until `limit_s` is over. True if it has ended and is kept for that.
         """
         until = time.monotonic() + (0.0 if limit_s is None else limit_s)
         while True:
@@ -177,19 +176,18 @@ class ClusterJob(ClusterCalls):
                     raise
             else:
                 if job is None and (uid or time.monotonic() >= until):
-                    return
+                    return False
                 if job is not None:
                     if not self._may_delete(job, uid):
-                        return
+                        return False
                     if keeps_ended and ended_condition(job):
-                        self._log.info("Keeping Job %s (on_finish_action)", self.name)
-                        return await self.delete_secret()
+                        return True
                     version = job.metadata.resource_version
                     conditions = {"uid": job.metadata.uid, "resourceVersion": version}
             if conditions:
                 options = {"propagationPolicy": "Foreground", "preconditions": conditions}
                 if await self._call_job("delete", body=options, patience_s=left_s) is not None:
-                    return
+                    return False
             await asyncio.sleep(FIRST_PAUSE_S / 2)
 
     def _may_delete(self, job: V1Job, uid: str) -> bool:

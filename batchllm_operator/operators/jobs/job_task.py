@@ -79,7 +79,9 @@ class BatchLLMJobTask(BatchLLMJobOperator):
         return Attempt.of(context["ti"], *self.identity())
 
     def _watched_job(self, context: Context, namespace: str, uid: str = "") -> WatchedJob:
-        attempt, deadline, pause_s = self._attempt(context), self._deadline(context), None
+        attempt, deadline, pause_s = self._attempt(context), None, None
+        if self.execution_timeout is not None:  # all deferrals of a try together
+            deadline = (context["ti"].start_date + self.execution_timeout).isoformat()
         if self.look_interval is not None:  # with jitter, so that tasks don't stay in step
             pause_s = self.look_interval.total_seconds() * random.uniform(0.5, 1.0)
         return WatchedJob(
@@ -92,17 +94,10 @@ class BatchLLMJobTask(BatchLLMJobOperator):
             api_s=self.api_timeout.total_seconds(),
             poll_s=self.poll_interval,
             pause_s=pause_s,
-            deadline=deadline.isoformat() if deadline else None,
+            deadline=deadline,
             aws_conn_id=self.aws_conn_id,
             connection_env=dict(self.connection_env or {}),
         )
-
-    def _deadline(self, context: Context) -> datetime | None:
-        """When the task's `execution_timeout` is over, all deferrals of a try together."""
-        if self.execution_timeout is None:
-            return None
-        started_at: datetime = context["ti"].start_date
-        return started_at + self.execution_timeout
 
     def _take(self, context: Context) -> None:
         """Create or adopt the Job, and its Secret."""
@@ -136,13 +131,13 @@ class BatchLLMJobTask(BatchLLMJobOperator):
         if self._state(context) not in ("running", None, _UNKNOWN):
             self._release(context)
             raise AirflowException(KILLED)
-        deadline = self._deadline(context)
-        self.defer(
-            trigger=JobTrigger(**asdict(watched)),
-            method_name="resume",
-            kwargs={"watched": asdict(watched)},
-            timeout=deadline - datetime.now(UTC) + _DEFERRAL_MARGIN if deadline else None,
-        )
+        timeout = None
+        if watched.deadline is not None:
+            left = datetime.fromisoformat(watched.deadline) - datetime.now(UTC)
+            timeout = left + _DEFERRAL_MARGIN
+        arguments = asdict(watched)
+        trigger, kwargs = JobTrigger(**arguments), {"watched": arguments}
+        self.defer(trigger=trigger, method_name="resume", kwargs=kwargs, timeout=timeout)
         raise AssertionError("defer always raises")
 
     def scale(self, parallelism: int, completions: int | None = None) -> None:
@@ -176,9 +171,12 @@ class BatchLLMJobTask(BatchLLMJobOperator):
 
             async def delete() -> None:
                 async with self._cluster_job(limit_s) as job:
-                    await job.delete(watched.uid, limit_s=waits_s, keeps_ended=keeps_ended)
+                    if await job.delete(watched.uid, limit_s=waits_s, keeps_ended=keeps_ended):
+                        self.log.info("Keeping Job %s (on_finish_action)", watched.name)
+                        if self.aws_conn_id is not None or self.connection_env:
+                            await job.delete_secret()
 
-            self.log.info("Deleting Job %s", watched.name)
+            self.log.info("Deleting Job %s, if it is there", watched.name)
             asyncio.run(asyncio.wait_for(delete(), limit_s + 1.0))
 
     # Calls of the cluster
