@@ -10,10 +10,8 @@ from sqlalchemy import delete, func, insert, select
 
 DAY = datetime(2026, 1, 1, tzinfo=UTC)
 CLASSES = {
-    "plan": "BatchLLMPlanOperator",
-    "generate": "BatchLLMGenerateOperator",
-    "commit": "BatchLLMCommitOperator",
-    "report": "BatchLLMReportOperator",
+    stage: f"BatchLLM{stage.capitalize()}Operator"
+    for stage in ("plan", "generate", "commit", "report")
 }
 
 
@@ -41,19 +39,11 @@ class Records:
         from airflow.utils.types import DagRunType
 
         due = DAY + timedelta(days=day)
-        run = {
-            "dag_id": dag_id,
-            "run_id": run_id,
-            "state": state,
-            "run_type": DagRunType.MANUAL,
-            "run_after": due,
-            "logical_date": None if logical_day is None else DAY + timedelta(days=logical_day),
-            "conf": conf,
-            "queued_at": due,
-            "clear_number": 0,
-            "log_template_id": None,
-        }
-        self._insert(DagRun, run)
+        logical = None if logical_day is None else DAY + timedelta(days=logical_day)
+        ids = {"dag_id": dag_id, "run_id": run_id, "run_type": DagRunType.MANUAL}
+        times = {"run_after": due, "logical_date": logical, "queued_at": due}
+        more = {"state": state, "conf": conf, "clear_number": 0, "log_template_id": None}
+        self._insert(DagRun, ids | times | more)
         return self
 
     def task(
@@ -74,17 +64,10 @@ class Records:
         from airflow.models.xcom import XComModel
 
         which = {"dag_id": dag_id, "run_id": run_id, "task_id": task_id, "map_index": map_index}
-        task = {
-            "state": state,
-            "operator": operator or CLASSES[task_id.rpartition(".")[2]],
-            "try_number": 1,
-            "max_tries": 0,
-            "pool": "default_pool",
-            "pool_slots": 1,
-            "queue": "default",
-            "priority_weight": 1,
-        }
-        self._insert(TaskInstance, which | task)
+        operator = operator or CLASSES[task_id.rpartition(".")[2]]
+        tries = {"operator": operator, "try_number": 1, "max_tries": 0}
+        pool = {"pool": "default_pool", "pool_slots": 1, "queue": "default", "priority_weight": 1}
+        self._insert(TaskInstance, which | {"state": state} | tries | pool)
         if rendered is not None:
             self._insert(RenderedTaskInstanceFields, {**which, "rendered_fields": rendered})
         for key, value in xcoms.items():
@@ -138,14 +121,9 @@ class Records:
     def _run(self, which: dict[str, Any]) -> int:
         from airflow.models.dagrun import DagRun
 
+        is_run = (DagRun.dag_id == which["dag_id"], DagRun.run_id == which["run_id"])
         with self._session() as session:
-            return int(
-                session.scalar(
-                    select(func.max(DagRun.id)).where(
-                        DagRun.dag_id == which["dag_id"], DagRun.run_id == which["run_id"]
-                    )
-                )
-            )
+            return int(session.scalar(select(func.max(DagRun.id)).where(*is_run)))
 
     def _insert(self, model: Any, values: dict[str, Any]) -> None:
         with self._session() as session:

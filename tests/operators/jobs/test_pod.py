@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from airflow.providers.cncf.kubernetes.hooks.kubernetes import KubernetesHook
 from airflow.providers.cncf.kubernetes.operators import pod as pod_module
 from airflow.providers.cncf.kubernetes.operators.job import KubernetesJobOperator
 from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
+from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import DAG
 from kubernetes.client import ApiClient
@@ -156,69 +156,40 @@ def test_a_template_that_is_unfit_is_refused(arguments: dict[str, Any], reason: 
         job_of(operator(**arguments))
 
 
-TEMPLATE = {
-    "apiVersion": "v1",
-    "kind": "Pod",
-    "metadata": {"labels": {"team": "search"}},
-    "spec": {
-        "serviceAccountName": "batchllm-gpu",
-        "nodeSelector": {"pool": "h100"},
-        "priorityClassName": "batch",
-        "containers": [
-            {"name": "sidecar", "image": "sidecar:1"},
-            {
-                "name": "base",
-                "image": "registry/ours:1.2",
-                "env": [{"name": "HOME", "value": "/scratch"}],
-                "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
-            },
-        ],
-        "volumes": [
-            {"name": "scratch", "emptyDir": {"sizeLimit": "50Gi"}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
-        ],
-    },
-}
-
-
-@pytest.mark.parametrize("kind", ["file", "dict", "full"])
-def test_a_template_wins_over_defaults_and_arguments_over_it(tmp_path: Path, kind: str) -> None:
+def test_a_template_is_a_file_a_dictionary_or_a_model_and_arguments_win(tmp_path: Path) -> None:
+    volumes = [{"name": "scratch", "emptyDir": {"sizeLimit": "5Gi"}}]
+    spec = {"serviceAccountName": "gpu", "priorityClassName": "batch", "volumes": volumes}
+    env = [{"name": "HOME", "value": "/scratch"}]
+    given = template(spec, image="registry/ours:1.2", env=env)["pod_template_dict"]
+    given |= {"apiVersion": "v1", "kind": "Pod", "metadata": {"labels": {"team": "search"}}}
+    given["spec"]["containers"].insert(0, {"name": "sidecar", "image": "sidecar:1"})
     path = tmp_path / "pod.yaml"
-    path.write_text(yaml.safe_dump(TEMPLATE))
-    given: dict[str, Any] = {
-        "file": dict[str, Any](pod_template_file=str(path)),
-        "dict": {"pod_template_dict": TEMPLATE},
-        "full": {"full_pod_spec": _deserialized(TEMPLATE)},
-    }[kind]
-    task = operator(
-        **given, env={"LEVEL": "2"}, priority_class_name="urgent", image="registry/mine:3"
-    )
-    pod = pod_of(task)
-    spec = pod["spec"]
-    base, sidecar = spec["containers"]
-    assert (base["name"], sidecar["name"]) == ("base", "sidecar")
-    assert base["image"] == "registry/mine:3"
-    assert spec["priorityClassName"] == "urgent"
-    assert spec["serviceAccountName"] == "batchllm-gpu"
-    assert spec["nodeSelector"] == {"pool": "h100"}
+    path.write_text(yaml.safe_dump(given))
+    own = {"env": {"LEVEL": "2"}, "priority_class_name": "urgent", "image": "registry/mine:3"}
+    pod, *others = [
+        pod_of(operator(**{kind: value}, **own))
+        for kind, value in {
+            "pod_template_file": str(path),
+            "pod_template_dict": given,
+            "full_pod_spec": PodGenerator.deserialize_model_dict(given),
+        }.items()
+    ]
+    assert others == [pod, pod]
     assert pod["metadata"]["labels"]["team"] == "search"
-    env = env_of(pod)
-    assert (env["HOME"], env["LEVEL"]) == ("/scratch", "2")
-    assert env["TRITON_CACHE_DIR"] == "/cache/triton"
-    assert len(base["env"]) == len(env)
-    mounts = {mount["mountPath"]: mount["name"] for mount in base["volumeMounts"]}
-    assert mounts == {"/tmp": "scratch", "/cache": "cache", "/dev/shm": "shm"}
-    volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    assert len(volumes) == len(spec["volumes"])
-    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "64Gi"
-    assert base["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert pod_of(task) == pod  # building it again gives the same
-
-
-def _deserialized(template: dict[str, Any]) -> k8s.V1Pod:
-    from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
-
-    return PodGenerator.deserialize_model_dict(template)
+    assert [container["name"] for container in pod["spec"]["containers"]] == ["base", "sidecar"]
+    for where, value in {
+        "main|image": "registry/mine:3",
+        "priorityClassName": "urgent",
+        "serviceAccountName": "gpu",
+        "main|env|HOME|value": "/scratch",
+        "main|env|LEVEL|value": "2",
+        "main|env|TRITON_CACHE_DIR|value": "/cache/triton",
+        "volumes|scratch|emptyDir|sizeLimit": "5Gi",
+        "main|resources|limits|nvidia.com/gpu": "1",
+    }.items():
+        assert part(pod, where) == value, where
+    for named in (part(pod, "main|env"), part(pod, "main|volumeMounts"), pod["spec"]["volumes"]):
+        assert len({item["name"] for item in named}) == len(named)
 
 
 @pytest.mark.parametrize(
@@ -244,54 +215,43 @@ def test_wrong_arguments_are_refused_when_the_dag_is_parsed(
 
 
 def grace(seconds: Any) -> dict[str, Any]:
-    return {"spec": {"terminationGracePeriodSeconds": seconds, "containers": [{"name": "base"}]}}
-
-
-def short_graces(folder: Path) -> Iterator[dict[str, Any]]:
-    """Arguments with a grace period that leaves no time to finish open parts."""
-    (folder / "pod.yaml").write_text(yaml.safe_dump(grace(30)), encoding="utf-8")
-    full = k8s.V1Pod(spec=k8s.V1PodSpec(containers=[], termination_grace_period_seconds=0))
-    yield {"termination_grace_period": 30}
-    yield {"termination_grace_period": -5}
-    yield {"termination_grace_period": "29.5"}
-    yield {"termination_grace_period": 0, "pod_template_dict": grace(330)}
-    yield {"pod_template_file": str(folder / "pod.yaml")}
-    yield {"pod_template_dict": grace(30)}
-    yield {"pod_template_dict": grace("29")}
-    yield {"full_pod_spec": full, "pod_template_dict": grace(330)}
-    yield {"pod_template_file": str(folder / "pod.yaml"), "pod_template_dict": grace(330)}
+    return template({"terminationGracePeriodSeconds": seconds})
 
 
 def test_a_grace_period_without_time_for_open_parts_is_refused_when_the_dag_is_parsed(
     tmp_path: Path,
 ) -> None:
+    path = tmp_path / "pod.yaml"
+    path.write_text(yaml.safe_dump(grace(30)["pod_template_dict"]), encoding="utf-8")
+    file = {"pod_template_file": str(path)}
+    full = k8s.V1Pod(spec=k8s.V1PodSpec(containers=[], termination_grace_period_seconds=0))
     refused = pytest.raises(ValueError, match="must be above 30 seconds")
-    for arguments in short_graces(tmp_path):
+    argument = "termination_grace_period"
+    arguments: Any
+    for arguments in (
+        *({argument: seconds} for seconds in (30, -5, "29.5")),
+        *({argument: 0, **grace(330)}, file, grace(30), grace("29")),
+        *({"full_pod_spec": full, **grace(330)}, {**file, **grace(330)}),
+    ):
         with refused:
             operator(**arguments)
-        with DAG("job", schedule=None), refused:
-            batchllm_task_group("job.yaml", gpu="nvidia", generate_args=arguments)
         with DAG("job", schedule=None, default_args=arguments), refused:
             batchllm_task_group("job.yaml", gpu="nvidia")
 
 
 def test_a_grace_period_that_is_enough_or_not_known_yet_is_no_fault(tmp_path: Path) -> None:
     late = tmp_path / "late.yaml"
-    enough: list[dict[str, Any]] = [
-        {"pod_template_dict": grace(31)},
-        {"pod_template_dict": grace(30), "termination_grace_period": 31},
-        {"pod_template_dict": grace("{{ params.grace }}")},
-        {"pod_template_dict": {"spec": None}},
+    arguments: Any
+    for arguments in (
+        *(grace(31), {**grace(30), "termination_grace_period": 31}),
+        *(grace("{{ params.grace }}"), {"pod_template_dict": {"spec": None}}),
         {"pod_template_file": "/templates/{{ params.template }}.yaml"},
         {"pod_template_file": str(late)},
-    ]
-    for arguments in enough:
-        with DAG("job", schedule=None):
-            task = operator(**arguments)
-            batchllm_task_group("job.yaml", gpu="nvidia", generate_args=arguments)
-    late.write_text(yaml.safe_dump(grace(30)), encoding="utf-8")  # on the worker's disk only
+    ):
+        task = operator(**arguments)
+    late.write_text(yaml.safe_dump(grace(30)["pod_template_dict"]), encoding="utf-8")
     with pytest.raises(AirflowFailException, match="grace period is 30; it must be above 30"):
-        job_of(task)
+        job_of(task)  # on the worker, whose disk has it
 
 
 def test_a_gpu_means_a_pod_and_the_runner_can_be_named() -> None:

@@ -269,12 +269,20 @@ def test_lines_of_a_failed_pod_are_logged_once_over_pauses(clock: Time) -> None:
     assert not [line for line in again if "ended (Error)" in line]
 
 
+def api_error(status: int, body: str = "") -> ApiException:
+    error: Any = ApiException(status=status, reason="no")
+    error.body = body
+    return error  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (ApiException(status=403, reason="Forbidden"), EndKind.FORBIDDEN),
-        (ApiException(status=503, reason="away"), EndKind.API_LOST),
+        (api_error(403), EndKind.FORBIDDEN),
+        (api_error(503), EndKind.API_LOST),
         (ClientError("no answer"), EndKind.API_LOST),
+        (api_error(404, "a proxy's: not found"), EndKind.API_LOST),
+        (api_error(404, '{"kind": "Status", "reason": "NotFound"}'), EndKind.GONE),
     ],
 )
 def test_an_api_that_does_not_answer_leaves_the_job_alone(
@@ -283,7 +291,8 @@ def test_an_api_that_does_not_answer_leaves_the_job_alone(
     job = StandIn()
     job.errors = iter([error])
     end, _ = watched(job)
-    assert end.kind is kind and end.is_unseen and not end.holds_resources
+    assert (end.kind, end.is_unseen) == (kind, kind is not EndKind.GONE)
+    assert not end.holds_resources
 
 
 def test_another_job_of_the_name_is_not_the_jobs(clock: Time) -> None:
@@ -307,15 +316,3 @@ def test_a_watch_does_not_pause_while_a_pod_is_ending(
     job.in_phase = {"": [ending]}
     watched(job, limits(1000, pause_s=60))
     assert job.removed == ["p"] and 390 <= clock.passed_s <= 600
-
-
-@pytest.mark.parametrize(
-    ("body", "is_gone"), [('{"kind": "Status", "reason": "NotFound"}', True), ("not found", False)]
-)
-def test_a_404_of_a_proxy_is_not_the_jobs_end(clock: Time, body: str, is_gone: bool) -> None:
-    error = ApiException(status=404, reason="Not Found")
-    error.body = body  # type: ignore[assignment]
-    job = StandIn()
-    job.errors = iter([error])
-    end, _ = watched(job)
-    assert end.kind is (EndKind.GONE if is_gone else EndKind.API_LOST)
