@@ -1,4 +1,4 @@
-"""`airflow dags test`: runs that fail, skip, are killed, and take credentials from a connection."""
+"""`airflow dags test`: runs that fail, skip, and are killed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import json
 import os
 import re
 import signal
-import sqlite3
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from s3fs import S3FileSystem
 from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, JobFolder
 from support.fork_server import ForkedProcess, ForkServer
@@ -25,7 +21,6 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
 
 ROOT = Path(__file__).parents[3]
-KEY_ID, KEY, TOKEN = "AKIACANARY0KEYID", "canary/secret+key", "canary-session-token"
 BUNDLES = "AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST"
 NOTHING = {"filter": [{"column": "query", "value": "no such query"}]}
 DAG = """
@@ -81,16 +76,6 @@ class Airflow:
         dags.mkdir()
         (dags / "job.py").write_text(DAG.format(arguments=arguments, more=more))
         return self.in_folder(dags)
-
-    def without_aws(self) -> Airflow:
-        """This Airflow on a machine that has no AWS credentials or settings."""
-        env = {name: value for name, value in self.env.items() if not name.startswith("AWS_")}
-        env |= {
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        return replace(self, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -214,45 +199,3 @@ def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
     assert (report["num_parts"], report["num_resumed_parts"]) == (4, len(before))
     assert before.items() <= finished_parts().items()  # not written again
     job.check_published("job")
-
-
-def test_credentials_come_from_a_connection_and_are_seen_nowhere(
-    airflow: Airflow, job: JobFolder, s3_bucket: str, s3_endpoint: str
-) -> None:
-    """The bucket can be reached with the connection only: nothing else names its endpoint."""
-    s3 = S3FileSystem()
-    s3.put(str(job.path / "documents"), f"{s3_bucket}/documents", recursive=True)
-    conn_id = f"lake_{uuid.uuid4().hex[:8]}"
-    extra = {"aws_session_token": TOKEN, "region_name": "us-east-1", "endpoint_url": s3_endpoint}
-    fields = {"conn_type": "aws", "login": KEY_ID, "password": KEY, "extra": extra}
-    connections = job.path / "connections.json"
-    connections.write_text(json.dumps({conn_id: fields}))
-    airflow.command("connections", "import", str(connections))
-    places = {"input": {"uri": f"{s3_bucket}/documents"}, "output": {"uri": f"{s3_bucket}/outputs"}}
-    spec = job.write_spec("job", **places)
-    airflow = airflow.with_dag(job, spec_path=spec, aws_conn_id=conn_id).without_aws()
-
-    log = airflow.run()
-    assert s3.exists(f"{s3_bucket}/outputs/ds={DS}")
-    stored = stored_texts(airflow.home / "airflow.db")
-    assert any(conn_id in text for text in stored)  # rendered templates are among them
-    assert any(f"{s3_bucket}/outputs/_batchllm" in text for text in stored)  # and XComs
-    files = [f for f in airflow.home.rglob("*") if f.is_file() and "airflow.db" not in f.name]
-    shown = [log, *stored, *(file.read_text(errors="replace") for file in files)]
-    for canary in (KEY_ID, KEY, TOKEN):
-        assert [text for text in shown if canary in text] == []
-
-
-def stored_texts(database: Path) -> list[str]:
-    """The rows of all tables of Airflow's database but that of the connections."""
-    with closing(sqlite3.connect(database)) as db:
-        tables = [
-            name for (name,) in db.execute("select name from sqlite_master where type='table'")
-        ]
-        assert "connection" in tables
-        return [
-            repr(row)
-            for table in tables
-            if table != "connection"
-            for row in db.execute(f'select * from "{table}"')
-        ]
