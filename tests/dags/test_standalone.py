@@ -17,14 +17,7 @@ from support.browser import LOOKS, Tab
 from support.demo_job import wait_until
 from support.fake_job import document_rows
 from support.pod_runs import KEY, LIMIT_S, PodRun, freeze, secrets_of_jobs
-from support.standalone import (
-    API_S,
-    POLL_S,
-    Standalone,
-    free_port,
-    script_env,
-    start_script,
-)
+from support.standalone import API_S, POLL_S, Standalone, free_port, script_env, start_script
 
 ARRIVED = "2026-02-01"
 POD_DAY = "2026-03-01"
@@ -330,13 +323,10 @@ def test_a_busy_port_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("port", ["http", "0", "65536", "80 80", " "])
-def test_what_is_no_port_is_refused(tmp_path: Path, port: str) -> None:
+def test_what_is_no_port_is_refused_and_a_command_needs_an_airflow(
+    tmp_path: Path, port: str
+) -> None:
     run = start_script({**script_env(tmp_path / "home", 1), "PORT": port})
-    assert run.returncode == 2
-    assert "is not a port" in run.stderr
-
-
-def test_a_command_without_an_airflow_says_what_to_do(tmp_path: Path) -> None:
+    assert (run.returncode, "is not a port" in run.stderr) == (2, True)
     run = start_script(script_env(tmp_path / "home", 8080), "dags", "list")
-    assert run.returncode == 1
-    assert "make airflow" in run.stderr
+    assert (run.returncode, "make airflow" in run.stderr) == (1, True)

@@ -13,6 +13,7 @@ from batchllm_operator.operators.child import ChildOutcome, ChildProcess
 from batchllm_operator.secrets import Masker
 
 HANG_GUARD_S = 60
+WRITER = "import sys, signal; f = open(sys.argv[1], 'wb', 0); f.write(b'!'); signal.pause()"
 
 
 def child(code: str, *arguments: str, kill_grace_s: float = 30.0) -> ChildProcess:
@@ -111,10 +112,9 @@ def test_an_exception_while_waiting_ends_the_command_first(tmp_path: Path) -> No
 def test_what_a_failed_command_started_ends_with_it(tmp_path: Path) -> None:
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
-    grandchild = "import sys, signal; f = open(sys.argv[1], 'wb', 0); f.write(b'!'); signal.pause()"
     code = (
         "import subprocess, sys\n"
-        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}, sys.argv[1]],"
+        f"subprocess.Popen([sys.executable, '-c', {WRITER!r}, sys.argv[1]],"
         " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
         "open(sys.argv[1] + '.go').read()\n"
         "sys.exit(1)\n"
@@ -136,12 +136,11 @@ def test_death_of_the_parent_ends_the_command(tmp_path: Path) -> None:
     """As when Airflow's supervisor is killed: supervisor -> task -> command."""
     fifo, outcome = tmp_path / "alive", tmp_path / "outcome"
     os.mkfifo(fifo)
-    command = "import sys, signal; f = open(sys.argv[1], 'wb', 0); f.write(b'!'); signal.pause()"
     task = (
         "import os, sys\n"
         "from pathlib import Path\n"
         "from batchllm_operator.operators.child import ChildProcess\n"
-        f"argv = [sys.executable, '-c', {command!r}, {str(fifo)!r}]\n"
+        f"argv = [sys.executable, '-c', {WRITER!r}, {str(fifo)!r}]\n"
         "from batchllm_operator.secrets import Masker\n"
         "process = ChildProcess(argv, env=dict(os.environ), kill_grace_s=30, masker=Masker())\n"
         "outcome = process.run(print)\n"

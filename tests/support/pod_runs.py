@@ -64,11 +64,10 @@ class PodRun:
             raise AssertionError(f"{error}; pods: {pods}") from error
 
     def wait_for(self, state: str, try_number: int = 1) -> None:
-        def is_there() -> bool:
-            task = self.task
-            return (task["state"], task["try_number"]) == (state, try_number)
+        def state_now() -> tuple[str, int]:
+            return self.task["state"], self.task["try_number"]
 
-        self.wait(is_there, f"try {try_number} is {state}")
+        self.wait(lambda: state_now() == (state, try_number), f"try {try_number} is {state}")
 
     def wait_until_parked(self) -> None:
         """Wait until the task is deferred, and Airflow has found out.
@@ -93,14 +92,9 @@ class PodRun:
 
     def clear(self) -> None:
         """With what comes after it, as the page proposes it."""
-        body = {
-            "dry_run": False,
-            "dag_run_id": self.run_id,
-            "task_ids": [GENERATE],
-            "only_failed": False,
-            "include_downstream": True,
-            "reset_dag_runs": True,
-        }
+        body: dict[str, Any] = {"dag_run_id": self.run_id, "task_ids": [GENERATE]}
+        body |= {"dry_run": False, "only_failed": False}
+        body |= {"include_downstream": True, "reset_dag_runs": True}
         self.airflow.api("POST", f"/api/v2/dags/{self.dag_id}/clearTaskInstances", json=body)
 
     def log(self, try_number: int = 1) -> list[str]:
@@ -149,14 +143,11 @@ class PodRun:
         self.check_nothing_left()
 
     def check_nothing_left(self) -> None:
-        def jobs() -> list[Any]:
-            cluster = self.airflow.cluster
-            listed = cluster.batch.list_namespaced_job(
-                cluster.namespace, label_selector=f"batchllm.io/plan={self.plan.name}"
-            )
-            return list(listed.items)
-
-        self.wait(lambda: not jobs(), "no Job is left")
+        cluster, of_plan = self.airflow.cluster, f"batchllm.io/plan={self.plan.name}"
+        jobs = cluster.batch.list_namespaced_job
+        self.wait(
+            lambda: not jobs(cluster.namespace, label_selector=of_plan).items, "no Job is left"
+        )
 
 
 def freeze(*runs: PodRun) -> list[str]:

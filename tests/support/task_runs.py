@@ -75,24 +75,23 @@ class TaskRun:
     def is_deferred(self) -> bool:
         return self._waiting is not None
 
-    def wait(self, limit_s: float = 180.0) -> Any:
+    def wait(self) -> Any:
         """The task's return value; raises what it raised."""
-        self._thread.join(limit_s)
-        assert not self._thread.is_alive(), "the task doesn't end"
+        self.join()
         if self.error is not None:
             raise self.error
         return self.result
 
-    def failure(self, limit_s: float = 180.0) -> BaseException:
+    def failure(self) -> BaseException:
         """What the task raised, which it has to."""
-        self._thread.join(limit_s)
-        assert not self._thread.is_alive(), "the task doesn't end"
+        self.join()
         assert self.error is not None, f"the task succeeded: {self.result}"
         return self.error
 
     def join(self) -> None:
         """Let it come to its end."""
         self._thread.join(180)
+        assert not self.is_alive, "the task doesn't end"
 
     def kill(self, state: str | None) -> None:
         """What a user who marks or clears the task does (`state`), or the end of its worker."""
@@ -110,27 +109,24 @@ class TaskRun:
         self._loop.call_soon_threadsafe(self._waiting.cancel)
 
     def _run(self) -> None:
+        method, arguments = "execute", dict[str, Any]()
         try:
-            self.result = self._attempt()
+            while True:
+                self.task = self._make_task()  # each time in a new process
+                if self._mode == "sync":
+                    self.task.deferrable = False
+                function = getattr(type(self.task), method)
+                function = getattr(function, "__wrapped__", function)  # past a guard of Airflow's
+                try:
+                    self.result = function(self.task, self.context, **arguments)
+                    return
+                except TaskDeferred as deferral:
+                    self.num_deferrals += 1
+                    event = self._event(deferral.trigger)
+                    method = deferral.method_name
+                    arguments = {"event": event, **(deferral.kwargs or {})}
         except BaseException as error:  # noqa: BLE001 - raised where the run is awaited
             self.error = error
-
-    def _attempt(self) -> Any:
-        method = "execute"
-        arguments: dict[str, Any] = {}
-        while True:
-            self.task = self._make_task()  # each time in a new process
-            if self._mode == "sync":
-                self.task.deferrable = False
-            function = getattr(type(self.task), method)
-            function = getattr(function, "__wrapped__", function)  # past a guard of Airflow's
-            try:
-                return function(self.task, self.context, **arguments)
-            except TaskDeferred as deferral:
-                self.num_deferrals += 1
-                event = self._event(deferral.trigger)
-                method = deferral.method_name
-                arguments = {"event": event, **(deferral.kwargs or {})}
 
     def _event(self, trigger: Any) -> Any:
         while True:
