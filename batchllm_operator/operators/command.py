@@ -48,10 +48,8 @@ class CommandRunner:
         is_json = [False, *(argument == "--job-json" for argument in arguments)]
         shown = ("..." if hides else text for text, hides in zip(arguments, is_json, strict=False))
         self._log.info("Running batchllm %s", " ".join((command, *shown)))
-        result, outcome = self._run(command, arguments, self._log.info)
-        if result is None:
-            _raise_failure(command, outcome)
-        return result
+        result = self._run(command, arguments, self._log.info)
+        return _raise_failure(command, result) if isinstance(result, ChildOutcome) else result
 
     def verify(self, *arguments: str) -> dict[str, Any] | str:
         """Run `batchllm verify`: returns the result, or a text on what is missing.
@@ -62,14 +60,14 @@ class CommandRunner:
             AirflowException: the check failed; see `run`.
         """
         lines: list[str] = []
-        result, outcome = self._run("verify", arguments, lines.append)
-        if result is not None:
+        result = self._run("verify", arguments, lines.append)
+        if not isinstance(result, ChildOutcome):
             return result
-        if outcome.exit_code == ExitCode.INCOMPLETE and outcome.stop_reason is None:
-            return outcome.error
+        if result.exit_code == ExitCode.INCOMPLETE and result.stop_reason is None:
+            return result.error
         for line in lines:
             self._log.info(line)
-        _raise_failure("verify", outcome)
+        _raise_failure("verify", result)
 
     def stop(self, reason: str) -> None:
         if self._child is not None:
@@ -77,7 +75,8 @@ class CommandRunner:
 
     def _run(
         self, command: str, arguments: Sequence[str], log: Callable[[str], None]
-    ) -> tuple[dict[str, Any] | None, ChildOutcome]:
+    ) -> dict[str, Any] | ChildOutcome:
+        """The command's result, or how it failed."""
         with TemporaryDirectory(prefix="batchllm-") as folder:
             path = Path(folder) / "result.json"
             own = ("--result", str(path), "--die-with-parent", str(os.getpid()))
@@ -89,7 +88,7 @@ class CommandRunner:
             )
             outcome = child.run(log)
             is_done = outcome.exit_code == ExitCode.OK
-            return _read_result(path, command) if is_done else None, outcome
+            return _read_result(path, command) if is_done else outcome
 
 
 class BatchLLMCommandOperator(BaseOperator):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import Context, XComArg
 
 from batchllm_operator.amounts import counted
@@ -19,7 +18,7 @@ from batchllm_operator.operators.jobs.pod import (
     check_grace_of_templates,
 )
 from batchllm_operator.operators.metrics import send_stage
-from batchllm_operator.operators.stage_operator import BatchLLMPlannedOperator
+from batchllm_operator.operators.stage_operator import BatchLLMPlannedOperator, number_of_workers
 
 
 class BatchLLMGenerateOperator(BatchLLMPlannedOperator):
@@ -64,12 +63,7 @@ class BatchLLMGenerateOperator(BatchLLMPlannedOperator):
         self.num_pods()
 
     def num_pods(self) -> int:
-        try:
-            return max(0, int(str(self.num_workers)))
-        except ValueError:
-            raise AirflowFailException(
-                f"num_workers is {self.num_workers!r}; it must be an integer from 1"
-            ) from None
+        return number_of_workers(self.num_workers)
 
     def command(self, context: Context) -> list[str]:
         num_gpus = self.gpu_count if self.gpu is not None else 0

@@ -15,7 +15,7 @@ from batchllm_operator.operators.jobs.end import JobEnd
 from batchllm_operator.operators.jobs.owner import LABEL
 from batchllm_operator.operators.jobs.pod import JOB_UID
 from batchllm_operator.operators.metrics import send_stage
-from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
+from batchllm_operator.operators.stage_operator import BatchLLMStageOperator, number_of_workers
 from batchllm_operator.spec import JobSpec, load_spec
 
 PLAN_URI_KEY: Final = "plan_uri"
@@ -66,11 +66,7 @@ class Planning(BaseOperator):
         """Refuse a run without a partition, and a number of workers that renders to none."""
         if self.ds.strip() in ("", "None"):
             raise AirflowFailException(self._no_partition(f"ds is {self.ds!r}"))
-        try:
-            int(self.num_workers or 1)
-        except ValueError:
-            message = f"num_workers is {self.num_workers!r}; it must be an integer from 1"
-            raise AirflowFailException(message) from None
+        number_of_workers(self.num_workers or 1)
 
     def identity(self) -> tuple[str, str]:
         return self.spec.output.uri, " ".join(self.job_arguments)
@@ -79,7 +75,7 @@ class Planning(BaseOperator):
         """Push the plan's URI, counts and number of workers, and return the counts."""
         send_stage("plan", context, result)
         summary = uris_and_counts(result)
-        wanted = int(self.num_workers or self.spec.planner.num_shards or 1)
+        wanted = number_of_workers(self.num_workers or self.spec.planner.num_shards or 1)
         num_workers = min(wanted, int(result["num_shards"]))
         xcoms = {PLAN_URI_KEY: str(result["plan_uri"]), "plan": summary}
         for key, value in (xcoms | {NUM_WORKERS_KEY: num_workers}).items():

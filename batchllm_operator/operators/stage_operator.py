@@ -196,3 +196,12 @@ class BatchLLMPlannedOperator(BatchLLMStageOperator):
     def stage_labels(self) -> dict[str, str]:
         plan = str(self.plan_uri).rstrip("/").rpartition("/")[2]
         return {f"{LABEL}/job": job_of(str(self.plan_uri)), f"{LABEL}/plan": plan}
+
+
+def number_of_workers(rendered: Any) -> int:
+    """What a template of `num_workers` has rendered to; `AirflowFailException` if to no number."""
+    try:
+        return max(0, int(str(rendered)))
+    except ValueError:
+        message = f"num_workers is {rendered!r}; it must be an integer from 1"
+        raise AirflowFailException(message) from None

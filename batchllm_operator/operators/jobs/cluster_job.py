@@ -136,8 +136,7 @@ class ClusterJob(ClusterCalls):
         }
         raise AirflowException(
             f"Job {self.name} in namespace {self.namespace} is being deleted, and stays: finalizers"
-            f" of {', '.join(sorted(kept)) or 'its pods'} keep it; remove them, or end what has"
-            " set them"
+            f" of {', '.join(sorted(kept)) or 'its pods'} keep it; remove them"
         )
 
     async def _adopt(self, job: V1Job, body: Mapping[str, Any]) -> Any:

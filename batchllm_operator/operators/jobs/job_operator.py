@@ -240,8 +240,9 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
             **attempt.labels,
         }
         built = plain(built_pod(self, pod, context, name=name, labels=labels))
-        metadata = {"name": built["metadata"].pop("name")} | self._metadata(attempt)
-        metadata["namespace"] = built["metadata"].pop("namespace")
+        built["metadata"].pop("name", None)  # which a hook may have changed
+        namespace = built["metadata"].pop("namespace")
+        metadata = {"name": name, "namespace": namespace, **self._metadata(attempt)}
         metadata["labels"] = built["metadata"]["labels"] | metadata["labels"]
         num_pods = self.num_pods()
         spec = {

@@ -44,12 +44,14 @@ class JobTrigger(BaseTrigger):
         """Fire once, when the watch has ended."""
         masked = await self._masker()
         async with self._watched.job(self.log) as job:
-            log = lambda line: self.log.info("%s", line)  # noqa: E731
-            end = await JobWatch(job, self._watched, log, masked).until_end()
+            end = await JobWatch(job, self._watched, self._log_line, masked).until_end()
             if end.holds_resources:  # the worker may come late, or never
                 await self._delete(job)
         self._has_fired = True
         yield TriggerEvent(end.as_event())  # type: ignore[no-untyped-call]
+
+    def _log_line(self, line: str) -> None:
+        self.log.info("%s", line)
 
     async def on_kill(self) -> None:
         """Delete the Job when a user has killed the task (Airflow 3.3 and later).
