@@ -85,7 +85,7 @@ def test_a_run_shows_its_progress_until_the_commit(
     assert "<html" not in news and "6 / 15" in news
     workers = news.partition("<h2>Workers</h2>")[2]  # each with its shards and its host
     assert re.search(r'row">0</th>\s*<td>.*running.*</td>\s*<td>0</td>', workers), workers
-    assert "321" in workers and "node-1" in workers
+    assert "321" in workers and "host-a" in workers
     leave(plan, num_rows_done=12, eta_s=3.0)
     assert "12 / 15" in anna.page(f"{JOB}/live")
 
