@@ -113,11 +113,11 @@ class BatchLLMArrivalOperator(BaseOperator):
 
 
 @task(task_id="partition")
-def _partition(ds: str) -> str:
+def _partition(ds: Any) -> str:
     """The run's partition; skips the tasks that follow in a run that starts others."""
     if not ds:
         raise AirflowSkipException("each partition that has arrived has a run of its own")
-    return ds
+    return str(ds)
 
 
 def _named(ds: str) -> str:
