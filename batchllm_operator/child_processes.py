@@ -14,9 +14,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends, even by SIGKILL (Linux).
-
-    The parent is the thread that started this process.
+    """Make the kernel kill this process when its parent, a thread, ends, even by SIGKILL (Linux).
 
     Raises:
         OSError: the kernel refuses.
@@ -35,10 +33,8 @@ def start_command(
     """Start `batchllm ARGUMENTS`, which the kernel ends with this process.
 
     The command leads a process group, so that Ctrl-C reaches it once, from here. SIGINT and SIGTERM
-    are blocked until it can stop in order (`cli`): Python would print a traceback before.
-
-    Args:
-        environment: variables beside those of this process.
+    are blocked until it can stop in order (`cli`): Python would print a traceback before. It has
+    the variables of `environment` beside those of this process.
     """
     command = [sys.executable, "-P", "-m", "batchllm_operator", *map(str, arguments)]
     command += ["--die-with-parent", str(os.getpid())]

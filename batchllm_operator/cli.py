@@ -35,11 +35,7 @@ _log = logging.getLogger("batchllm_operator")
 
 _AddArguments = Callable[[argparse.ArgumentParser], None]
 _Run = Callable[[argparse.Namespace], Mapping[str, Any]]
-"""Prints for the user, and returns the content for `--result`.
-
-Raises `UsageError` if the arguments don't go together, and errors of `errors`.
-"""
-
+"""Prints for the user, and returns the content for `--result`; or raises `UsageError`."""
 _COMMANDS: Final[Mapping[str, tuple[_AddArguments, _Run]]] = {
     "job": (arguments.add_job, stages.job),
     "plan": (stages.add_plan_arguments, stages.plan),

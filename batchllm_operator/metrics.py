@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, TypeVar, get_args
+from typing import Final, NamedTuple, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -20,7 +19,6 @@ from batchllm_operator.shards.attempts import LIVE_STATES, ShardProgress, State
 
 ADDRESS_VARIABLE: Final = "BATCHLLM_METRICS_PORT"
 """Environment variable with the address, for `batchllm run` without `--metrics-port`."""
-_LOCAL: Final = "127.0.0.1"
 _ADDRESS: Final = re.compile(r"(?:(?P<host>[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):)?(?P<port>[0-9]{1,5})")
 _KEPT_S: Final = 300.0
 """Prometheus looks back as far for a sample, by default."""
@@ -84,19 +82,11 @@ class ShardCollector(Collector):
     """Creates the metric families of a process's attempts at shards, at each scrape.
 
     A worker has one attempt after another, and sometimes two at once. The last state of an ended
-    one is shown for five minutes more, so that it is scraped.
-
-    An attempt that fails may lose rows that it couldn't store, but a falling counter would look
-    like a restart, so counters never fall here.
+    one is shown for five minutes more, so that it is scraped. An attempt that fails may lose rows
+    that it couldn't store, but a falling counter would look like a restart, so counters never fall.
 
     Every sample has the labels `job_name` (`job` is Prometheus's own), `ds` and `worker`, a shard's
-    also `shard`.
-
-    Args:
-        job: the spec's name.
-        ds: the partition.
-        worker: the worker's number.
-        clock: monotonic seconds.
+    also `shard`. The clock gives monotonic seconds.
     """
 
     def __init__(
@@ -182,8 +172,7 @@ class ShardCollector(Collector):
         return [*self._labels.values(), *map(str, more)]
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsAddress:
+class MetricsAddress(NamedTuple):
     """An address to listen on."""
 
     host: str
@@ -192,10 +181,9 @@ class MetricsAddress:
 
     @classmethod
     def parse(cls, text: str) -> MetricsAddress | None:
-        """Parse `[HOST:]PORT`, with an IPv6 HOST in brackets. None for an empty text or port 0.
+        """Parse `[HOST:]PORT`, with an IPv6 HOST in brackets, or raise ValueError.
 
-        Without a host, only this machine can read the metrics. Raises `ValueError` if it isn't such
-        an address.
+        None for an empty text or port 0. Without a host, only this machine can read the metrics.
         """
         if not text:
             return None
@@ -206,7 +194,7 @@ class MetricsAddress:
                 " 0.0.0.0:9400; 0 is for none"
             )
         port = int(match["port"])
-        return cls((match["host"] or _LOCAL).strip("[]"), port) if port else None
+        return cls((match["host"] or "127.0.0.1").strip("[]"), port) if port else None
 
     def beside(self, number: int) -> MetricsAddress:
         """The address whose port is higher by `number`."""

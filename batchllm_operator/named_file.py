@@ -26,30 +26,30 @@ def parse_file(text: str) -> Path:
     """
     path = Path(text)
     try:
-        _check(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        fault = _fault(path)
     except OSError as error:  # a name that is too long, a loop of links
-        raise argparse.ArgumentTypeError(f"{text} can't be written: {error.strerror}") from None
+        fault = f"{text} can't be written: {error.strerror}"
+    if fault is not None:
+        raise argparse.ArgumentTypeError(fault)
     return path
 
 
-def _check(path: Path) -> None:
-    """Raises ValueError with the reason if `path` can't be written."""
+def _fault(path: Path) -> str | None:
+    """Why `path` can't be written."""
     folder = path.parent
     if path.is_symlink():  # its target is written
         folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
+        return f"there is no folder {folder}"
     is_writable = os.access(folder, os.W_OK | os.X_OK)
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode) or stat.S_ISSOCK(mode):
-            raise ValueError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'socket'}")
+            return f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'socket'}"
         is_replaced = stat.S_ISREG(mode) and not path.is_symlink()
         is_writable = os.access(path, os.W_OK) or (is_replaced and is_writable)
-    if not is_writable:
-        raise ValueError(f"{path} can't be written: no permission, or a read-only file system")
+    fault = f"{path} can't be written: no permission, or a read-only file system"
+    return None if is_writable else fault
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -13,9 +13,7 @@ from tqdm import tqdm
 
 from batchllm_operator.amounts import counted
 
-LINE_INTERVAL_S: Final = 10.0
-INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_INTERVAL_S"
-"""Environment variable for another interval."""
+_LINE_INTERVAL_S: Final = 10.0
 
 
 class Progress:
@@ -27,8 +25,7 @@ class Progress:
         unit: its unit, in the plural.
         announce: whether to print a plain line at the start.
         stream: where to show it; stderr by default.
-        line_interval_s: seconds between plain lines; None for `BATCHLLM_PROGRESS_INTERVAL_S` of
-            the environment, or ten.
+        line_interval_s: seconds between plain lines.
         clock: monotonic seconds.
     """
 
@@ -40,17 +37,14 @@ class Progress:
         unit: str = "rows",
         announce: bool = True,
         stream: TextIO | None = None,
-        line_interval_s: float | None = None,
+        line_interval_s: float = _LINE_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._label, self._total, self._unit = label, total, unit
-        self._done = 0
-        self._note = ""
-        self._announce = announce
+        self._label, self._total, self._unit, self._announce = label, total, unit, announce
+        self._done, self._note = 0, ""
         self._stream = stream if stream is not None else sys.stderr
-        self._clock = clock
+        self._clock, self._line_interval_s = clock, line_interval_s
         self._started_at = self._last_line_at = clock()
-        self._line_interval_s = _interval_s() if line_interval_s is None else line_interval_s
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             size = _assumed_size(self._stream)
@@ -110,10 +104,7 @@ class Progress:
 
 
 def _assumed_size(stream: TextIO) -> dict[str, int]:
-    """tqdm's arguments for a terminal that says it has no columns or no lines.
-
-    tqdm itself would show nothing there.
-    """
+    """For a terminal that says it has no columns or lines, on which tqdm would show nothing."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):  # not a terminal after all, or closed
@@ -121,13 +112,6 @@ def _assumed_size(stream: TextIO) -> dict[str, int]:
     assumed = shutil.get_terminal_size()
     columns = {} if size.columns > 1 else {"ncols": assumed.columns}
     return columns if size.lines > 1 else columns | {"nrows": assumed.lines}
-
-
-def _interval_s() -> float:
-    try:
-        return float(os.environ.get(INTERVAL_VARIABLE, LINE_INTERVAL_S))
-    except ValueError:
-        return LINE_INTERVAL_S
 
 
 def duration(seconds: float) -> str:

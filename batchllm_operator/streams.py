@@ -25,8 +25,8 @@ def ahead(
 ) -> Generator[T]:
     """`map(work, items)` on threads, at most `most` items (`num_threads`) ahead of the caller.
 
-    Errors of `work` are raised in the items' order; a caller that stops early
-    waits for running calls.
+    Errors of `work` are raised in the items' order. A caller that stops early waits for running
+    calls.
     """
     with ThreadPoolExecutor(num_threads, "batchllm-ahead") as pool:
         under_way: deque[Future[T]] = deque()
@@ -63,8 +63,7 @@ def batches_of(
 ) -> Iterator[list[T]]:
     """Consecutive items in lists, each as long as no limit is exceeded.
 
-    Args:
-        limits: the largest sum of a list (one item may exceed it), and the size of an item.
+    A limit is the largest sum of a list (one item may exceed it), and the size of an item.
     """
     batch: list[T] = []
     sums = [0.0] * len(limits)

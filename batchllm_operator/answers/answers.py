@@ -46,11 +46,7 @@ class Answers:
 
     @classmethod
     def of(cls, spec: JobSpec, planned: PlannedAnswers = NOTHING_PLANNED) -> Answers:
-        """The kinds that a spec asks for; see `AnswerKind` for the arguments.
-
-        Raises:
-            SpecError: a schema can't be columns; see `property_columns`.
-        """
+        """The kinds that a spec asks for; a SpecError refuses a schema that can't be columns."""
         return cls(tuple(kind(spec, planned) for kind in KINDS if kind.is_asked(spec)))
 
     @property
@@ -78,10 +74,9 @@ class Answers:
 
     def fake(self, prompt: FakePrompt) -> tuple[str, dict[str, Any]]:
         """The fake engine's text and values of `raw_fields`."""
-        texts = (kind.fake_text(prompt) for kind in self.kinds)
-        text = next((text for text in texts if text is not None), None)
-        if text is None:
-            text = fakes.fake_text(prompt.token_ids, prompt.num_characters)
+        texts = [kind.fake_text(prompt) for kind in self.kinds]
+        texts.append(fakes.fake_text(prompt.token_ids, prompt.num_characters))
+        text = next(text for text in texts if text is not None)
         return text, _joined(kind.fake(prompt) for kind in self.kinds)
 
     def watches(self) -> list[LabelMass]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,8 +38,7 @@ class PlannedAnswers(BaseModel):
 NOTHING_PLANNED: Final = PlannedAnswers()
 
 
-@dataclass(frozen=True, slots=True)
-class FakePrompt:
+class FakePrompt(NamedTuple):
     """A prompt for which the fake engine makes up an answer."""
 
     token_ids: list[int]
@@ -55,10 +53,7 @@ class AnswerKind(ABC):
 
     What parts keep of it (`raw_fields`) is what the engine gives; columns are derived when rows are
     committed. Names of columns also stand in `spec/model.py`, because a spec is checked where
-    nothing else can be imported.
-
-    Args:
-        planned: what planning has found out; parts and faults need none of it.
+    nothing else can be imported. Parts and faults need nothing that planning has found out.
     """
 
     raw_fields: Sequence[pa.Field] = ()
@@ -112,10 +107,8 @@ class AnswerKind(ABC):
         return None
 
     def remarks(self, means: Mapping[str, float], texts: Counter[str]) -> dict[str, Any]:
-        """Fields of the report's `AnswerSummary` beside counts and means.
+        """Fields of the report's `AnswerSummary` beside counts and the means of `averaged`.
 
-        Args:
-            means: of the columns `averaged`.
-            texts: rows by the model's own text; only of labels, whose texts are single tokens.
+        `texts` counts rows by the model's own text; only of labels, whose texts are single tokens.
         """
         return {}

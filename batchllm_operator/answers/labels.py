@@ -69,9 +69,7 @@ class LabelAnswers(AnswerKind):
 
     @classmethod
     def plan(cls, spec: JobSpec, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The token of each label's answer, in the order of `spec.labels`.
-
-        It depends on the end of the prompt, which is the template's unless a column comes last.
+        """The token of each label's answer, which depends on the end of the prompt.
 
         Raises:
             SpecError: an answer isn't one token, or two answers are the same one.
@@ -151,12 +149,8 @@ class LabelAnswers(AnswerKind):
         return RowError("not_finite", "the model gives the labels no probabilities")
 
     def read(self, output: Any) -> dict[str, Any]:
-        known = output.outputs[0].logprobs[0]
-        return {
-            LOGPROBS_FIELD.name: [
-                known[token_id].logprob for token_id in self._planned.label_token_ids
-            ]
-        }
+        known, token_ids = output.outputs[0].logprobs[0], self._planned.label_token_ids
+        return {LOGPROBS_FIELD.name: [known[token_id].logprob for token_id in token_ids]}
 
     def fake(self, prompt: FakePrompt) -> dict[str, Any]:
         return {LOGPROBS_FIELD.name: fakes.fake_logprobs(prompt.token_ids, len(self._labels))}
@@ -194,7 +188,7 @@ class LabelMass:
 
     @property
     def note(self) -> str:
-        """For a progress line; empty before the first answer."""
+        """For a progress line."""
         return f", labels hold {self._sum / self._num:.2g} of the probability" if self._num else ""
 
     def count(self, text: str, raw: Mapping[str, Any]) -> None:
@@ -212,16 +206,15 @@ class LabelMass:
             return
         self._has_judged = True
         mean = self._sum / self._num
-        if (warning := low_mass_warning(self._spec, mean, self._written)) is not None:
+        if warning := low_mass_warning(self._spec, mean, self._written):
             _log.warning("the first %s: %s", counted(self._num, "answer"), warning)
 
 
 def calibrated(logprobs: _Floats, prior: Sequence[float]) -> _Floats:
     """Log-probabilities of labels divided by their prior, which adds up to 1; shapes as `logprobs`.
 
-    With the prior of a table this is batch calibration (Zhou et al. 2023, arXiv 2309.17249),
-    which takes the mean over the texts themselves where contextual calibration takes a text
-    without content (Zhao et al. 2021, arXiv 2102.09690). A label whose prior is 0 stays impossible.
+    With the prior of a table this is batch calibration (Zhou et al. 2023, arXiv 2309.17249). A
+    label whose prior is 0 stays impossible.
     """
     known = np.array(prior) > 0
     shift = np.log(np.where(known, prior, 1.0))
@@ -252,14 +245,13 @@ def low_mass_warning(spec: JobSpec, mean_mass: float, written: Counter[str]) -> 
     answers = [repr(answer) for answer in spec.labels.values()]
     often = sorted(written, key=lambda text: (-written[text], text))[:_MOST_WRITTEN]
     likeliest = " or ".join(repr(text[:_MOST_CHARS]) for text in often)
-    prompt = spec.prompt
     cures = [
         "ask for exactly these answers in the prompt",
         "give labels the answers that the model would write (capitals, or a space first)",
     ]
-    if prompt.chat_template and prompt.answer_prefix is None:
+    if spec.prompt.chat_template and spec.prompt.answer_prefix is None:
         cures.append("begin the answer with prompt.answer_prefix, such as 'Category:'")
-    elif not prompt.chat_template:
+    elif not spec.prompt.chat_template:
         cures.append("end the template where the answer begins, such as with 'Category:'")
         cures.append("set prompt.chat_template for a model that is made for chats")
     return (

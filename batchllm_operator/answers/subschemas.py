@@ -74,11 +74,15 @@ class _Resolver:
                 raise refused(where, f"uses {name}, which may contain itself")
         if where and isinstance(schema.get("$id"), str):
             raise refused(where, "has an $id, which only the whole schema may have")
-        kept = {
-            name: content if name in VALUES else self._content(name, content, where, inside)
-            for name, content in schema.items()
-            if name not in ("$ref", *_DEFINITIONS)
-        }
+        kept = {}
+        for name, content in schema.items():
+            if name in VALUES:
+                kept[name] = content
+            elif name in BY_NAME and isinstance(content, dict) and name not in _DEFINITIONS:
+                parts = content.items()
+                kept[name] = {key: self.schema(part, where, inside) for key, part in parts}
+            elif name not in ("$ref", *_DEFINITIONS):
+                kept[name] = self.schema(content, where, inside)
         ref = schema.get("$ref")
         if not isinstance(ref, str):
             return kept
@@ -86,11 +90,6 @@ class _Resolver:
             raise refused(where, "contains itself, which no column can hold")
         named = self.schema(self._target(ref, where), where, (*inside, ref))
         return {**named, **kept} if isinstance(named, dict) else kept
-
-    def _content(self, name: str, content: Any, where: str, inside: tuple[str, ...]) -> Any:
-        if name in BY_NAME and isinstance(content, dict):
-            return {key: self.schema(part, where, inside) for key, part in content.items()}
-        return self.schema(content, where, inside)
 
     def _target(self, ref: str, where: str) -> Any:
         """What a reference names: a JSON pointer from the schema's top."""

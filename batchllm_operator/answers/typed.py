@@ -6,10 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import lru_cache
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,8 +31,7 @@ class ValueFaultError(ValueError):
     """A value that its column can't hold; the message doesn't repeat it."""
 
 
-@dataclass(frozen=True, slots=True)
-class JsonColumn:
+class JsonColumn(NamedTuple):
     """The column of a property."""
 
     type: pa.DataType
@@ -80,8 +78,7 @@ class TypedAnswers(AnswerKind):
             answer = _parsed(text)
             if (error := next(self._validator.iter_errors(answer), None)) is not None:
                 where = shown(".".join(map(str, error.absolute_path)) or "the answer", _MAX_NAME)
-                reason = f"{where} doesn't meet the schema's {error.validator!r}"
-                return RowError(INVALID_OUTPUT, reason)
+                raise ValueFaultError(f"{where} doesn't meet the schema's {error.validator!r}")
             self._values(answer)
         except ValueFaultError as error:
             return RowError(INVALID_OUTPUT, str(error))
@@ -122,26 +119,21 @@ def _check_schema(schema: Mapping[str, Any], kind: Any) -> None:
     """Raise SpecError if it isn't a JSON schema, or has a pattern that can't be checked."""
     from jsonschema import FormatChecker, SchemaError
 
+    def is_pattern(value: object) -> bool:
+        return not isinstance(value, str) or bool(matcher(value))
+
     checker = FormatChecker(formats=())
-    checker.checkers = {**kind.FORMAT_CHECKER.checkers, "regex": (_is_pattern, ValueError)}
+    checker.checkers = {**kind.FORMAT_CHECKER.checkers, "regex": (is_pattern, ValueError)}
     try:
         kind.check_schema(schema, format_checker=checker)
     except SchemaError as error:
         where = shown(".".join(map(str, error.absolute_path)))
+        fault = f"isn't a JSON schema: {where}: {shown(error.message)}"
         if error.validator == "format" and error.validator_value == "regex":
             pattern = shown(repr(error.instance))
-            raise SpecError(
-                f"response_format.json_schema: {where}: {pattern} isn't a regular expression, or"
-                " one too large to be checked"
-            ) from None
-        raise SpecError(
-            f"response_format.json_schema: isn't a JSON schema: {where}: {shown(error.message)}"
-        ) from None
+            fault = f"{where}: {pattern} isn't a regular expression, or one too large to be checked"
+        raise SpecError(f"response_format.json_schema: {fault}") from None
     _check_names(schema)
-
-
-def _is_pattern(value: object) -> bool:
-    return not isinstance(value, str) or bool(matcher(value))
 
 
 def _check_names(schema: Any, where: str = "") -> None:
@@ -207,7 +199,9 @@ def property_columns(schema: Mapping[str, Any]) -> dict[str, JsonColumn]:
         if kind == "object" and isinstance(fields := schema.get("properties"), dict) and fields:
             parts = {name: column(part, f"{where}.{name}") for name, part in fields.items()}
             struct = pa.struct([(name, part.type) for name, part in parts.items()])
-            return JsonColumn(struct, lambda value: _struct(parts, value))
+            return JsonColumn(
+                struct, lambda value: {k: part.value(value.get(k)) for k, part in parts.items()}
+            )
         is_list = isinstance(schema.get("items"), dict) and "prefixItems" not in schema
         if kind == "array" and is_list:
             item = column(schema["items"], f"{where}[]")
@@ -222,16 +216,11 @@ def _plain(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):  # true
         return {}
     for name in ("anyOf", "oneOf", "allOf") if "type" not in schema else ():
-        options = [option for option in schema.get(name, ()) if not _is_null(option)]
+        options = [_plain(option) for option in schema.get(name, ())]
+        options = [o for o in options if o.get("type") != "null" and o.get("const", 0) is not None]
         if len(options) == 1:
-            return _plain(options[0])
+            return options[0]
     return schema
-
-
-def _is_null(schema: Any) -> bool:
-    return isinstance(schema, dict) and (
-        schema.get("type") == "null" or ("const" in schema and schema["const"] is None)
-    )
 
 
 def _kind(schema: Mapping[str, Any]) -> str | None:
@@ -254,10 +243,6 @@ def _kind(schema: Mapping[str, Any]) -> str | None:
 def _kind_of(value: Any) -> str:
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
     return kinds.get(type(value), "json")
-
-
-def _struct(parts: Mapping[str, JsonColumn], value: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: part.value(value.get(name)) for name, part in parts.items()}
 
 
 def _text(value: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pyarrow as pa
 
 from batchllm_operator.amounts import counted
@@ -56,36 +56,33 @@ class VectorAnswers(AnswerKind):
     def plan(cls, spec: JobSpec, tokenizer: Tokenizer) -> dict[str, Any]:
         """What the model's files say of its vectors: size, names, whether prompts share prefixes.
 
-        As vLLM decides it (`ModelConfig.is_prefix_caching_supported`), as far as files tell: a
-        model whose tokens see only those before them, pooled at the last token, may take a prefix
-        from its cache.
+        They do as vLLM decides it (`ModelConfig.is_prefix_caching_supported`): where tokens see
+        only those before them, and the last one is pooled.
 
         Raises:
             ModelError: a file can't be read, or `config.json` doesn't say the size of embeddings.
         """
         files = tokenizer.files  # None for the fake engine without a model
-        config = files.read_json(_CONFIG) if files is not None else None
+        config = files.read_mapping(_CONFIG) if files is not None else {}
         modules = _modules(files) if files is not None else {}
-        reason = None if config is None else _reason_against_sharing(spec, config, modules)
+        reason = _reason_against_sharing(spec, config, modules) if config else None
         if reason is not None:
             _log.info("planned without shared prefixes: %s", reason)
         planned: dict[str, Any] = {"reason_against_sharing": reason}
         if spec.task == "embed":
-            return planned | {"embedding_size": _embedding_size(spec, config or {}, modules)}
-        return planned | {"score_labels": _score_labels(config or {})}
+            return planned | {"embedding_size": _embedding_size(spec, config, modules)}
+        return planned | {"score_labels": _score_labels(config)}
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
         (field,) = self.fields
         return {field.name: outputs[VECTOR_FIELD.name].combine_chunks().cast(field.type)}
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
-        vector = raw[VECTOR_FIELD.name]
-        wrong = np.flatnonzero(~np.isfinite(vector))
-        if not len(wrong):
+        wrong = [number for number in raw[VECTOR_FIELD.name] if not math.isfinite(number)]
+        if not wrong:
             return None
         numbers = counted(len(wrong), "number")
-        reason = f"the model's vector has {numbers} such as {vector[wrong[0]]}"
-        return RowError("not_finite", reason)
+        return RowError("not_finite", f"the model's vector has {numbers} such as {wrong[0]}")
 
     def read(self, output: Any) -> dict[str, Any]:
         return {VECTOR_FIELD.name: output.outputs.data.float().flatten().tolist()}
@@ -165,5 +162,5 @@ def _modules(files: ModelFiles) -> dict[str, Mapping[str, Any]]:
     for module in listed if isinstance(listed, list) else ():
         kind = str(module.get("type")).rpartition(".")[2]
         if kind in ("Pooling", "Dense"):
-            modules[kind] = files.read_json(f"{module.get('path')}/{_CONFIG}") or {}
+            modules[kind] = files.read_mapping(f"{module.get('path')}/{_CONFIG}")
     return modules

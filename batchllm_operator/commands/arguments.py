@@ -47,12 +47,7 @@ def add_job(
 
 
 def load_job(args: argparse.Namespace, *, needs_ds: bool = False) -> JobSpec:
-    """The job spec.
-
-    Raises:
-        UsageError: no job, or no partition is given; names all that is missing at once.
-        SpecError: the spec can't be read or isn't valid.
-    """
+    """The job spec; a UsageError names all that is missing at once, a SpecError what is wrong."""
     missing = []
     if args.job is None and args.job_json is None:
         missing.append("--job FILE or --job-json JSON")
@@ -81,7 +76,7 @@ def is_on_spark(args: argparse.Namespace, spec: JobSpec) -> bool:
 
 
 def add_worker(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which of a plan's workers is meant; see `check_worker`.
+    """Add the arguments that say which of a plan's workers is meant, numbered from 0.
 
     A number from `--num-workers` on is that of a worker that came later: it has no run of its own.
     """
@@ -125,15 +120,14 @@ def check_plan(args: argparse.Namespace) -> None:
 
 
 def plan_uri(args: argparse.Namespace, which: Literal["newest", "published"] = "newest") -> str:
-    """URI of the given plan, or of a plan of the job and partition, which is logged.
+    """URI of the given plan, or of a plan of the job and partition.
 
-    A warning names the settings in which the spec differs from that plan.
+    That one is logged, with a warning if the spec differs from it now.
 
     Raises:
         UsageError: see `check_plan`.
         SpecError: the spec or the partition's name is wrong.
-        PlanError: there is no plan, or it is of another version.
-        TableError: the plan is to be the published one, and nothing is.
+        PlanError, TableError: there is no plan, or it is of another version; none is published.
     """
     check_plan(args)
     if args.plan is not None:

@@ -36,51 +36,40 @@ def run_replicas(
         SystemExit: a replica was stopped or has failed, and work is left; it has said why.
     """
     owner = args.owner or secrets.token_hex(8)  # that of each replica begins with it
-    with tempfile.TemporaryDirectory(prefix="batchllm-replicas-") as meeting:
-        commands = [
-            _command(args, uri, owner, rank, meeting, len(environments))
-            for rank in range(len(environments))
-        ]
-        with _running(commands, environments) as processes:
-            codes = [exit_code(process.wait()) for process in processes]
+    num_replicas = len(environments)
+    with (
+        tempfile.TemporaryDirectory(prefix="batchllm-replicas-") as meeting,
+        _ending_together() as processes,
+    ):
+        for rank, environment in enumerate(environments):
+            options: dict[str, object] = {
+                "--plan": uri,
+                "--worker": args.worker * num_replicas + rank,
+                "--num-workers": args.num_workers * num_replicas,
+                "--replica": rank,
+                "--meeting": meeting,
+                "--owner": f"{owner}/{rank}",
+                "--drain-s": args.drain_s,
+                "--metrics-port": 0 if args.metrics is None else args.metrics.beside(rank),
+            }
+            if args.num_gpus is not None:
+                options["--num-gpus"] = args.num_gpus
+            command = ["run", *(part for option in options.items() for part in option)]
+            processes.append(start_command(command, environment))
+        codes = [exit_code(process.wait()) for process in processes]
     return {"plan_uri": uri, **_report(args, uri, owner, codes).to_result()}
 
 
-def _command(
-    args: argparse.Namespace, uri: str, owner: str, rank: int, meeting: str, num_replicas: int
-) -> list[object]:
-    options: dict[str, object] = {
-        "--plan": uri,
-        "--worker": args.worker * num_replicas + rank,
-        "--num-workers": args.num_workers * num_replicas,
-        "--replica": rank,
-        "--meeting": meeting,
-        "--owner": f"{owner}/{rank}",
-        "--drain-s": args.drain_s,
-        "--metrics-port": 0,
-    }
-    if args.num_gpus is not None:
-        options["--num-gpus"] = args.num_gpus
-    if args.metrics is not None:
-        options["--metrics-port"] = args.metrics.beside(rank)
-    return ["run", *(part for option in options.items() for part in option)]
-
-
 @contextmanager
-def _running(
-    commands: Sequence[Sequence[object]], environments: Sequence[Mapping[str, str]]
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of the commands, which get the signals of this one, and have ended at its end."""
+def _ending_together() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that get the signals of this one, and have ended at its end."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for command, more in zip(commands, environments, strict=True):
-            processes.append(start_command(command, more))
         yield processes
     except BaseException as error:
-        number = error.signal_number if isinstance(error, Interrupted) else None
         for process in processes:
-            if number is not None:
-                process.send_signal(number)
+            if isinstance(error, Interrupted):
+                process.send_signal(error.signal_number)
             else:
                 process.kill()
         for process in processes:

@@ -7,9 +7,8 @@ import logging
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
@@ -30,8 +29,7 @@ _MOST_NAMED: Final = 3
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(NamedTuple):
     """A LoRA adapter, as its folder describes it."""
 
     name: str
@@ -62,14 +60,11 @@ def find_adapters(model: ModelSpec) -> tuple[Adapter, ...]:
         ModelError: one is missing, isn't a LoRA adapter, or doesn't fit the model's weights, as far
             as these are on this machine.
     """
-    adapters = tuple(
-        _read(name, number, path)
-        for number, (name, path) in enumerate(model.adapters.items(), start=1)
-    )
-    if not adapters:
-        return ()
-    is_local = Path(model.path).is_absolute()
-    folder = Path(model.path) if is_local else cached_folder(model.path, model.revision)
+    named = enumerate(model.adapters.items(), start=1)
+    adapters = tuple(_read(name, number, path) for number, (name, path) in named)
+    folder: Path | None = Path(model.path)
+    if adapters and not Path(model.path).is_absolute():
+        folder = cached_folder(model.path, model.revision)
     for adapter in adapters:
         if folder is not None and (misfit := _misfit(adapter.folder, folder)):
             trained_on = f" (trained on {adapter.base_model})" if adapter.base_model else ""
@@ -118,10 +113,12 @@ def _read(name: str, number: int, path: str) -> Adapter:
     if kind != "LORA":
         raise ModelError(f"{where}: {folder} isn't a LoRA adapter: its peft_type is {kind!r}")
     check_adapter_weights(files)
-    base = config.get("base_model_name_or_path")
-    base_model = base if isinstance(base, str) else None
-    is_on_hub = not Path(path).is_absolute()
-    return Adapter(name, number, folder, is_on_hub, _rank(config, where), base_model)
+    by_module, base = config.get("rank_pattern") or {}, config.get("base_model_name_or_path")
+    ranks = [config.get("r"), *(by_module.values() if isinstance(by_module, dict) else [None])]
+    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+        raise ModelError(f"{where}: {_CONFIG_FILE} must have ranks (r, rank_pattern) above 0")
+    is_on_hub, base_model = not Path(path).is_absolute(), base if isinstance(base, str) else None
+    return Adapter(name, number, folder, is_on_hub, max(ranks), base_model)
 
 
 def _load(path: str, where: str) -> Path:
@@ -135,21 +132,11 @@ def _load(path: str, where: str) -> Path:
         raise ModelError(f"{where}: {path} can't be loaded: {one_line(error)}") from error
 
 
-def _rank(config: dict[str, Any], where: str) -> int:
-    by_module = config.get("rank_pattern") or {}
-    given = [config.get("r"), *(by_module.values() if isinstance(by_module, dict) else [None])]
-    ranks = [rank for rank in given if isinstance(rank, int) and rank > 0]
-    if len(ranks) < len(given):
-        raise ModelError(f"{where}: {_CONFIG_FILE} must have ranks (r, rank_pattern) above 0")
-    return max(ranks)
-
-
 def _misfit(adapter: Path, model: Path) -> str | None:
     """Why an adapter in a folder isn't for the model in another; None if no reason is known.
 
     vLLM takes an adapter with smaller matrices than the model's, and leaves out layers that the
-    model lacks, without a word. Only modules with the same name in both are compared: quantized
-    weights have other names.
+    model lacks, without a word. Modules are compared by name: quantized weights have other names.
     """
     shapes = _shapes(model)
     layers = {_NUMBER.sub("#", name) for name in shapes}
@@ -183,7 +170,7 @@ def _check_tokenizer(own: ModelFiles, model: ModelFiles, *, chat: bool) -> None:
     tokens = _tokens(own)  # of most adapters none: then the model's needn't be read
     tokenizers = [_tokenizer(files) if tokens else None for files in (own, model)]
     if tokenizers[1] is not None:
-        pad = _mapping(own, _TOKENIZER_CONFIG).get("pad_token")
+        pad = own.read_mapping(_TOKENIZER_CONFIG).get("pad_token")
         padding = {str(pad.get("content") if isinstance(pad, dict) else pad)}
         if new := sorted(tokens - _tokens(model) - padding):
             raise ModelError(
@@ -208,13 +195,17 @@ def _check_tokenizer(own: ModelFiles, model: ModelFiles, *, chat: bool) -> None:
 def _tokens(files: ModelFiles) -> set[str]:
     """The tokens that files name; none if there are no such files."""
     tokenizer = _tokenizer(files)
-    tokens = set(tokenizer.get_vocab() if tokenizer is not None else ())
-    tokens |= _mapping(files, "added_tokens.json").keys()
-    listed = _mapping(files, _TOKENIZER_CONFIG).get("added_tokens_decoder")
-    for token in listed.values() if isinstance(listed, dict) else ():
-        if isinstance(token, dict) and isinstance(content := token.get("content"), str):
-            tokens.add(content)
-    return tokens
+    listed = files.read_mapping(_TOKENIZER_CONFIG).get("added_tokens_decoder")
+    contents = [
+        token.get("content")
+        for token in (listed.values() if isinstance(listed, dict) else ())
+        if isinstance(token, dict)
+    ]
+    return {
+        *(tokenizer.get_vocab() if tokenizer is not None else ()),
+        *files.read_mapping("added_tokens.json"),
+        *(content for content in contents if isinstance(content, str)),
+    }
 
 
 def _tokenizer(files: ModelFiles) -> Tokenizer | None:
@@ -231,11 +222,6 @@ def _template(files: ModelFiles) -> str | None:
     if (path := files.find("chat_template.jinja")) is not None:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     for name in (_TOKENIZER_CONFIG, "chat_template.json"):
-        if template := _mapping(files, name).get("chat_template"):
+        if template := files.read_mapping(name).get("chat_template"):
             return str(template).strip()
     return None
-
-
-def _mapping(files: ModelFiles, name: str) -> dict[str, Any]:
-    content = files.read_json(name)
-    return content if isinstance(content, dict) else {}

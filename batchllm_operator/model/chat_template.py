@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.spec import PromptSpec
+from batchllm_operator.spec.prompt import SYSTEM_ROLES
 
 Message = Mapping[str, Any]
 
@@ -108,18 +109,17 @@ def _without_developers(chat: Sequence[Message]) -> Iterator[Message]:
 
     As vLLM does it for templates that don't know the role.
     """
-    system, others = list[Message](), list[Message]()
-    for message in chat:
-        if message["role"] == "developer":
-            message = {name: value for name, value in message.items() if name != "tools"}
-            message["role"] = "system"
-        (system if message["role"] == "system" else others).append(message)
-    if len(system) == 1 and chat[0]["role"] in ("developer", "system"):
+    system: list[Message] = [
+        {name: value for name, value in {**message, "role": "system"}.items() if name != "tools"}
+        for message in chat
+        if message["role"] in SYSTEM_ROLES
+    ]
+    if len(system) == 1 and chat[0]["role"] in SYSTEM_ROLES:
         yield from system
     else:
         texts = ["\n".join(_texts(message["content"])) for message in system]
         yield {"role": "system", "content": "\n\n".join(filter(None, texts))}
-    yield from others
+    yield from (message for message in chat if message["role"] not in SYSTEM_ROLES)
 
 
 def _texts(content: str | list[dict[str, str]]) -> list[str]:
@@ -173,18 +173,12 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
 
 def _names_of_chat(root: nodes.Template) -> set[str]:
     """`messages`, and variables that are set to it or to a part of it."""
-    names = {"messages"}
-    assigned = [
-        (assignment.target.name, assignment.node)
-        for assignment in root.find_all(nodes.Assign)
-        if isinstance(assignment.target, nodes.Name)
-    ]
-    while more := {
-        target
-        for target, value in assigned
-        if target not in names and any(_reads(value, name) for name in names)
-    }:
-        names |= more
+    names, size = {"messages"}, 0
+    while size < len(names):
+        size = len(names)
+        for found in root.find_all(nodes.Assign):
+            if isinstance(found.target, nodes.Name) and any(_reads(found.node, n) for n in names):
+                names.add(found.target.name)
     return names
 
 

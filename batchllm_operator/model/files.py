@@ -15,7 +15,6 @@ _TIMEOUT_S: Final = 10
 _HINT: Final = "a folder begins with ./, ../, ~/ or /"
 _QUANTIZED_NAME: Final = re.compile(r".+:(UD-)?(I?Q\d\w*|TQ\d\w*|BF16|F16|F32)", re.IGNORECASE)
 """How llama.cpp and others name one file of a hub's model."""
-_LFS_START: Final = b"version https://git-lfs."
 _WHOLE_FILE_BYTES: Final = 16 << 20
 _END_BYTES: Final = 1 << 20
 _SAMPLE_BYTES: Final = 1 << 12
@@ -27,8 +26,7 @@ class ModelFiles:
     """Names and contents of a model's files, in an absolute folder or by a name on the hub.
 
     Attributes:
-        names: of the files in the folder itself; on the hub, of all files; in the hub's cache, of
-            those that were loaded.
+        names: of the files in the folder itself; on the hub, of all; in its cache, of those there.
         folder: where they lie; None for files on the hub, which are loaded when they are read.
         is_cached: whether they lie in the hub's cache, and the hub can't be reached.
 
@@ -78,9 +76,13 @@ class ModelFiles:
         except OSError as error:
             raise ModelError(f"{self.where}: its {name} can't be read: {error}") from error
         except (ValueError, RecursionError) as error:
-            if fault := pointer_fault(data):
-                raise ModelError(f"{self.where}: its {name} {fault}") from error
-            raise ModelError(f"{self.where}: its {name} isn't JSON") from error
+            fault = pointer_fault(data) or "isn't JSON"
+            raise ModelError(f"{self.where}: its {name} {fault}") from error
+
+    def read_mapping(self, name: str) -> dict[str, Any]:
+        """What a file of JSON maps; empty if there is no such file, or it holds anything else."""
+        content = self.read_json(name)
+        return content if isinstance(content, dict) else {}
 
     def _names(self, folder: Path) -> frozenset[str]:
         try:
@@ -106,14 +108,13 @@ class ModelFiles:
             raise ModelError(f"{self.where}: {fault}") from error
         # No network, no rights, no such name: what was loaded before may be used.
         except Exception as error:
-            self.folder = cached_folder(self._path, self._revision)
-            if self.folder is None:
-                fault = "the hub doesn't answer, and the model isn't in its cache here"
-                if isinstance(error, RepositoryNotFoundError):
-                    fault = "the hub has no such model, or wants an access token (HF_TOKEN)"
-                raise ModelError(f"{self.where}: {fault} ({_HINT}): {one_line(error)}") from error
-            self.is_cached = True
-            return self._names(self.folder)
+            self.folder, self.is_cached = cached_folder(self._path, self._revision), True
+            if self.folder is not None:
+                return self._names(self.folder)
+            fault = "the hub doesn't answer, and the model isn't in its cache here"
+            if isinstance(error, RepositoryNotFoundError):
+                fault = "the hub has no such model, or wants an access token (HF_TOKEN)"
+            raise ModelError(f"{self.where}: {fault} ({_HINT}): {one_line(error)}") from error
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
@@ -128,9 +129,9 @@ def cached_folder(name: str, revision: str | None = None) -> Path | None:
 
 def pointer_fault(data: bytes) -> str | None:
     """What is wrong with a file that begins like this, if it is a pointer of Git LFS."""
-    if data.startswith(_LFS_START):
-        return "is a pointer of Git LFS, not the file itself; fetch it with: git lfs pull"
-    return None
+    is_pointer = data.startswith(b"version https://git-lfs.")
+    fault = "is a pointer of Git LFS, not the file itself; fetch it with: git lfs pull"
+    return fault if is_pointer else None
 
 
 def folder_digest(folder: Path) -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from batchllm_operator.errors import ModelError, SpecError
 from batchllm_operator.model.files import ModelFiles
@@ -40,8 +39,7 @@ _IS_OFFSET: Final = {
 padding token plus 1. vLLM reads beyond the last without noticing."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLength:
+class ModelLength(NamedTuple):
     """Tokens of a prompt with its output."""
 
     usual: int
@@ -96,7 +94,7 @@ def find_length(
         window = getattr(text, "sliding_window", None)
         lengths.append((window or None, f"sliding_window of {_CONFIG}"))
     if is_pooled and getattr(text, "position_embedding_type", None) == "absolute":
-        of_tokenizer = (files.read_json(_TOKENIZER) or {}).get("model_max_length")
+        of_tokenizer = files.read_mapping(_TOKENIZER).get("model_max_length")
         lengths.append((of_tokenizer, f"model_max_length of {_TOKENIZER}"))
     known = [(length, source) for length, source in lengths if isinstance(length, int | float)]
     limit, source = min(known, key=itemgetter(0), default=(inf, ""))

@@ -27,9 +27,7 @@ def with_models_sampling(spec: JobSpec, files: ModelFiles | None) -> JobSpec:
     """The spec with the model's values in place of those that `sampling.from_model` leaves open.
 
     Other specs are returned as they are, with a warning of values of the model that aren't used.
-
-    Args:
-        files: the model's; None for the fake engine without a model.
+    The fake engine without a model has no files.
 
     Raises:
         SpecError: a value isn't one that a spec can have, or doesn't go with other settings.

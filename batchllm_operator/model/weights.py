@@ -89,26 +89,22 @@ def _check_file(files: ModelFiles, name: str) -> None:
 
 def _present(files: ModelFiles, patterns: tuple[str, ...]) -> set[str]:
     """The weights that vLLM takes: those of the first pattern that any name matches."""
-    for pattern in patterns:
-        names = {name for name in files.names if fnmatchcase(name, pattern) and "/" not in name}
-        if names:
-            return names - _OTHERS
-    return set()
+    own = [name for name in files.names if "/" not in name]
+    matching = ({name for name in own if fnmatchcase(name, pattern)} for pattern in patterns)
+    return next(filter(None, matching), set[str]()) - _OTHERS
 
 
 def _listed(files: ModelFiles, load_format: str, present: set[str]) -> set[str]:
     """The files that the index of the shards names; empty for a model without an index."""
     safetensors, torch = "model.safetensors", "pytorch_model.bin"
+    indexed = [torch] if present else [safetensors, torch]
     if load_format == "mistral":
         indexed = ["consolidated.safetensors"]
     elif any(name.endswith(".safetensors") for name in present):
         indexed = [safetensors]
-    else:
-        indexed = [torch] if present else [safetensors, torch]
     names: set[str] = set()
     for name in indexed:
-        index = files.read_json(f"{name}.index.json")
-        shards = index.get("weight_map") if isinstance(index, dict) else None
+        shards = files.read_mapping(f"{name}.index.json").get("weight_map")
         names |= set(map(str, shards.values())) if isinstance(shards, dict) else set()
     return names
 

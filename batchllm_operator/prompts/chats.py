@@ -18,11 +18,12 @@ from batchllm_operator.prompts.template import (
     system_message,
 )
 from batchllm_operator.prompts.values import (
-    NOT_UTF8,
     NoTextError,
     has_text,
     is_list,
     is_string,
+    not_utf8,
+    storage_of,
     text_column,
 )
 from batchllm_operator.row_error import RowError
@@ -45,9 +46,7 @@ def sample_chat(prompt: PromptSpec) -> pa.RecordBatch:
 
 def has_messages(kind: pa.DataType) -> bool:
     """Whether a column of this type can hold chats: lists of structs, or JSON text."""
-    while isinstance(kind, pa.BaseExtensionType) or types.is_dictionary(kind):
-        is_dictionary = types.is_dictionary(kind)
-        kind = kind.value_type if is_dictionary else kind.storage_type
+    kind = storage_of(kind)
     if is_list(kind) and types.is_struct(kind.value_type):
         names = {field.name for field in kind.value_type}
         return {"role", "content"} <= names and _is_json(kind.value_type)
@@ -122,9 +121,7 @@ class ChatRenderer:
                 _as_text(messages)
                 chats[row] = head + messages
             except UnicodeDecodeError as error:
-                errors[row] = NoTextError(NOT_UTF8, f"isn't valid UTF-8: {error.reason}").of(
-                    self._column
-                )
+                errors[row] = not_utf8(error).of(self._column)
             except NoTextError as error:
                 control_rows |= {row} if error.code == CONTROL_TOKEN else set()
                 errors[row] = error.of(self._column)
@@ -196,12 +193,12 @@ def messages_of(value: object) -> Messages:
         raise _invalid("isn't a list of messages")
     if not value:
         raise _invalid("has no messages")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        try:
+    messages: Messages = []
+    try:
+        for message in value:
             messages.append(_message(message))
-        except NoTextError as fault:
-            raise _invalid(f"message {number} {fault.reason}") from None
+    except NoTextError as fault:
+        raise _invalid(f"message {len(messages) + 1} {fault.reason}") from None
     return messages
 
 

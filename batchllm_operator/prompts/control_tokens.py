@@ -27,24 +27,21 @@ Mode = Literal["keep", "text", "reject"]
 
 
 class Spellings:
-    """The spellings of some tokens, none shorter than two characters.
-
-    Attributes:
-        whole: finds a token, of several in one place the longest.
-        candidates: an expression of Arrow's for texts that `marked` may change.
-    """
+    """The spellings of some tokens, none shorter than two characters."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self.tokens = tuple(sorted(tokens))
         self.longest = max(map(len, self.tokens), default=0)
         longest_first = sorted(self.tokens, key=lambda token: (-len(token), token))
         self.whole = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        """Finds a token, of several in one place the longest."""
         most = min(self.longest, _MOST_REPEATS)
         firsts, lasts = (
             "".join(sorted({re.escape(t[end]) for t in self.tokens})) for end in (0, -1)
         )
         edges = rf"(?s:[{firsts}].{{0,{most}}}\z|\A.{{0,{most}}}[{lasts}])"
         self.candidates = "|".join([*map(re.escape, (*self.tokens, MARK)), edges])
+        """An expression of Arrow's for texts that `marked` may change."""
         self._beginnings = {token[:size] for token in self.tokens for size in range(1, len(token))}
         self._ends = {token[-size:] for token in self.tokens for size in range(1, len(token))}
 
@@ -60,8 +57,7 @@ class Spellings:
     def marked(self, text: str, *, within: bool = False) -> str:
         """The text with marks in all spellings, and in what the text around it could make one.
 
-        Args:
-            within: whether a token may begin before the text and end after it.
+        It is `within` where a token may begin before it and end after it.
         """
         text = text.replace(MARK, _WITHIN_DATA)
         while self.whole.search(text):  # one may overlap the next
@@ -82,8 +78,8 @@ class ControlTokens:
     Args:
         special: tokens that the tokenizer calls special.
         written: others that the prompt's template writes, such as `<tool_call>`.
-        can_be_text: whether the tokenizer makes ordinary text of a marked spelling; where it can't,
-            the row is refused. None: of none, and it doesn't drop marks.
+        can_be_text: whether the tokenizer makes ordinary text of a marked spelling, else the row is
+            refused; None: of none, and it doesn't drop marks.
     """
 
     def __init__(
@@ -105,10 +101,9 @@ class ControlTokens:
         return self._special.tokens
 
     def columns_within(self, pieces: Iterable[tuple[str, str | None]]) -> frozenset[str]:
-        """Columns that are placed where the text before may have begun a token.
+        """Columns of a template that are placed where the text before may have begun a token.
 
-        Args:
-            pieces: of a template: a text, and the column after it or None.
+        Its pieces are a text each, and the column after it or None.
         """
         within, may_go_on = set[str](), False
         for literal, name in pieces:
@@ -141,12 +136,9 @@ class ControlTokens:
         return TextColumn(pa.array(texts, pa.large_string()), faults), rows
 
     def in_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-        """Messages as they may be rendered, and whether they spell a token.
+        """Messages as they may be rendered, and whether they spell a token; or a NoTextError.
 
         What an assistant has said may hold tokens of the second kind: models write them.
-
-        Raises:
-            NoTextError: a text spells a token, and must not.
         """
         spell_tokens = False
 
@@ -174,15 +166,12 @@ class ControlTokens:
         if self._mode == "keep":
             return text, bool(tokens)
         for token in tokens:
-            if self._mode == "reject":
-                reason = "a control token of the model (prompt.special_tokens: reject)"
-                raise NoTextError(CONTROL_TOKEN, f"spells {token!r}, {reason}")
-            if self._can_be_text is None or not self._can_be_text(token):
-                reason = "a control token of the model, of which its tokenizer can't make ordinary"
-                raise NoTextError(
-                    CONTROL_TOKEN,
-                    f"spells {token!r}, {reason} text (prompt.special_tokens: text)",
-                )
+            if self._mode == "reject" or self._can_be_text is None or not self._can_be_text(token):
+                is_token = "a control token of the model"
+                if self._mode == "text":
+                    is_token += ", of which its tokenizer can't make ordinary text"
+                reason = f"spells {token!r}, {is_token} (prompt.special_tokens: {self._mode})"
+                raise NoTextError(CONTROL_TOKEN, reason)
         if self._can_be_text is not None:
             text = spellings.marked(text, within=within)
         return text, bool(tokens)

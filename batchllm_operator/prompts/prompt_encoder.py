@@ -62,12 +62,9 @@ class PromptEncoder:
     def __init__(
         self, reference: Encode, backend: Tokenizer | None, name: str, *, add_special_tokens: bool
     ) -> None:
-        self._reference = reference
-        self._backend = backend
-        self._name = name
+        self._reference, self._backend, self._name = reference, backend, name
         self._add_special_tokens = add_special_tokens
-        self._num_encoded = 0
-        self._num_until_sample = 0
+        self._num_encoded = self._num_until_sample = 0
         self._drops_marks = False
         self._fast = None if backend is None else self._make_fast(backend)
         if backend is not None and self._fast is not None:
@@ -110,8 +107,7 @@ class PromptEncoder:
     def drop_marks(self) -> Callable[[str], bool] | None:
         """From now on, drop marks in texts after the search for control tokens.
 
-        Returns:
-            Whether a token's marked spelling becomes ordinary text; None if marks can't be dropped.
+        Returns whether a token's marked spelling becomes ordinary text; None if none can.
         """
         if self._backend is None:
             return None
@@ -216,11 +212,9 @@ class PromptEncoder:
         )
 
     def _encode_plainly(self, texts: Sequence[str]) -> TokenTable:
-        if not texts:
-            return TokenTable.from_lists([])
-        if self._backend is None:
-            return TokenTable.from_lists(self._reference(texts))
-        return self._encode_by(self._backend, texts)
+        if self._backend is not None:
+            return self._encode_by(self._backend, texts)
+        return TokenTable.from_lists(self._reference(texts) if texts else [])
 
     def _encode_by(self, backend: Tokenizer, texts: Sequence[str]) -> TokenTable:
         try:

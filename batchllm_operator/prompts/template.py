@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from string import Formatter
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +21,15 @@ NULL_VALUE: Final = "null_value"
 EMPTY_PROMPT: Final = "empty_prompt"
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedPrompts:
-    """Texts of a batch of rows: each row has either a text or an error.
-
-    Attributes:
-        texts: large strings [num_rows], null for a row with an error.
-        errors: by row of the batch, ascending.
-        control_rows: rows whose values spell a control token of the model.
-    """
+class RenderedPrompts(NamedTuple):
+    """Texts of a batch of rows: each row has either a text or an error."""
 
     texts: pa.LargeStringArray
+    """[num_rows], null for a row with an error."""
     errors: dict[int, RowError]
+    """By row of the batch, ascending."""
     control_rows: frozenset[int] = frozenset()
+    """Rows whose values spell a control token of the model."""
 
     @property
     def idxs(self) -> npt.NDArray[np.int64]:
@@ -52,7 +47,7 @@ class RenderedPrompts:
         is_wrong = np.zeros(len(self.texts), dtype=np.bool_)
         is_wrong[list(errors)] = True
         texts = pc.if_else(pa.array(is_wrong), pa.scalar(None, pa.large_string()), self.texts)
-        return replace(self, texts=texts, errors=dict(sorted({**self.errors, **errors}.items())))
+        return self._replace(texts=texts, errors=dict(sorted({**self.errors, **errors}.items())))
 
 
 class PromptRenderer:
@@ -111,21 +106,18 @@ class PromptRenderer:
         texts = iter(chat.render(chats) if chats else ())
         is_valid = rendered.texts.is_valid().to_pylist()
         array = pa.array([next(texts) if v else None for v in is_valid], pa.large_string())
-        return replace(rendered, texts=array)
+        return rendered._replace(texts=array)
 
     def _join(self, values: dict[str, TextColumn], num_rows: int) -> pa.LargeStringArray:
         """All pieces of each row as one text, null if one of them is null."""
-        pieces: list[pa.Scalar | pa.Array] = []
+        empty = pa.scalar("", pa.large_string())
+        pieces: list[pa.Scalar | pa.Array] = [pa.repeat(empty, num_rows)]  # for a constant prompt
         for literal, name in self._pieces:
             if literal:
                 pieces.append(pa.scalar(literal, pa.large_string()))
             if name is not None:
                 pieces.append(values[name].texts)
-        if not any(isinstance(piece, pa.Array) for piece in pieces):
-            text = "".join(literal for literal, _ in self._pieces)
-            return pa.repeat(pa.scalar(text, pa.large_string()), num_rows)
-        separator = pa.scalar("", pa.large_string())
-        return pc.binary_join_element_wise(*pieces, separator, null_handling="emit_null")
+        return pc.binary_join_element_wise(*pieces, empty, null_handling="emit_null")
 
 
 def system_message(prompt: PromptSpec) -> list[dict[str, str]]:

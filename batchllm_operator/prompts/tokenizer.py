@@ -94,13 +94,8 @@ class Tokenizer:
     def _call(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids by the tokenizer's own call; a chat template adds its special tokens itself."""
         # verbose=False: the caller checks the lengths.
-        encoded = self._tokenizer(
-            list(texts),
-            add_special_tokens=self.chat is None,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        encoded = self._tokenizer(list(texts), add_special_tokens=self.chat is None, **options)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
@@ -111,13 +106,12 @@ class Tokenizer:
         special |= set(map(str, self._tokenizer.all_special_tokens))
         written = "\0".join(["" if self.chat is None else self.chat.source, *prompt.literals])
         others = {token.content for token in added} - special
+        # Markup isn't just a word or white space that a vocabulary was extended by.
+        markup = {t for t in others if not (t[0].isalnum() or t[0].isspace() or t[-1].isalnum())}
         mode = prompt.control_mode
-        return ControlTokens(
-            special,
-            {token for token in others if _is_markup(token) and token in written},
-            mode=mode,
-            can_be_text=self._encoder.drop_marks() if mode != "keep" else None,
-        )
+        can_be_text = self._encoder.drop_marks() if mode != "keep" else None
+        in_use = {token for token in markup if token in written}
+        return ControlTokens(special, in_use, mode=mode, can_be_text=can_be_text)
 
     @property
     def library(self) -> str:
@@ -245,11 +239,6 @@ def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> RowError | Non
     output = " and one of output" if most < tokenizer.max_model_len else ""
     reason = f"{num_prompt_tokens} tokens, the model allows {most}{output}"
     return RowError(PROMPT_TOO_LONG, reason)
-
-
-def _is_markup(token: str) -> bool:
-    """Whether it isn't just a word or white space that a vocabulary was extended by."""
-    return not (token[0].isalnum() or token[0].isspace() or token[-1].isalnum())
 
 
 def _vocabulary_bound(vocabulary: dict[str, int], where: str) -> int:

@@ -10,9 +10,8 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -42,8 +41,11 @@ class NoTextError(ValueError):
         return RowError(self.code, f"column {column!r} {self.reason}")
 
 
-@dataclass(frozen=True, slots=True)
-class TextColumn:
+def not_utf8(error: UnicodeDecodeError) -> NoTextError:
+    return NoTextError(NOT_UTF8, f"isn't valid UTF-8: {error.reason}")
+
+
+class TextColumn(NamedTuple):
     """Texts of a column: large strings, null for null and for a value with a fault."""
 
     texts: pa.LargeStringArray
@@ -51,10 +53,8 @@ class TextColumn:
 
 
 def has_text(kind: pa.DataType) -> bool:
-    """Whether values of a column of this type have a text: scalars, and lists of them.
-
-    Bytes, durations, structs, maps and lists of lists have no obvious text.
-    """
+    """Whether values of a column of this type have a text: scalars and lists of them, but not
+    bytes, durations, structs, maps and lists of lists."""
     return _scalar_texts(kind.value_type if is_list(kind) else kind) is not None
 
 
@@ -71,21 +71,25 @@ def text_column(column: pa.Array) -> TextColumn:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    return bool(
-        types.is_list(kind)
-        or types.is_large_list(kind)
-        or types.is_fixed_size_list(kind)
-        or types.is_list_view(kind)
-        or types.is_large_list_view(kind)
-    )
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    is_other = types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(types.is_list(kind) or is_other or is_view)
+
+
+def storage_of(kind: pa.DataType) -> pa.DataType:
+    """The type of the values that a dictionary or an extension stands for."""
+    while isinstance(kind, pa.BaseExtensionType | pa.DictionaryType):
+        is_dictionary = isinstance(kind, pa.DictionaryType)
+        kind = kind.value_type if is_dictionary else kind.storage_type
+    return kind
 
 
 def _scalar_texts(kind: pa.DataType) -> Callable[[pa.Array], TextColumn] | None:
     """The function that renders a column of scalars, once decoded; None for other types."""
-    if isinstance(kind, pa.BaseExtensionType):  # JSON is text with a name
-        return _strings if is_string(kind.storage_type) else None
-    if types.is_dictionary(kind):
-        return _scalar_texts(kind.value_type)
+    is_extension = isinstance(kind, pa.BaseExtensionType)
+    kind = storage_of(kind)
+    if is_extension:  # JSON is text with a name
+        return _strings if is_string(kind) else None
     if types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind):
         return lambda column: TextColumn(column.cast(pa.large_string()), {})
     makers: dict[Callable[[pa.DataType], bool], Callable[[pa.Array], TextColumn]] = {
@@ -113,7 +117,7 @@ def _strings(column: pa.Array) -> TextColumn:
             try:
                 scalar.as_py()
             except UnicodeDecodeError as error:
-                faults[row] = NoTextError(NOT_UTF8, f"isn't valid UTF-8: {error.reason}")
+                faults[row] = not_utf8(error)
     return TextColumn(_without(column, faults), faults)
 
 
@@ -179,8 +183,9 @@ def _in_range(column: pa.Array, first: int, end: int) -> tuple[pa.Array, dict[in
 
 def _lists(column: pa.Array) -> TextColumn:
     """JSON, with bare numbers and booleans, and all else as strings."""
-    elements = text_column(column.flatten())
-    is_bare = _is_bare(column.type.value_type)
+    elements, kind = text_column(column.flatten()), storage_of(column.type.value_type)
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    is_bare = is_number or types.is_boolean(kind)
     texts = [
         "null" if text is None else text if is_bare else json.dumps(text, ensure_ascii=False)
         for text in elements.texts.to_pylist()
@@ -195,13 +200,6 @@ def _lists(column: pa.Array) -> TextColumn:
     for idx, fault in elements.faults.items():
         faults.setdefault(bisect_right(ends, idx), fault)
     return TextColumn(_without(pa.array(lists, pa.large_string()), faults), faults)
-
-
-def _is_bare(kind: pa.DataType) -> bool:
-    if types.is_dictionary(kind):
-        return _is_bare(kind.value_type)
-    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-    return bool(is_number or types.is_boolean(kind))
 
 
 def _without(column: pa.Array, faults: dict[int, NoTextError]) -> pa.Array:

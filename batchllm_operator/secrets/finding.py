@@ -80,10 +80,8 @@ def names_secret(name: str) -> bool:
 
 
 def may_be_secret_text(name: str, text: str) -> bool:
-    """Whether the value of a setting with a secret's name may be a secret.
-
-    Not if it stands for nothing, or is a number or marker of a model's tokens.
-    """
+    """Whether the value of a setting with a secret's name may be one: not if it stands for nothing,
+    or is a number or marker of a model's tokens."""
     if text.lower() in _NOTHING:
         return False
     return not (name.lower().endswith("token") and (text.isdecimal() or text.startswith("<")))

@@ -60,24 +60,19 @@ _COLUMNS: Final = frozenset({"token", "signature", "sig", "sas", "pass", "pwd"})
 
 @dataclass(frozen=True, slots=True)
 class Masker:
-    """Masks known secrets, and whatever looks like one, in texts.
-
-    Attributes:
-        anywhere: secrets that are masked everywhere, the longest first.
-        in_place: secrets that are masked only in the places of secrets.
-    """
+    """Masks known secrets, and whatever looks like one, in texts."""
 
     anywhere: tuple[str, ...] = field(default=(), repr=False)
+    """Secrets that are masked everywhere, the longest first."""
     in_place: tuple[str, ...] = field(default=(), repr=False)
+    """Secrets that are masked only in the places of secrets."""
 
     @classmethod
     def of(cls, *settings: Mapping[str, Any], secrets: Iterable[str] = ()) -> Masker:
-        """A masker for the secrets of environments and of libraries' settings.
+        """A masker for the secrets of environments and of libraries' settings, and for others.
 
-        Args:
-            settings: values by name, possibly nested. Secrets are values with names such as
-                `AWS_SECRET_ACCESS_KEY`, and passwords and parameters of URIs.
-            secrets: further secrets.
+        Settings are values by name, possibly nested. Secrets are those with names such as
+        `AWS_SECRET_ACCESS_KEY`, and passwords and parameters of URIs.
         """
         known = chain(secrets, *map(_secrets, settings))
         shapes = {shape for secret in known for shape in _shapes(secret)}
@@ -122,7 +117,8 @@ class Masker:
             return False
         if text in self.in_place:
             return True
-        if _is_folder(name, text):
+        is_part = name.string[max(0, name.start() - 1) : name.start()] == ";"  # of an address
+        if setting in _FOLDERS and text.startswith("/") and not is_part:
             return False
         if name["sign"] == "=" or is_quoted or "authorization" in setting.lower():
             return True
@@ -150,7 +146,7 @@ def print_unmasked(text: str) -> None:
 
 
 def _secrets(settings: Mapping[str, Any], is_secret: bool = False) -> Iterator[str]:
-    """Yield values that must not be shown."""
+    """Values that must not be shown."""
     for name, value in settings.items():
         hidden = is_secret or (names_secret(str(name)) and name not in _FOLDERS)
         if isinstance(value, Mapping):
@@ -172,14 +168,10 @@ def _secrets(settings: Mapping[str, Any], is_secret: bool = False) -> Iterator[s
 
 def _uri_secrets(uri: str) -> Iterator[str]:
     """User info, password, and values of parameters with names of secrets."""
-    _, scheme_end, rest = uri.partition("://")
-    if not scheme_end:
-        return
-    address, _, query = rest.partition("?")
+    address, _, query = uri.partition("://")[2].partition("?")
     user_info, at, _ = address.rpartition("@")
     if at:
-        yield user_info
-        yield user_info.partition(":")[2]
+        yield from (user_info, user_info.partition(":")[2])
     for pair in re.split("[&;]", query):
         name, _, value = pair.partition("=")
         if names_secret(name):
@@ -222,12 +214,6 @@ def _is_line(name: re.Match[str], value: re.Match[str]) -> bool:
     text, start = name.string, name.start()
     before = text[max(0, start - 100) : start].rpartition("\n")[2]
     return not before.strip(" \t\r-'\"") and _LINE_END.match(text, value.end()) is not None
-
-
-def _is_folder(name: re.Match[str], text: str) -> bool:
-    """Whether it is a shell's working directory, not a password in a database's address."""
-    is_part = name.string[max(0, name.start() - 1) : name.start()] == ";"
-    return name["name"] in _FOLDERS and text.startswith("/") and not is_part
 
 
 @lru_cache(maxsize=32)

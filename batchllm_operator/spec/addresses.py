@@ -30,23 +30,16 @@ _TABLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TableAddress:
-    """Where a table is: in a catalog, or in a folder.
-
-    Attributes:
-        format: that of the address; a plain folder ("parquet") may hold a Delta table.
-        location: an Iceberg table's `CATALOG/NAMESPACE.TABLE`, else the folder's path or URI.
-    """
+    """Where a table is: in a catalog, or in a folder."""
 
     format: Literal["iceberg", "delta", "parquet"]
+    """That of the address; a plain folder ("parquet") may hold a Delta table."""
     location: str
+    """An Iceberg table's `CATALOG/NAMESPACE.TABLE`, else the folder's path or URI."""
 
     @classmethod
     def parse(cls, uri: str) -> TableAddress:
-        """Parse `iceberg://CATALOG/NAMESPACE.TABLE`, `delta+FOLDER` or `FOLDER`.
-
-        Raises:
-            ValueError: it isn't one of these.
-        """
+        """Parse `iceberg://CATALOG/NAMESPACE.TABLE`, `delta+FOLDER` or `FOLDER`; or ValueError."""
         if uri.startswith(_ICEBERG):
             catalog, _, name = uri.removeprefix(_ICEBERG).rstrip("/").partition("/")
             levels = name.split(".")
@@ -95,11 +88,7 @@ class TableAddress:
 
 
 def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
-    """Check for a local path or a folder on S3; `forms` names the allowed forms in errors.
-
-    Raises:
-        ValueError: it is neither, or holds `::`.
-    """
+    """Raise ValueError unless it is a local path or a folder on S3; `forms` are named in errors."""
     if "::" in uri:  # fsspec would open the part before it
         raise ValueError("holds ::, which would be read as two addresses; name a folder without it")
     scheme = scheme_of(uri)

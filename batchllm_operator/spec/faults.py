@@ -45,9 +45,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "invalid_key": "names of fields must be text; put it in quotes",
     "invalid-json-value": "must be text, a number, true, false, a list or a mapping (quote a date)",
 }
-_KINDS: Final = frozenset(
-    {"number", "source", "dict", "list", "str", "int", "float", "bool", "[key]"}
-)
+_KINDS: Final = {"number", "source", "dict", "list", "str", "int", "float", "bool", "[key]"}
 """Parts of pydantic's `loc` that name the tried type, not a field or an index."""
 _WITHOUT_INPUT: Final = ("value_error", "extra_forbidden", "invalid_key")
 _MAPPINGS: Final = (
@@ -140,7 +138,10 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
     where, owner, inner = "", spec, [spec]
     for part in loc:
         if len(inner) > 1:  # pydantic names the chosen form of a section
-            inner = [form for form in inner if part in _forms(form)] or inner[:1]
+            forms = [
+                form for form in inner if part in get_args(form.model_fields["type"].annotation)
+            ]
+            inner = forms or inner[:1]
         elif isinstance(part, int) and where:
             where += f"[{part}]"
         elif inner and part in inner[0].model_fields:
@@ -151,11 +152,6 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
         else:
             return where, None
     return where, inner[0] if inner else owner
-
-
-def _forms(section: type[BaseModel]) -> tuple[object, ...]:
-    """What a form of a section has for `type`."""
-    return get_args(section.model_fields["type"].annotation)
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

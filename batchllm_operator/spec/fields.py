@@ -42,12 +42,11 @@ def distinct(kind: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _kinds(annotation: object) -> Iterator[object]:
-    arguments = get_args(annotation)
-    if not arguments:
-        yield annotation if isinstance(annotation, type) else type(annotation)
-    for argument in arguments:
-        yield from _kinds(argument)
+def _kinds(annotation: object) -> set[object]:
+    """The types in an annotation, and those of its literals."""
+    if not (arguments := get_args(annotation)):
+        return {annotation if isinstance(annotation, type) else type(annotation)}
+    return set().union(*map(_kinds, arguments))
 
 
 class Decides(Flag):
@@ -74,10 +73,6 @@ def _decided(field: FieldInfo) -> Decides | None:
     return next((mark for mark in field.metadata if isinstance(mark, Decides)), None)
 
 
-def _is_section(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
 class Section(BaseModel):
     """A part of the spec: immutable, no unknown fields, no values in error messages."""
 
@@ -93,7 +88,9 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a field that says of neither plan nor output whether it decides them."""
         for name, field in cls.model_fields.items():
-            if not _is_section(field.annotation) and _decided(field) is None:
+            kind = field.annotation
+            is_section = isinstance(kind, type) and issubclass(kind, Section)
+            if not is_section and _decided(field) is None:
                 raise TypeError(f"{cls.__name__}.{name}: mark it as OfOutput, OfPlan or Neutral")
 
     def settings(self, decided: Decides) -> dict[str, Any]:
@@ -122,7 +119,7 @@ class Section(BaseModel):
     def _check_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse bools as numbers: Python has them as integers, YAML's `yes` and `on` are true."""
         if isinstance(value, bool):
-            kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+            kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
             if bool not in kinds and kinds & {int, float, ByteSize}:
                 raise ValueError("must be a number, not true or false (YAML's yes and no)")
         return value

@@ -18,11 +18,10 @@ class LimitError(ValueError):
 
 
 def check_values(value: object) -> None:
-    """Check the limits of a spec, before any other check.
+    """Check a spec's limits, before all else.
 
     Raises:
-        LimitError: it is too deep (or contains itself) or too large, or has a text that can't be
-            stored or name a file.
+        LimitError: see `check_tree`; or a text can't be stored, or name a file.
     """
     check_tree(value, _children)
     for path, text in _texts(value, ""):
@@ -31,29 +30,25 @@ def check_values(value: object) -> None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise LimitError(
-                f"{path}: holds half a surrogate pair, which is no character"
-            ) from None
+            reason = "holds half a surrogate pair, which is no character"
+            raise LimitError(f"{path}: {reason}") from None
 
 
 def check_tree(root: Any, children: Callable[[Any], Iterable[Any]]) -> None:
-    """Visit everything below `root`, once for each reference.
+    """Raise LimitError if what is below `root` is too deep, or too large by counted references."""
+    num_values = 0
 
-    Raises:
-        LimitError: it is too deep or too large.
-    """
-    levels, num_values = [iter((root,))], 0
-    while levels:
-        value = next(levels[-1], levels)
-        if value is levels:
-            levels.pop()
-            continue
+    def visit(value: Any, depth: int) -> None:
+        nonlocal num_values
         num_values += 1
         if num_values > _MAX_VALUES:
             raise LimitError(f"holds more than {_MAX_VALUES:,} values")
-        if len(levels) > _MAX_DEPTH:
+        if depth > _MAX_DEPTH:
             raise LimitError(f"is more than {_MAX_DEPTH} levels deep, or holds itself")
-        levels.append(iter(children(value)))
+        for child in children(value):
+            visit(child, depth + 1)
+
+    visit(root, 1)
 
 
 def shown(name: object, max_len: int = _MAX_NAME_LEN) -> str:

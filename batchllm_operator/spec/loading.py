@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,10 +22,7 @@ _MAX_VERSION: Final = 1_000_000
 
 
 class _SpecLoader(yaml.SafeLoader):
-    """YAML's safe loader, with errors for repeated fields and for files that are too large.
-
-    The size is that after expansion: aliases of aliases multiply.
-    """
+    """Refuses repeated fields, and files that are too large once aliases of aliases expand."""
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -32,25 +30,20 @@ class _SpecLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"field {key.value!r} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        counts = Counter(key.value for key in keys if key.value != "<<")
+        for key in reversed(keys):
+            if counts[key.value] > 1:
+                reason = f"field {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, reason, key.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def load_spec(source: str | Path | Mapping[str, Any] | JobSpec) -> JobSpec:
-    """Read a job spec.
+    """Read a job spec from a YAML file or its fields; a spec is returned as it is.
 
     Relative paths in it start at the file's folder, for a mapping at the working directory. They
     keep their symbolic links, which may lead elsewhere on the machines that run the plan.
-
-    Args:
-        source: a YAML file, or its fields. A spec is returned as it is.
 
     Raises:
         SpecError: the file is absent, isn't YAML, or doesn't hold a valid spec; the
@@ -71,14 +64,10 @@ def load_spec(source: str | Path | Mapping[str, Any] | JobSpec) -> JobSpec:
 
 
 def parse_spec(data: Mapping[str, object], *, source: str, folder: Path | None = None) -> JobSpec:
-    """Validate `data` as a `JobSpec`.
+    """Validate `data` as a `JobSpec`; a SpecError names `source` and every offending field.
 
     Args:
-        source: names it in errors.
         folder: where relative paths start; None leaves them, as a stored spec has none.
-
-    Raises:
-        SpecError: naming every offending field.
     """
     version = data.get("spec_version")
     if isinstance(version, int) and version != SPEC_VERSION and abs(version) < _MAX_VERSION:
@@ -93,11 +82,7 @@ def parse_spec(data: Mapping[str, object], *, source: str, folder: Path | None =
 
 
 def parse_spec_json(text: str, *, source: str) -> JobSpec:
-    """Validate a spec in JSON, as from `JobSpec.model_dump_json`.
-
-    Raises:
-        SpecError: it isn't a JSON object, or not a valid spec.
-    """
+    """Validate a spec in JSON, as from `JobSpec.model_dump_json`; see `parse_spec`."""
     return parse_spec(_parse_object(text, source), source=source)
 
 
@@ -136,9 +121,8 @@ def _read_text(path: Path, source: str) -> str:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise SpecError(
-            f"{source}: isn't text in UTF-8, from line {line} on; save it as UTF-8"
-        ) from None
+        fault = f"isn't text in UTF-8, from line {line} on; save it as UTF-8"
+        raise SpecError(f"{source}: {fault}") from None
     except (OSError, ValueError) as error:
         raise SpecError(f"{source}: can't be read: {error}") from error
     if len(data) > MAX_FILE_BYTES:
@@ -178,9 +162,7 @@ def _child_nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
 
 def _unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; ValueError if a field is repeated."""
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in fields:
+    for name, number in Counter(name for name, _ in pairs).items():
+        if number > 1:
             raise ValueError(f"field {shown(name)!r} is given twice")
-        fields[name] = value
-    return fields
+    return dict(pairs)
