@@ -6,11 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def counted(number: int, one: str, more: str | None = None) -> str:
-    """A number and its noun, such as `1 shard`, `1,024 shards`; the plural adds an s, or is `more`.
-
-    >>> counted(1, "reply", "replies"), counted(0, "row")
-    ('1 reply', '0 rows')
-    """
+    """A number and its noun: `1 shard`, `1,024 shards`; the plural adds an s, or is `more`."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 

@@ -16,9 +16,7 @@ _PR_SET_PDEATHSIG: Final = 1
 def die_with_parent(parent_pid: int) -> None:
     """Make the kernel kill this process when its parent, a thread, ends, even by SIGKILL (Linux).
 
-    Raises:
-        OSError: the kernel refuses.
-        ProcessLookupError: the parent ended before the kernel could watch it.
+    Raises `ProcessLookupError` if the parent has ended before, and OSError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -56,11 +56,7 @@ _WITHOUT_RESULT: Final = ("schema", "demo-table", "demo-model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (see `errors.ExitCode`).
-
-    Credentials are masked in everything that this process prints, including tracebacks, because
-    libraries' messages may repeat them.
-    """
+    """Run one command and return its exit code, with credentials masked in all that is printed."""
     standard_streams.open_streams()
     masker = Masker.of(os.environ)
     with (
@@ -150,11 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _stopping_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `Interrupted`; the second ends the process at once.
-
-    Afterwards they do what they did before, because nothing is left to stop.
-    """
-
+    """Turn the first SIGINT or SIGTERM into `Interrupted`; the second ends the process at once."""
     stops = (signal.SIGINT, signal.SIGTERM)
 
     def stop(number: int, frame: FrameType | None) -> None:

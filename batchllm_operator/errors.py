@@ -105,11 +105,9 @@ class EmptyPartitionError(BatchLLMError):
 
 
 class FailedRowsError(BatchLLMError):
-    """More rows failed than `max_failed_fraction` allows; nothing was published.
+    """More rows (`num_rows`) failed than `max_failed_fraction` allows; nothing was published.
 
-    Attributes:
-        num_rows: the failed rows.
-        kinds: an `ErrorKind` for each of the most frequent kinds.
+    `kinds` has an `ErrorKind` for each of the most frequent kinds.
     """
 
     exit_code = ExitCode.TOO_MANY_FAILED_ROWS

@@ -21,8 +21,7 @@ _CANT_BE_REPLACED: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 def parse_file(text: str) -> Path:
     """The file that an option names, for `write_file` after the work.
 
-    Raises:
-        argparse.ArgumentTypeError: it can't be written, as far as can be known before the work.
+    Raises `argparse.ArgumentTypeError` if it can't be written, as far as can be known before.
     """
     path = Path(text)
     try:
@@ -77,10 +76,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _open_already(path: Path) -> int | None:
-    """The descriptor by which this process already prints to `path`, such as /dev/stdout.
-
-    Opening the file again would write from its beginning.
-    """
+    """The descriptor by which this process prints to `path`; opened again, it writes from 0."""
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         is_same = False
         with suppress(OSError):

@@ -17,16 +17,10 @@ _LINE_INTERVAL_S: Final = 10.0
 
 
 class Progress:
-    """Counts work done towards a total and shows an ETA.
+    """Counts work done towards a total, in a unit (plural), and shows an ETA on stderr.
 
-    Args:
-        label: name of the work.
-        total: amount of work.
-        unit: its unit, in the plural.
-        announce: whether to print a plain line at the start.
-        stream: where to show it; stderr by default.
-        line_interval_s: seconds between plain lines.
-        clock: monotonic seconds.
+    Plain lines come at an interval, and at the start if it is to be announced; the clock gives
+    monotonic seconds.
     """
 
     def __init__(

@@ -18,8 +18,7 @@ _UNREAD: Final = 128 + signal.SIGPIPE
 def open_streams() -> None:
     """Discard output to a stream that the caller has closed.
 
-    Call this before any file is opened, which would get the stream's descriptor, and before
-    libraries print.
+    Before any file is opened, which would get the stream's descriptor, and before libraries print.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:

@@ -25,8 +25,7 @@ def ahead(
 ) -> Generator[T]:
     """`map(work, items)` on threads, at most `most` items (`num_threads`) ahead of the caller.
 
-    Errors of `work` are raised in the items' order. A caller that stops early waits for running
-    calls.
+    Errors come in the items' order; a caller that stops early waits for running calls.
     """
     with ThreadPoolExecutor(num_threads, "batchllm-ahead") as pool:
         under_way: deque[Future[T]] = deque()

@@ -16,9 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from support.fake_job import without_model
-
-DS = "2026-01-31"
+from support.fake_job import DS, job_fields
 
 
 @dataclass(frozen=True)
@@ -41,36 +39,25 @@ class Job:
         keys = [f"k{idx}" for idx in range(len(docs))]
         self.write_table(pa.table({"id": keys, "doc": list(docs), "q": ["?"] * len(docs)}))
 
-    def write_spec(self, **changes: Any) -> Path:
-        spec: dict[str, Any] = {
-            "spec_version": 1,
-            "name": "job",
+    def write_spec(self, **changes: Any) -> None:
+        own: dict[str, Any] = {
             "input": {"uri": "in", "key": "id"},
-            "prompt": {"template": "{doc}|{q}"},
-            "model": {"path": "none"},
-            "sampling": {"max_tokens": 4},
-            "output": {"uri": "out"},
-            "engine": {"backend": "fake"},
-            "planner": {"num_shards": 2, "part_rows": 2},
+            "prompt": {"system": None, "template": "{doc}|{q}"},
+            "output": {"uri": "out", "carry": []},
+            "planner": {"part_rows": 2},
             "max_failed_fraction": 0.5,
         }
         for section, value in changes.items():
-            old = spec.get(section)
-            spec[section] = {**old, **value} if isinstance(old, dict) else value
-        spec = without_model(spec)
-        path = self.folder / "job.yaml"
-        path.write_text(yaml.safe_dump(spec), encoding="utf-8")
-        return path
+            own[section] = {**own.get(section, {}), **value} if isinstance(value, dict) else value
+        (self.folder / "job.yaml").write_text(yaml.safe_dump(job_fields(".", **own)))
 
-    def plan(self, ds: str = DS) -> Any:
-        return self.batchllm("plan", "--job", self.folder / "job.yaml", "--ds", ds)
+    def plan(self, *more: Any, ds: str = DS) -> Any:
+        return self.batchllm("plan", "--job", self.folder / "job.yaml", "--ds", ds, *more)
 
-    def planned(self, ds: str = DS) -> Path:
+    def planned(self) -> Path:
         """Plan, and return where the plan lies."""
         result = self.folder / "plan-result.json"
-        outcome = self.batchllm(
-            "plan", "--job", self.folder / "job.yaml", "--ds", ds, "--result", result
-        )
+        outcome = self.plan("--result", result)
         assert outcome.code == 0, outcome.err
         return Path(json.loads(result.read_text(encoding="utf-8"))["plan_uri"])
 
@@ -78,9 +65,9 @@ class Job:
         outcome = self.batchllm("run", "--plan", plan)
         assert outcome.code == 0, outcome.err
 
-    def finish(self, plan: Path | None = None) -> Path:
-        """Run and commit a plan, or make one first; returns where it lies."""
-        plan = plan or self.planned()
+    def finish(self) -> Path:
+        """Plan, run and commit; returns where the plan lies."""
+        plan = self.planned()
         self.run_all(plan)
         outcome = self.commit(plan)
         assert outcome.code == 0, outcome.err
@@ -94,10 +81,9 @@ class Job:
     def commit(self, plan: Path | str) -> Any:
         return self.batchllm("commit", "--plan", plan)
 
-    def published(self, ds: str = DS) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = pq.read_table(
-            self.out / f"ds={ds}" / "data.parquet", partitioning=None
-        ).to_pylist()
+    def published(self) -> list[dict[str, Any]]:
+        file = self.out / f"ds={DS}" / "data.parquet"
+        rows: list[dict[str, Any]] = pq.read_table(file, partitioning=None).to_pylist()
         return rows
 
 
@@ -135,10 +121,7 @@ def listing(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"inptu": {}}, ["inptu", "unknown field"]),
         ({"sampling": {"beam_width": 3}}, ["sampling.beam_width", "unknown field"]),
-        ({"input": {"key": None}}, ["input.key"]),
-        ({"spec_version": 2}, ["spec_version", "2", "1"]),
         ({"engine": {"extra_args": {"hf_token": "swordfish"}}}, ["engine.extra_args.hf_token"]),
         ({"engine": {"extra_args": {"dealy_s": 1}}}, ["extra_args.dealy_s", "mean delay_s"]),
         ({"prompt": {"template": "{doc} {title}"}}, ["prompt.template", "'title'", "id, doc, q"]),
@@ -224,8 +207,7 @@ def test_an_output_partition_of_somebody_else(job: Job) -> None:
 def test_a_refused_command_writes_no_result(job: Job) -> None:
     job.write_spec(input={"uri": "nowhere"})
     result = job.folder / "result.json"
-    outcome = job.batchllm("plan", "--job", job.folder / "job.yaml", "--ds", DS, "--result", result)
-    assert_refused(outcome, 2)
+    assert_refused(job.plan("--result", result), 2)
     assert not result.exists()
 
 
@@ -241,35 +223,30 @@ def test_folder_columns_can_be_keys_carried_and_placed(job: Job) -> None:
     )
     job.finish()
     rows = job.published()
-    assert [(row["id"], row["region"]) for row in rows] == [
-        ("a", "eu"),
-        ("b", "eu"),
-        ("a", "us"),
-        ("b", "us"),
-    ]
+    keys = [("a", "eu"), ("b", "eu"), ("a", "us"), ("b", "us")]
+    assert [(row["id"], row["region"]) for row in rows] == keys
     assert len({row["generated_text"] for row in rows}) == 4
 
 
 # Empty partitions
 
 
-def empty_partition(job: Job, how: str) -> None:
-    if how == "no such partition":
-        shutil.move(job.folder / "in" / f"ds={DS}", job.folder / "in" / "ds=2025-01-01")
-    elif how == "a file without rows":
-        job.write_table(pq.read_table(job.folder / "in" / f"ds={DS}" / "a.parquet").slice(0, 0))
+REASONS = {
+    "no such partition": f"there is no partition '{DS}'; the newest are: '2025-01-01'",
+    "a file without rows": "has no rows",
+    "all filtered out": "has no rows that meet input.filter (of 5)",
+}
 
 
-@pytest.mark.parametrize("how", ["no such partition", "a file without rows", "all filtered out"])
+@pytest.mark.parametrize("how", REASONS)
 @pytest.mark.parametrize("on_empty", ["fail", "commit"])
 def test_an_empty_partition(job: Job, how: str, on_empty: str) -> None:
     nothing = [{"column": "id", "value": "no such key"}] if how == "all filtered out" else []
-    empty_partition(job, how)
-    reason = {
-        "no such partition": f"there is no partition '{DS}'; the newest are: '2025-01-01'",
-        "a file without rows": "has no rows",
-        "all filtered out": "has no rows that meet input.filter (of 5)",
-    }[how]
+    partition, reason = job.folder / "in" / f"ds={DS}", REASONS[how]
+    if how == "no such partition":
+        shutil.move(partition, job.folder / "in" / "ds=2025-01-01")
+    elif how == "a file without rows":
+        job.write_table(pq.read_table(partition / "a.parquet").slice(0, 0))
     job.write_spec(on_empty=on_empty, input={"filter": nothing}, output={"carry": ["q"]})
     if on_empty == "fail":
         assert_refused(job.plan(), 3, str(job.folder / "in"), DS, reason)
@@ -294,19 +271,13 @@ def test_bad_rows_get_an_error_and_the_others_a_text(job: Job) -> None:
     assert [row["id"] for row in rows] == ["k0", "k1", "k2", "k3", "k4", "k5"]
     assert [row["doc"] for row in rows] == docs
     errors = [row["error"] for row in rows]
-    assert [error and error["kind"] for error in errors] == [
-        None,
-        "null_value",
-        "empty_prompt",
-        "prompt_too_long",
-        None,
-        None,
-    ]
+    kinds = [None, "null_value", "empty_prompt", "prompt_too_long", None, None]
+    assert [error and error["kind"] for error in errors] == kinds
     for row in rows:
         assert (row["generated_text"] is None) == (row["error"] is not None)
         assert (row["finish_reason"] is None) == (row["error"] is not None)
         assert row["run_id"].startswith(f"job/{DS}/")
-        assert row["model"] == "none"
+        assert row["model"] == "no-model"
     report = job.batchllm("report", "--plan", plan)
     assert "6 in, 3 out, 3 failed" in report.out
 
@@ -378,37 +349,26 @@ def test_rows_of_a_filter_are_counted_without_the_others(job: Job, key: bytes | 
 
 
 @pytest.mark.parametrize(
-    ("field", "place"),
-    [("uri", "file"), ("uri", "file/out"), ("staging_uri", "file/a/b")],
+    ("field", "place", "file"),
+    [
+        ("uri", "file", "file"),
+        ("uri", "file/out", "file"),
+        ("staging_uri", "file/a/b", "file"),
+        ("uri", "out", "out/_batchllm"),
+    ],
 )
-def test_a_file_where_an_output_folder_is_to_be(job: Job, field: str, place: str) -> None:
-    (job.folder / "file").write_text("x")
-    job.write_rows("a")
+def test_a_file_where_a_folder_is_to_be(job: Job, field: str, place: str, file: str) -> None:
+    path = job.folder / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x")
     job.write_spec(output={field: place})
-    assert_refused(job.plan(), 2, f"output.{field}: {job.folder}/file isn't a folder")
-
-
-def test_a_file_in_the_place_of_the_plans(job: Job) -> None:
-    job.out.mkdir()
-    (job.out / "_batchllm").write_text("x")
-    job.write_rows("a")
-    job.write_spec()
-    assert_refused(job.plan(), 2, f"output.uri: {job.out}/_batchllm isn't a folder")
-
-
-# Plans that aren't what they were
-
-
-def refuse_everywhere(job: Job, plan: Path, *words: str) -> None:
-    before = listing(job.out)
-    assert_refused(job.batchllm("run", "--plan", plan), 2, str(plan), *words)
-    assert_refused(job.commit(plan), 2, str(plan), *words)
-    assert_refused(job.batchllm("report", "--plan", plan), 2, str(plan), *words)
-    assert listing(job.out) == before
+    assert_refused(job.plan(), 2, f"output.{field}: {path} isn't a folder")
 
 
 def test_a_plan_that_is_not_there(job: Job) -> None:
-    refuse_everywhere(job, job.folder / "no-plan", "manifest.json")
+    plan = job.folder / "no-plan"
+    for command in ("run", "commit", "report"):
+        assert_refused(job.batchllm(command, "--plan", plan), 2, str(plan), "manifest.json")
     assert not job.out.exists()
 
 

@@ -1,13 +1,21 @@
-"""Exit codes are an interface: schedulers and the Airflow operators branch on them."""
+"""Exit codes, on which schedulers and operators branch, and what is said of missing libraries."""
 
 from __future__ import annotations
 
 import inspect
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from batchllm_operator import errors
-from batchllm_operator.errors import BatchLLMError, ExitCode, Interrupted
+from batchllm_operator.errors import (
+    _EXTRAS,
+    BatchLLMError,
+    ExitCode,
+    Interrupted,
+    MissingLibraryError,
+)
 
 CODES = {
     1: {"BatchLLMError", "StorageError", "EngineError", "RunaheadError", "CommitUnknownError"}
@@ -54,3 +62,27 @@ def test_an_interruption_is_not_swallowed_as_an_error() -> None:
         work()
     assert isinstance(caught.value, Interrupted)
     assert caught.value.signal_number == 15
+
+
+# Missing libraries
+
+
+def test_a_library_of_no_extra_is_named_too() -> None:
+    error = ModuleNotFoundError("No module named 'zmq.asyncio'", name="zmq.asyncio")
+    text = str(MissingLibraryError.of(error, "vLLM"))
+    assert text == (
+        "vLLM: needs the library zmq, which isn't installed; install the package that brings it,"
+        " often: pip install zmq"
+    )
+
+
+def test_extras_are_those_that_there_are() -> None:
+    text = Path(__file__).parents[1].joinpath("pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    for library, names in _EXTRAS.items():
+        for name in names:
+            brought = [each.removeprefix("apache-") for each in extras[name]]
+            assert any(each.startswith((library, "vllm")) for each in brought), (library, name)
+        message = str(MissingLibraryError.of(ModuleNotFoundError(name=library), "this"))
+        assert f"pip install '.[{names[0]}]' in a checkout" in message
+        assert f"-py3-none-any.whl[{names[0]}]' of a wheel" in message

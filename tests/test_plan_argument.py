@@ -90,6 +90,11 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
         (["commit", "--plan", "x", "--job", "y"], "not allowed with argument --plan"),
         (["report", "--compare", "a", "b", "--ds", DS], "report: --ds goes with --job"),
         (["status"], "one of the arguments --plan --job is required"),
+        ([], "arguments are required: COMMAND"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["schema", "nonsense"], "invalid choice: 'nonsense'"),
+        (["report", "--compare", "a"], "--compare: expected 2 arguments"),
+        (["run", "--plan", "x", "--worker", "-1"], "run: --worker -1: workers are numbered"),
         (["simulate", "--ds", DS], "simulate: --ds goes with --job"),
         (["simulate", "--job", "x", "--ds", DS, "--degree", "2"], "--degree is for made-up"),
         (["verify", "--job", "x"], "verify: give --plan, or --job and --ds; or --record"),
@@ -100,4 +105,4 @@ def test_arguments_that_do_not_go_together(
     batchllm: Batchllm, arguments: list[str], reason: str
 ) -> None:
     done = batchllm(*arguments)
-    assert done.code == 2 and reason in done.err
+    assert done.code == 2 and reason in done.err and "usage: batchllm" in done.err

@@ -91,9 +91,8 @@ def plan_answers(spec: JobSpec, tokenizer: Tokenizer) -> PlannedAnswers:
         SpecError: the model can't give such answers.
         ModelError: a file of the model can't be read, or lacks something.
     """
-    return PlannedAnswers(
-        **_joined(kind.plan(spec, tokenizer) for kind in KINDS if kind.is_asked(spec))
-    )
+    plans = (kind.plan(spec, tokenizer) for kind in KINDS if kind.is_asked(spec))
+    return PlannedAnswers(**_joined(plans))
 
 
 def _joined(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

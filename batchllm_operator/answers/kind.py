@@ -85,8 +85,7 @@ class AnswerKind(ABC):
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
         """The columns `fields`, by name, and others that it replaces; null without an answer.
 
-        Args:
-            outputs: rows with the columns of a part and `raw_fields`.
+        `outputs` are rows with the columns of a part and `raw_fields`.
         """
         return {field.name: outputs[field.name] for field in self.fields}
 

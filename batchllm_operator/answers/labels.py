@@ -71,8 +71,7 @@ class LabelAnswers(AnswerKind):
     def plan(cls, spec: JobSpec, tokenizer: Tokenizer) -> dict[str, Any]:
         """The token of each label's answer, which depends on the end of the prompt.
 
-        Raises:
-            SpecError: an answer isn't one token, or two answers are the same one.
+        A SpecError refuses answers that aren't one token, or are the same one.
         """
         from batchllm_operator.prompts import sample_chat  # only plans need it
 

@@ -36,9 +36,7 @@ def parts(schema: Any, *, definitions: bool = False) -> Iterator[tuple[str, Any]
 def resolved(root: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with what its references name in their places, and without definitions.
 
-    Raises:
-        SpecError: a property contains itself, refers to what isn't there, or the whole is too
-            large.
+    A SpecError names a property that contains itself, refers to nothing, or is too large.
     """
     try:
         resolver = _Resolver(root)

@@ -46,8 +46,7 @@ class JsonColumn(NamedTuple):
 class TypedAnswers(AnswerKind):
     """The properties of JSON objects. Parts keep no more of them than the text.
 
-    Raises:
-        SpecError: the schema isn't a JSON schema, or has no columns; see `property_columns`.
+    A SpecError refuses what isn't a JSON schema, or has no columns; see `property_columns`.
     """
 
     def __init__(self, spec: JobSpec, planned: PlannedAnswers) -> None:

@@ -25,15 +25,12 @@ def run_replicas(
 ) -> dict[str, Any]:
     """Run a process for each replica; returns what they have done, as the result of one worker.
 
-    A replica that fails leaves its shards to the others. The result is whole if they have run all
-    of them.
+    A replica that fails leaves its shards to the others. If work is left then, `SystemExit` has its
+    exit code, as it has said why.
 
     Args:
         args: of the command `run`, for the worker.
         environments: variables for each replica, beside those of this process.
-
-    Raises:
-        SystemExit: a replica was stopped or has failed, and work is left; it has said why.
     """
     owner = args.owner or secrets.token_hex(8)  # that of each replica begins with it
     num_replicas = len(environments)
@@ -78,10 +75,7 @@ def _ending_together() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _report(args: argparse.Namespace, uri: str, owner: str, codes: Sequence[int]) -> WorkerReport:
-    """What the replicas have done, as of one worker.
-
-    Raises `SystemExit` if some have failed, and work is left.
-    """
+    """What the replicas have done, as of one worker."""
     from batchllm_operator.inspect.verify import verify_worker
     from batchllm_operator.run.shard_queue import ShardQueue
     from batchllm_operator.stored_plan.stored_plan import StoredPlan

@@ -246,11 +246,7 @@ def job(args: argparse.Namespace) -> Mapping[str, Any]:
     """Plan a job, generate for all its shards here, commit and report; resumes.
 
     One worker generates. Its process ends before the commit, which frees all of the engine's
-    memory. The result is that of the report.
-
-    Raises:
-        BatchLLMError: see the stages.
-        SystemExit: the worker was stopped or has failed; its process has printed the reason.
+    memory; `SystemExit` has its exit code if it fails. The result is that of the report.
     """
     planned = plan(argparse.Namespace(**vars(args), on=None, record=None, advise=False))
     uri = planned["plan_uri"]

@@ -94,8 +94,8 @@ def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    # Loading by model type gives a Qwen2Tokenizer, which splits text in its own way. Splitting so
-    # for the training keeps tokenizer.json correct for readers of that file alone.
+    # Loading by model type gives a Qwen2Tokenizer, which splits text in its own way; training with
+    # the same splitting keeps tokenizer.json correct for readers of that file alone.
     untrained = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = untrained.normalizer

@@ -56,9 +56,8 @@ class Adapter(NamedTuple):
 def find_adapters(model: ModelSpec) -> tuple[Adapter, ...]:
     """The adapters of `model.adapters`, in the order of their names; those on the hub are loaded.
 
-    Raises:
-        ModelError: one is missing, isn't a LoRA adapter, or doesn't fit the model's weights, as far
-            as these are on this machine.
+    A ModelError names one that is missing, isn't a LoRA adapter, or doesn't fit the model's
+    weights, as far as these are on this machine.
     """
     named = enumerate(model.adapters.items(), start=1)
     adapters = tuple(_read(name, number, path) for number, (name, path) in named)
@@ -79,9 +78,7 @@ def check_adapters(
 ) -> None:
     """Warn of adapters for another model, or with a tokenizer or chat template of their own.
 
-    Args:
-        files: the model's; None for the fake engine without a model.
-        chat: whether prompts go through the model's chat template.
+    The fake engine without a model has no files. `chat`: whether prompts are chats.
 
     Raises:
         ModelError: an adapter has tokens that the model lacks, so it can't be given them and can't

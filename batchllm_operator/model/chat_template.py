@@ -29,10 +29,8 @@ class ChatRefusedError(ModelError):
 class ChatTemplate:
     """The chat template of transformers' tokenizer for a model's path, with the spec's arguments.
 
-    Templates that ask for the date get `ds`, so that a plan can be repeated.
-
-    Raises:
-        ModelError: there is no template, or there are several, and none is the default.
+    Templates that ask for the date get `ds`, so that a plan can be repeated. A ModelError says that
+    there is no template, or there are several, and none is the default.
     """
 
     def __init__(self, tokenizer: Any, path: str, ds: str, prompt: PromptSpec) -> None:
@@ -56,9 +54,8 @@ class ChatTemplate:
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
         """The text of each chat, at whose end the assistant's answer begins or continues.
 
-        Raises:
-            ChatRefusedError: the template refuses one.
-            ModelError: it asks for a date, and `ds` isn't one.
+        Raises ChatRefusedError for one that the template refuses, and ModelError if it asks for a
+        date, and `ds` isn't one.
         """
         try:
             texts: list[str] = self._tokenizer.apply_chat_template(
@@ -105,10 +102,8 @@ class ChatTemplate:
 
 
 def _without_developers(chat: Sequence[Message]) -> Iterator[Message]:
-    """The chat with developers' messages as the system's; all of these as one, which comes first.
-
-    As vLLM does it for templates that don't know the role.
-    """
+    """The chat with developers' messages as the system's, and all of these as one, which comes
+    first, as vLLM does it for templates that don't know the role."""
     system: list[Message] = [
         {name: value for name, value in {**message, "role": "system"}.items() if name != "tools"}
         for message in chat

@@ -53,9 +53,7 @@ class ModelLength(NamedTuple):
 def choose_length(length: ModelLength | None, wanted: int | None, path: str) -> int:
     """The length of a job whose spec wants this many tokens, or doesn't say.
 
-    Raises:
-        SpecError: it wants more than the engine would allow.
-        ModelError: neither the spec nor the model says a length.
+    Raises SpecError if the engine would refuse it, and ModelError if nothing says a length.
     """
     if wanted is None:
         if length is None:
@@ -77,14 +75,9 @@ def choose_length(length: ModelLength | None, wanted: int | None, path: str) -> 
 def find_length(
     config: Any, files: ModelFiles, engine: EngineSpec, *, is_pooled: bool
 ) -> ModelLength | None:
-    """The length that vLLM allows; None if the model doesn't say any.
+    """The length that vLLM allows a model with this config of transformers; None if it says none.
 
-    Args:
-        config: the model's, as transformers has it.
-        is_pooled: whether vLLM runs it as a pooling model.
-
-    Raises:
-        ModelError: a length in the model's files isn't a number of at least 2.
+    Raises ModelError if a length in the model's files isn't a number of at least 2.
     """
     text = _text_config(config, engine.extra_args.get("hf_overrides"))
     lengths = [(getattr(text, key, None), f"{key} of {_CONFIG}") for key in _KEYS]

@@ -27,11 +27,8 @@ def with_models_sampling(spec: JobSpec, files: ModelFiles | None) -> JobSpec:
     """The spec with the model's values in place of those that `sampling.from_model` leaves open.
 
     Other specs are returned as they are, with a warning of values of the model that aren't used.
-    The fake engine without a model has no files.
-
-    Raises:
-        SpecError: a value isn't one that a spec can have, or doesn't go with other settings.
-        ModelError: a file can't be read.
+    The fake engine without a model has no files. A SpecError refuses a value that no spec can have,
+    or that doesn't go with other settings; a ModelError names a file that can't be read.
     """
     if spec.task != "generate":
         return spec

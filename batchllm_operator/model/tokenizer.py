@@ -63,10 +63,8 @@ def _check_format(files: ModelFiles) -> None:
 
 
 def copy_backend(tokenizer: Any) -> Tokenizer | None:
-    """What the call of transformers' tokenizer passes its texts to, set not to cut or pad.
-
-    None if the call does more than that.
-    """
+    """What the call of transformers' tokenizer passes texts to, not cutting or padding; None if it
+    does more than that."""
     kind = type(tokenizer)
     if not tokenizer.is_fast or kind.__module__.partition(".")[0] != "transformers":
         return None
@@ -86,10 +84,8 @@ def copy_backend(tokenizer: Any) -> Tokenizer | None:
 
 
 def fingerprint_of(tokenizer: Any, chat_template: str) -> str:
-    """A digest of all that the token ids of transformers' tokenizer depend on.
-
-    It has to be taken before encoding, which changes the tokenizer's own JSON.
-    """
+    """A digest of all that the token ids of transformers' tokenizer depend on, to be taken before
+    encoding, which changes the tokenizer's own JSON."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     if tokenizer.is_fast:
         return _digest(without_limits(tokenizer.backend_tokenizer), special, chat_template)

@@ -35,8 +35,7 @@ _MAX_NAMED: Final = 3
 def check_weights(files: ModelFiles, load_format: str = "auto") -> None:
     """Refuse a model whose weights vLLM can't load, as far as names, sizes and headers tell.
 
-    Raises:
-        ModelError: weights are missing, of another format, cut off or empty; names them.
+    The ModelError names those that are missing, of another format, cut off or empty.
     """
     if load_format == "auto":
         has_own = any(fnmatchcase(name, _CONSOLIDATED) for name in files.names)

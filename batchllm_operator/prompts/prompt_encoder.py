@@ -42,10 +42,7 @@ Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 class TokenIdsDifferError(Exception):
-    """A sample's token ids are wrong, after earlier prompts were returned.
-
-    Those may be wrong too, so all must be encoded again, now with `tokenizers`.
-    """
+    """A sample's token ids are wrong, so all prompts must be encoded again, with `tokenizers`."""
 
 
 class PromptEncoder:
@@ -80,11 +77,9 @@ class PromptEncoder:
         return "transformers" if self._backend is None else "tokenizers"
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        """Token ids of each text.
+        """Token ids of each text; see `Tokenizer.encode` for errors.
 
-        Raises:
-            TokenIdsDifferError: at most once; later calls don't use fastokens.
-            ModelError: `tokenizers` fails at a text, such as megabytes of spaces.
+        A TokenIdsDifferError comes at most once: later calls don't use fastokens.
         """
         if not self._drops_marks or not (marked := [i for i, t in enumerate(texts) if MARK in t]):
             return self._encode_unmarked(texts)

@@ -51,11 +51,9 @@ class RenderedPrompts(NamedTuple):
 
 
 class PromptRenderer:
-    """Renders the template of a spec over batches of rows.
+    """Renders the template of a spec over batches of rows, for a model with control tokens.
 
-    Args:
-        control: the control tokens of the model that is to read the prompts.
-        chat: its chat template, if the prompts go through it, each as a user's message.
+    The prompts may go through its chat template, each as a user's message.
     """
 
     def __init__(
@@ -77,13 +75,10 @@ class PromptRenderer:
         self._within = self._control.columns_within(self._pieces)
 
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
-        """Render each row of `batch`, which must hold all columns of the template.
+        """Render each row of `batch`, which must hold all columns of the template, that `has_text`.
 
-        Each column has a type that `has_text`. A row gets an error in place of a text if one of
-        its values is null or has no text, or if the whole text is empty.
-
-        Raises:
-            ModelError: the chat template refuses a text.
+        A row gets an error in place of a text if one of its values is null or has no text, or if
+        the whole text is empty. A ModelError tells of a chat template that refuses a text.
         """
         values: dict[str, TextColumn] = {}
         control_rows: set[int] = set()

@@ -53,9 +53,6 @@ class Tokenizer:
         vocabulary_bound: above all token ids.
         control_tokens: those of the model, and what becomes of text that spells one.
         chat: the model's chat template; None if prompts don't go through it.
-
-    Raises:
-        ModelError: the model can't be loaded or used.
     """
 
     files: ModelFiles | None
@@ -213,8 +210,7 @@ class Utf8Tokenizer(Tokenizer):
 def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
     """The tokenizer of the spec's model or fake engine, for prompts of partition `ds`.
 
-    Raises:
-        ModelError: the model can't be loaded, or lacks a chat template that the spec asks for.
+    Raises ModelError if the model can't be used, or lacks a chat template that the spec asks for.
     """
     is_fake = spec.engine.backend == "fake"
     if is_fake and spec.engine.extra_args.get("byte_tokens"):

@@ -131,10 +131,7 @@ def _paths(spec: type[BaseModel]) -> Iterator[str]:
 
 
 def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted name of a place, and its section.
-
-    No section if the value there may be of several kinds.
-    """
+    """The dotted name of a place, and its section: none if its value may be of several kinds."""
     where, owner, inner = "", spec, [spec]
     for part in loc:
         if len(inner) > 1:  # pydantic names the chosen form of a section

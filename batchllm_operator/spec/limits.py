@@ -18,11 +18,7 @@ class LimitError(ValueError):
 
 
 def check_values(value: object) -> None:
-    """Check a spec's limits, before all else.
-
-    Raises:
-        LimitError: see `check_tree`; or a text can't be stored, or name a file.
-    """
+    """Raise LimitError as `check_tree`, or if a text in a spec can't be stored, or name a file."""
     check_tree(value, _children)
     for path, text in _texts(value, ""):
         if "\0" in text:

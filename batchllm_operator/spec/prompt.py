@@ -35,10 +35,7 @@ def template_columns(template: str) -> tuple[str, ...]:
 
     A place is `{column}`; `{{` and `}}` are literal braces. A name is taken whole: `{q.id}` is the
     column `q.id`, not a field of `q`. Conversions and formats, as in Python's format strings, are
-    refused: a template can only insert data.
-
-    Raises:
-        ValueError: the template isn't well formed.
+    refused by a ValueError: a template can only insert data.
     """
     try:
         places = [place for place in Formatter().parse(template) if place[1] is not None]

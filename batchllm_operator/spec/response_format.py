@@ -40,10 +40,8 @@ def _as_json(value: object) -> object:
 def matcher(pattern: str, *, whole: bool = False) -> Callable[[str], bool]:
     r"""Whether a text, or a part of it, matches `pattern`.
 
-    Its syntax is Python's, or else Rust's, by pydantic: that knows `\p{L}`, as JSON schemas do.
-
-    Raises:
-        ValueError: it isn't a regular expression, or one too large.
+    Its syntax is Python's, or else Rust's, by pydantic: that knows `\p{L}`, as JSON schemas do. A
+    ValueError refuses what isn't a regular expression, or is too large.
     """
     try:
         known = re.compile(pattern)
