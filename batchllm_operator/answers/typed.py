@@ -24,6 +24,7 @@ from batchllm_operator.spec.limits import shown
 MAX_COLUMNS: Final = 2_000
 """Columns of a schema, with those inside structs and lists."""
 _INT64: Final = 1 << 63
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _MAX_NAME: Final = 100
 
 
@@ -228,7 +229,7 @@ def _kind(schema: Mapping[str, Any]) -> str | None:
     kinds = {named} if isinstance(named, str) else set(named or ())
     if not kinds:
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-        kinds = set(map(_kind_of, values))
+        kinds = {_KINDS.get(type(value), "json") for value in values}
     kinds -= {"null"}
     if kinds == {"integer", "number"}:
         return "number"
@@ -237,11 +238,6 @@ def _kind(schema: Mapping[str, Any]) -> str | None:
     (kind,) = kinds
     is_time = kind == "string" and schema.get("format") in ("date", "date-time")
     return str(schema["format"]) if is_time else str(kind)
-
-
-def _kind_of(value: Any) -> str:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-    return kinds.get(type(value), "json")
 
 
 def _text(value: str) -> str:

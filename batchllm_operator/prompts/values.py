@@ -26,6 +26,7 @@ OUT_OF_RANGE: Final = "out_of_range"
 _DAY_S: Final = 24 * 60 * 60
 _FIRST_DAY, _END_DAY = -719162, 2932897  # of the years 1 to 9999, from 1970-01-01
 _TICKS: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
+_MS: Final = pa.timestamp("ms")
 _INT64: Final = np.iinfo(np.int64)
 
 
@@ -142,18 +143,15 @@ def _decimals(column: pa.Array) -> TextColumn:  # Arrow writes small ones with a
 
 
 def _dates(column: pa.Array) -> TextColumn:
-    in_day = 1 if types.is_date32(column.type) else _DAY_S * 1000
-    known, faults = _in_range(column, _FIRST_DAY * in_day, _END_DAY * in_day)
-    text = known.view(pa.date32() if in_day == 1 else pa.timestamp("ms")).cast(pa.large_string())
+    in_day, known_as = (1, pa.date32()) if types.is_date32(column.type) else (_DAY_S * 1000, _MS)
+    text, faults = _moments(column, known_as, _FIRST_DAY * in_day, _END_DAY * in_day)
     return TextColumn(pc.utf8_slice_codeunits(text, 0, len("2026-01-31")), faults)
 
 
 def _timestamps(column: pa.Array) -> TextColumn:
     """In UTC if the column has a time zone, else unchanged."""
-    unit = column.type.unit
-    in_day = _TICKS[unit] * _DAY_S
-    known, faults = _in_range(column, _FIRST_DAY * in_day, _END_DAY * in_day)
-    text = _trimmed(known.view(pa.timestamp(unit)).cast(pa.large_string()))
+    unit, in_day = column.type.unit, _TICKS[column.type.unit] * _DAY_S
+    text, faults = _moments(column, pa.timestamp(unit), _FIRST_DAY * in_day, _END_DAY * in_day)
     text = pc.replace_substring(text, " ", "T")
     if column.type.tz is not None:
         text = pc.replace_substring_regex(text, "$", "Z")
@@ -161,24 +159,22 @@ def _timestamps(column: pa.Array) -> TextColumn:
 
 
 def _times(column: pa.Array) -> TextColumn:
-    known, faults = _in_range(column, 0, _TICKS[column.type.unit] * _DAY_S)
-    return TextColumn(_trimmed(known.view(column.type).cast(pa.large_string())), faults)
+    return _moments(column, column.type, 0, _TICKS[column.type.unit] * _DAY_S)
 
 
-def _trimmed(text: pa.Array) -> pa.Array:
-    """Without trailing zeros in a second's fraction, and without a trailing point."""
-    return pc.replace_substring_regex(text, r"(\.\d*[1-9])0+$|\.0+$", r"\1")
+def _moments(column: pa.Array, known_as: pa.DataType, first: int, end: int) -> TextColumn:
+    """Texts of the stored integers, as which they are known; a fault if outside [first, end).
 
-
-def _in_range(column: pa.Array, first: int, end: int) -> tuple[pa.Array, dict[int, NoTextError]]:
-    """The stored integers, null with a fault if outside [first, end)."""
+    Without trailing zeros in a second's fraction, and without a trailing point.
+    """
     stored = column.view(pa.int64() if column.type.bit_width == 64 else pa.int32())
     low, high = (pa.scalar(min(max(v, _INT64.min), _INT64.max)) for v in (first, end - 1))
     is_out = pc.or_(pc.less(stored, low), pc.greater(stored, high)).fill_null(False)
     reason = "holds no time of the years 1 to 9999, or of a day"
     rows = np.flatnonzero(is_out.to_numpy(zero_copy_only=False))
     faults = dict.fromkeys(rows.tolist(), NoTextError(OUT_OF_RANGE, reason))
-    return _without(stored, faults), faults
+    text = _without(stored, faults).view(known_as).cast(pa.large_string())
+    return TextColumn(pc.replace_substring_regex(text, r"(\.\d*[1-9])0+$|\.0+$", r"\1"), faults)
 
 
 def _lists(column: pa.Array) -> TextColumn:
