@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 from batchllm_operator.errors import ModelError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 _SEED: Final = 0
@@ -56,13 +55,11 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
     Weights are float32 and random with a fixed seed; the byte-level BPE tokenizer is trained on
     `documents` (default: `demo_documents()`). Equal documents give equal bytes. Files are written
     elsewhere and moved in at the end, `config.json` last, so that a folder with a `config.json` is
-    complete; an older model in the folder is replaced. Needs no network.
-
-    Raises:
-        ModelError: `documents` holds no text to train the tokenizer on.
+    complete; an older model in the folder is replaced. A ModelError tells that there is no text to
+    train the tokenizer on.
     """
     if documents is None:
-        from batchllm_operator.demo.documents import demo_documents
+        from batchllm_operator.demo.table import demo_documents
 
         documents = [document.text for document in demo_documents()]
     if not any(documents):
@@ -145,36 +142,23 @@ def _random_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            _fill(name, weight, generator)
-        _shape_output(model.lm_head.weight, tokenizer, generator)
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                spread = _GAINS.get(name.split(".")[-2], 1.0) / math.sqrt(weight.shape[-1])
+                if name.endswith("bias"):
+                    spread = 0.1
+                elif "embed_tokens" in name:
+                    spread = 1.0
+                weight.normal_(0.0, spread, generator=generator)
+        # Each token's row of [vocab, hidden] has a random norm. Ids without a token, and special
+        # tokens other than the end of a message, get zero, so that they are never generated.
+        weight = model.lm_head.weight
+        # math.exp, because torch's exp was less exact for the first element of each thread.
+        normal = weight.new_empty(weight.shape[0]).normal_(generator=generator).tolist()
+        norms = weight.new_tensor([math.exp(_NORM_SPREAD * value) for value in normal])
+        norms[len(tokenizer) :] = 0.0
+        norms[tokenizer.all_special_ids] = 0.0
+        norms[tokenizer.eos_token_id] = _END_NORM
+        weight.mul_(norms[:, None])
     return model
-
-
-def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
-    """Overwrite one parameter with random values; the spread depends on its role."""
-    if "norm" in name:
-        weight.fill_(1.0)
-    elif name.endswith("bias"):
-        weight.normal_(0.0, 0.1, generator=generator)
-    elif "embed_tokens" in name:
-        weight.normal_(0.0, 1.0, generator=generator)
-    else:
-        gain = _GAINS.get(name.split(".")[-2], 1.0)
-        weight.normal_(0.0, gain / math.sqrt(weight.shape[-1]), generator=generator)
-
-
-def _shape_output(
-    weight: torch.Tensor, tokenizer: Qwen2Tokenizer, generator: torch.Generator
-) -> None:
-    """Scale each token's row of `weight` ([vocab, hidden]) by a random norm.
-
-    Ids without a token, and special tokens other than the end of a message, get zero, so that
-    they are never generated.
-    """
-    # math.exp, because torch's exp was less exact for the first element of each thread.
-    normal = weight.new_empty(weight.shape[0]).normal_(generator=generator).tolist()
-    norms = weight.new_tensor([math.exp(_NORM_SPREAD * value) for value in normal])
-    norms[len(tokenizer) :] = 0.0
-    norms[tokenizer.all_special_ids] = 0.0
-    norms[tokenizer.eos_token_id] = _END_NORM
-    weight.mul_(norms[:, None])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from batchllm_operator.demo.documents import demo_documents
 from batchllm_operator.demo.model import build_demo_model
+from batchllm_operator.demo.table import demo_documents
 from batchllm_operator.errors import ModelError
 
 DOCUMENTS = [document.text for document in demo_documents()[:40]]
