@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Final
 
 from batchllm_operator import __version__, standard_streams
-from batchllm_operator.commands import arguments, reports, simulate, stages, tools
+from batchllm_operator.commands import arguments, reports, stages, tools
 from batchllm_operator.errors import (
     ERROR_MARK,
     BatchLLMError,
@@ -43,7 +43,7 @@ _COMMANDS: Final[Mapping[str, tuple[_AddArguments, _Run]]] = {
     "verify": (stages.add_verify_arguments, stages.verify),
     "commit": (stages.add_commit_arguments, stages.commit),
     "report": (reports.add_report_arguments, reports.report),
-    "simulate": (simulate.add_arguments, simulate.simulate),
+    "simulate": (tools.add_simulate_arguments, tools.simulate),
     "status": (reports.add_status_arguments, reports.status),
     "failed": (reports.add_failed_arguments, reports.failed),
     "gc": (tools.add_gc_arguments, tools.gc),

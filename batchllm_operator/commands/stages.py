@@ -31,6 +31,7 @@ from batchllm_operator.secrets.masking import print_unmasked
 if TYPE_CHECKING:
     from batchllm_operator.metrics import MetricsAddress
 
+_PREDICTED: Final = ("gpu_s", "cost_usd", "saved_gpu_s", "saved_cost_usd")
 _VERIFIED_TOGETHER: Final = (
     *({"plan"}, {"job", "ds"}),  # of a worker
     *({"record", "job", "ds"}, {"record", "job_json", "ds"}),  # of planning
@@ -76,11 +77,8 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
         "planned_saving_ratio": counts.planned_saving_ratio,
         "optimal_saving_ratio": counts.optimal_saving_ratio,
         "imbalance": planned.manifest.imbalance,
-        "predicted_gpu_s": estimate.gpu_s if estimate else None,
-        "predicted_cost_usd": estimate.cost_usd if estimate else None,
         "num_saved_tokens": counts.num_logical_tokens - counts.num_planned_tokens,
-        "predicted_saved_gpu_s": estimate.saved_gpu_s if estimate else None,
-        "predicted_saved_cost_usd": estimate.saved_cost_usd if estimate else None,
+        **{f"predicted_{name}": getattr(estimate, name, None) for name in _PREDICTED},
         **counts.model_dump(),
     }
     if args.record is not None:

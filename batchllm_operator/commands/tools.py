@@ -1,4 +1,4 @@
-"""The commands beside a job's stages: `gc`, `schema`, and the demo's table and model."""
+"""The commands beside a job's stages: `gc`, `schema`, `simulate`, the demo's table and model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Final
 
 from batchllm_operator.amounts import byte_size, counted
-from batchllm_operator.commands.arguments import add_job, load_job
+from batchllm_operator.commands.arguments import (
+    UsageError,
+    add_job,
+    add_plan,
+    check_plan,
+    load_job,
+    number,
+    plan_uri,
+)
 from batchllm_operator.secrets.masking import print_unmasked
 
 _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -21,6 +30,19 @@ _SCHEMAS: Final = {
     "report": "batchllm_operator.stored_plan.run_report:RunReport",
     "progress": "batchllm_operator.shards.attempts:ShardProgress",
 }
+_MADE_UP: Final[Mapping[str, tuple[str, int | float, int, str]]] = {
+    "num_requests": ("--requests", 3000, 1, "made-up requests"),
+    "share_degree": ("--degree", 7.0, 1, "requests per document"),
+    "prefix_tokens": ("--prefix-tokens", 1100, 0, "tokens of a document"),
+    "distinct_tokens": ("--distinct-tokens", 400, 1, "tokens of a request besides"),
+    "output_tokens": ("--output-tokens", 100, 1, "tokens of an output"),
+    "instruction_tokens": ("--instruction-tokens", 30, 0, "tokens that all requests begin with"),
+}
+"""Options by field of the shape, with their defaults (the paper's case 1) and least values."""
+_POLICIES: Final = (
+    *("static", "dynamic", "continuous", "chunked_prefill"),
+    *("stock_shuffled", "stock_sorted", "batchllm_stock_attention", "batchllm"),
+)
 
 
 def add_gc_arguments(command: argparse.ArgumentParser) -> None:
@@ -92,9 +114,9 @@ def add_schema_arguments(command: argparse.ArgumentParser) -> None:
 
 def schema(args: argparse.Namespace) -> Mapping[str, Any]:
     """Print the JSON schema of the job spec, or of another file."""
-    fields: dict[str, Any] = resolve_name(_SCHEMAS[args.what]).model_json_schema()
-    print_unmasked(json.dumps(fields, indent=2))
-    return fields
+    content: dict[str, Any] = resolve_name(_SCHEMAS[args.what]).model_json_schema()
+    print_unmasked(json.dumps(content, indent=2))
+    return content
 
 
 def add_demo_model_arguments(command: argparse.ArgumentParser) -> None:
@@ -121,3 +143,113 @@ def demo_table(args: argparse.Namespace) -> Mapping[str, Any]:
 
     print(f"demo table: {build_demo_table(args.folder, ds=args.ds)}")
     return {"folder": str(args.folder)}
+
+
+def add_simulate_arguments(command: argparse.ArgumentParser) -> None:
+    add_plan(command, required=False)  # without a plan: made-up requests
+    command.add_argument("--shard", type=int, metavar="I", help="of the plan (default: 0)")
+    for name, (option, default, least, text) in _MADE_UP.items():
+        kind = number(type(default), least)
+        command.add_argument(
+            option, dest=name, type=kind, metavar="N", help=f"{text} (default: {default})"
+        )
+    command.add_argument(
+        "--policies",
+        nargs="+",
+        choices=(*_POLICIES, "all"),
+        metavar="NAME",
+        help=f"of {', '.join(_POLICIES)}; or all (default: stock_shuffled stock_sorted batchllm)",
+    )
+    command.add_argument(
+        "--gpu", metavar="NAME", help="such as H100 (default: the plan's, or H100)"
+    )
+    command.add_argument("--gpu-table", type=Path, metavar="FILE", help="GPUs of your own (TOML)")
+    command.add_argument(
+        "--model",
+        metavar="NAME",
+        help="Mistral-7B, Llama-3-8B, Qwen2-7B, or a folder or hub id (default: the plan's, or"
+        " Mistral-7B)",
+    )
+    count = number(int, 1)
+    command.add_argument("--num-gpus", type=count, metavar="N", help="that the engine spans")
+    command.add_argument("--num-blocks", type=count, metavar="N", help="of the KV cache")
+    command.add_argument("--chunk-size", type=count, metavar="N", help="most tokens of a step")
+    command.add_argument(
+        "--arrivals-per-s",
+        type=number(float, 1e-9),
+        metavar="X",
+        help="for policy dynamic (default: 100)",
+    )
+    command.add_argument(
+        "--seed", type=number(int, 0), metavar="N", help="of all that is random (default: 0)"
+    )
+    command.add_argument(
+        "--estimate-error",
+        type=number(float, 0, 1),
+        metavar="SHARE",
+        help="let estimated output lengths be off by up to this, such as 0.3 (default: 0)",
+    )
+    command.add_argument("--out", type=Path, metavar="DIR", help="write timelines there (Parquet)")
+
+
+def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Play a job through vLLM's scheduler step by step, without a model."""
+    sizes = _made_up_sizes(args)
+    from batchllm_operator.inspect.simulations import (
+        SimulationOptions,
+        make_folder,
+        shape_to_simulate,
+        shard_to_simulate,
+        simulate_policies,
+        write_timeline,
+    )
+    from batchllm_operator.simulate.attention import format_attention, predict_attention
+    from batchllm_operator.simulate.summary import format_runs, relative_times
+    from batchllm_operator.simulate.workload import Shape
+
+    given = {field.name: getattr(args, field.name) for field in fields(SimulationOptions)}
+    options = SimulationOptions(**{key: value for key, value in given.items() if value is not None})
+    if args.out is not None:
+        make_folder(args.out)
+    if sizes is not None:
+        defaults: dict[str, Any] = {name: default for name, (_, default, *_) in _MADE_UP.items()}
+        shape = Shape("made-up requests" if sizes else "the paper's case 1", **defaults | sizes)
+        workload, machine = shape_to_simulate(shape, options)
+    else:
+        workload, machine = shard_to_simulate(plan_uri(args), args.shard or 0, options)
+    runs = []
+    for run in simulate_policies(workload, machine, options):
+        runs.append(run)
+        if args.out is not None:
+            write_timeline(run, args.out)
+    print(format_runs(workload, machine, runs))
+    attention = predict_attention(runs, machine)
+    if attention:
+        print("", format_attention(attention, machine), sep="\n")
+    return {
+        "model": machine.model.name,
+        "gpu": machine.gpu.name,
+        "num_gpus": machine.num_gpus,
+        "num_blocks": machine.num_blocks,
+        "block_size": machine.block_size,
+        "chunk_size": machine.max_num_batched_tokens,
+        "out": None if args.out is None else str(args.out),
+        "runs": [
+            {**run.row(), "relative_time": round(relative, 4)}
+            for run, relative in zip(runs, relative_times(runs), strict=True)
+        ],
+        "attention": attention,
+    }
+
+
+def _made_up_sizes(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The sizes that are given of made-up requests; None if those of a plan are simulated."""
+    check_plan(args)
+    sizes = {name: value for name in _MADE_UP if (value := getattr(args, name)) is not None}
+    if args.plan is None and args.job is None:
+        if args.shard is not None:
+            raise UsageError("--shard needs --plan, or --job and --ds")
+        return sizes
+    for name in sizes:
+        raise UsageError(f"{_MADE_UP[name][0]} is for made-up requests, not for those of a plan")
+    return None

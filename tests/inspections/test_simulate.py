@@ -14,7 +14,7 @@ import pytest
 from support.answers_job import asking
 from support.fake_job import DS, document_rows, fake_spec, planned, write_table
 
-from batchllm_operator.commands import simulate as simulate_command
+from batchllm_operator.commands import tools
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu
 from batchllm_operator.errors import (
     ExitCode,
@@ -156,7 +156,7 @@ def test_the_help_names_every_policy_and_default(batchllm: Batchllm) -> None:
     assert f"(default: {' '.join(simulate_stage.DEFAULT_POLICIES)})" in printed
     for name in MODEL_SHAPES:
         assert name in printed
-    assert simulate_command._MADE_UP.keys() < {*Shape.__slots__}
+    assert tools._MADE_UP.keys() < {*Shape.__slots__}
 
 
 @pytest.mark.parametrize(
