@@ -94,7 +94,7 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["schema", "nonsense"], "invalid choice: 'nonsense'"),
         (["report", "--compare", "a"], "--compare: expected 2 arguments"),
-        (["run", "--plan", "x", "--worker", "-1"], "run: --worker -1: workers are numbered"),
+        (["run", "--plan", "x", "--worker", "-1"], "argument --worker: -1 isn't at least 0"),
         (["simulate", "--ds", DS], "simulate: --ds goes with --job"),
         (["simulate", "--job", "x", "--ds", DS, "--degree", "2"], "--degree is for made-up"),
         (["verify", "--job", "x"], "verify: give --plan, or --job and --ds; or --record"),

@@ -84,8 +84,8 @@ def test_a_worker_that_came_later_helps_the_others(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--worker", -1, "--num-workers", 2], "--worker -1"),
-        (["--worker", 0, "--num-workers", 0], "--num-workers must be at least 1"),
+        (["--worker", -1, "--num-workers", 2], "argument --worker: -1 isn't at least 0"),
+        (["--worker", 0, "--num-workers", 0], "argument --num-workers: 0 isn't at least 1"),
         (["--worker", "x", "--num-workers", 1], "invalid int value"),
     ],
 )

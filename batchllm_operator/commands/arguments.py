@@ -81,23 +81,19 @@ def add_worker(command: argparse.ArgumentParser) -> None:
     A number from `--num-workers` on is that of a worker that came later: it has no run of its own.
     """
     command.add_argument(
-        "--worker", type=int, default=0, metavar="I", help="its number among them (default: 0)"
+        "--worker",
+        type=number(int, 0),
+        default=0,
+        metavar="I",
+        help="its number among them (default: 0)",
     )
     command.add_argument(
         "--num-workers",
-        type=int,
+        type=number(int, 1),
         default=1,
         metavar="N",
         help="workers that share the plan (default: 1); not part of the plan",
     )
-
-
-def check_worker(args: argparse.Namespace) -> None:
-    """Raise `UsageError` unless there can be such a worker."""
-    if args.num_workers < 1:
-        raise UsageError("--num-workers must be at least 1")
-    if args.worker < 0:
-        raise UsageError(f"--worker {args.worker}: workers are numbered from 0")
 
 
 def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:

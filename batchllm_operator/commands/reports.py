@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import sys
 import time
@@ -12,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from batchllm_operator.amounts import counted, printable
-from batchllm_operator.commands.arguments import add_plan, check_plan, plan_uri
+from batchllm_operator.commands.arguments import add_plan, check_plan, number, plan_uri
 from batchllm_operator.named_file import parse_file, write_file
 from batchllm_operator.secrets.masking import print_unmasked
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_INTERVAL_S: Final = 5.0
 _DEFAULT_LIMIT: Final = 20
+_MOST_ROWS: Final = 10**12
 _NARROWEST: Final = 20
 _NOT_IN_RESULT: Final = ("bill", "refusal")
 _TOTALS: Final = (
@@ -76,21 +76,11 @@ def add_status_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--interval",
-        type=_parse_interval,
+        type=number(float, 1e-3, 86_400),
         default=_DEFAULT_INTERVAL_S,
         metavar="S",
         help=f"seconds between two looks with --follow (default: {_DEFAULT_INTERVAL_S:g})",
     )
-
-
-def _parse_interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds, up to a day")
-    return seconds
 
 
 def status(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -176,17 +166,11 @@ def add_failed_arguments(command: argparse.ArgumentParser) -> None:
     add_plan(command)
     command.add_argument(
         "--limit",
-        type=_parse_limit,
+        type=number(int, 0, _MOST_ROWS),
         default=_DEFAULT_LIMIT,
         metavar="N",
         help=f"rows to list, the first in input order (default: {_DEFAULT_LIMIT}); all are counted",
     )
-
-
-def _parse_limit(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or len(text) > 12:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a number of rows, from 0")
-    return int(text)
 
 
 def failed(args: argparse.Namespace) -> Mapping[str, Any]:

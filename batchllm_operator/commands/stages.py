@@ -19,7 +19,6 @@ from batchllm_operator.commands.arguments import (
     add_job,
     add_plan,
     add_worker,
-    check_worker,
     is_on_spark,
     load_job,
     plan_uri,
@@ -126,7 +125,6 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Generate for a plan's shards until none is left; resumes where it was stopped."""
-    check_worker(args)
     args.metrics = _metrics_address(args.metrics_port)
     uri = plan_uri(args)
     from batchllm_operator.metrics import ShardCollector, serving_metrics
@@ -203,7 +201,6 @@ def verify(args: argparse.Namespace) -> Mapping[str, Any]:
         raise UsageError(
             "give --plan, or --job and --ds; or --record with --job or --job-json and --ds"
         )
-    check_worker(args)
     from batchllm_operator.inspect.verify import verify_plan, verify_worker
 
     if args.record is not None:
