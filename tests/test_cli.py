@@ -64,16 +64,6 @@ def test_the_commands_leave_versioned_results(job: Path) -> None:
     assert "sample_rows" not in results["report"], "rows never leave the lake in a result"
 
 
-def test_a_run_without_a_terminal_prints_plain_progress_lines(
-    job: Path, commands: ForkServer
-) -> None:
-    done = commands.run(CLI, ["run", "--plan", plan(job)])
-    lines = [line for line in done.stderr.splitlines() if line.startswith("worker 0: ")]
-    assert lines[0] == "worker 0: 40 rows"
-    assert lines[-1].startswith("worker 0: 40/40 rows (100 %)")
-    assert "\r" not in done.stderr
-
-
 def test_a_stopped_run_keeps_whole_parts_and_goes_on(
     job: Path, batchllm: Batchllm, commands: ForkServer
 ) -> None:
@@ -212,12 +202,6 @@ def test_a_report_is_written_where_it_is_asked_for(job: Path, batchllm: Batchllm
     assert "note: both are the same run" in outcome.out
     assert "Prompt tokens saved" in page.read_text()
     assert json.loads(result.read_text())["after"]["num_rows_in"] == 40
-
-
-def test_a_report_for_a_folder_that_is_not_there_is_an_error(job: Path, batchllm: Batchllm) -> None:
-    outcome = batchllm("report", "--compare", str(job.parent / "none"), str(job.parent / "none"))
-    assert outcome.code == ExitCode.INVALID
-    assert "there is no manifest.json" in outcome.err
 
 
 def test_help_lists_commands_and_exit_codes(batchllm: Batchllm) -> None:

@@ -95,6 +95,8 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
         (["schema", "nonsense"], "invalid choice: 'nonsense'"),
         (["report", "--compare", "a"], "--compare: expected 2 arguments"),
         (["run", "--plan", "x", "--worker", "-1"], "argument --worker: -1 isn't at least 0"),
+        (["verify", "--plan", "x", "--num-workers", "0"], "--num-workers: 0 isn't at least 1"),
+        (["run", "--plan", "x", "--worker", "x"], "--worker: invalid int value: 'x'"),
         (["simulate", "--ds", DS], "simulate: --ds goes with --job"),
         (["simulate", "--job", "x", "--ds", DS, "--degree", "2"], "--degree is for made-up"),
         (["verify", "--job", "x"], "verify: give --plan, or --job and --ds; or --record"),

@@ -155,10 +155,3 @@ def test_a_terminal_of_width_0_gets_a_bar_as_any_other(columns: int) -> None:
             progress.advance(4)
 
     assert "shard 0: 100%" in shown_on(columns, show)
-
-
-def test_one_of_a_unit_is_no_plural() -> None:
-    stream = io.StringIO()
-    with Progress("plan", 1, unit="step sizes", stream=stream, clock=Clock()):
-        pass
-    assert lines(stream)[0] == "plan: 1 step size"

@@ -298,27 +298,6 @@ def test_numbers_that_are_too_large(lake: Path, line: str) -> None:
             assert len(str(error)) < 1_000
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"input": {"key": ["row_key", "row_key"]}}, "input.key: names a column twice"),
-        ({"planner": {"gpu_table": "\0"}}, "planner.gpu_table: holds a NUL character"),
-        ({"planner": {"num_shards": 100_001}}, "planner.num_shards"),
-        ({"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids\\[0\\]"),
-        ({"input": {"filter": [{"column": "n", "value": 1 << 63}]}}, "must fit into 64 bits"),
-        (
-            {"input": {"filter": [{"column": "n", "op": "in", "value": [1, -(1 << 70)]}]}},
-            "must fit into 64 bits",
-        ),
-    ],
-)
-def test_what_would_fail_later_is_refused_at_once(
-    lake: Path, changes: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(SpecError, match=reason):
-        fake_spec(lake, **changes)
-
-
 def test_a_model_path_that_is_too_long(lake: Path) -> None:
     spec = fake_spec(lake, model={"path": "/" + "x" * 5000}, engine={"backend": "vllm"})
     with pytest.raises(BatchLLMError, match="File name too long"):

@@ -58,7 +58,6 @@ def job(*shards: ShardStatus, is_committed: bool = False) -> JobStatus:
     return JobStatus("/lake/plan", "p", "job", "2026-01-31", is_committed, NOW, shards, bill)
 
 
-SPEEDS = ("computed/s", "output/s")
 RUNNING = shard(
     1,
     "running",
@@ -82,22 +81,12 @@ def test_the_table_shows_each_shard() -> None:
         " silent, 1 failed, 4,322 computed prompt and 65 output tokens/s, 61 % of prompt tokens"
         " saved, ETA 1 min 05 s"
     )
-    assert [re.split(r"  +", line.strip()) for line in lines[1:6]] == [
-        ["shard", "state", "worker", "rows", "parts", *SPEEDS, "saved", "ETA", "last sign"],
-        ["0", "waiting", "0/100 (0 %)", "0/10"],
-        [
-            "1",
-            "running",
-            "1,234/5,000 (25 %)",
-            "3/10",
-            "4,322",
-            "65",
-            "61 %",
-            "1 min 01 s",
-            "2 s ago",
-        ],
-        ["2", "failed", "50/100 (50 %)", "0/10", "10 s ago"],
-        ["3", "silent", "20/100 (20 %)", "0/10", "no sign for 5 min 30 s"],
+    assert [re.sub(r"  +", "|", line.strip()) for line in lines[1:6]] == [
+        "shard|state|worker|rows|parts|computed/s|output/s|saved|ETA|last sign",
+        "0|waiting|0/100 (0 %)|0/10",
+        "1|running|1,234/5,000 (25 %)|3/10|4,322|65|61 %|1 min 01 s|2 s ago",
+        "2|failed|50/100 (50 %)|0/10|10 s ago",
+        "3|silent|20/100 (20 %)|0/10|no sign for 5 min 30 s",
     ]
     assert lines[6:] == ["  shard 2: no memory�[31m left"]
 
@@ -111,10 +100,8 @@ def test_rejected_rows_and_a_refused_commit_are_named() -> None:
     lines = format_status(status).splitlines()
     assert " rows, 2 rejected, shards: 1 finished" in lines[0]
     when = f"{NOW:%Y-%m-%d %H:%M}"
-    assert (
-        lines[-1]
-        == f"  commit refused, {when} UTC: 3 of 30 rows failed\N{REPLACEMENT CHARACTER}[31m"
-    )
+    reason = "3 of 30 rows failed\N{REPLACEMENT CHARACTER}[31m"
+    assert lines[-1] == f"  commit refused, {when} UTC: {reason}"
     found = json.loads(json.dumps(reports_command.status_result(status)))
     assert (found["num_rejected_rows"], found["refused"]) == (2, refusal.reason)
     assert (found["predicted_gpu_s"], found["predicted_cost_usd"]) == (100.0, pytest.approx(0.1))
@@ -261,11 +248,8 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
     assert done.code == ExitCode.OK and not done.err
     assert "13/30 (43 %) rows, shards: 1 failed" in done.out and "shard 0: broken" in done.out
     found = json.loads(result.read_text())
-    assert (found["command"], found["done"]["num_rows"], found["is_committed"]) == (
-        "status",
-        13,
-        False,
-    )
+    assert (found["command"], found["done"]["num_rows"]) == ("status", 13)
+    assert found["is_committed"] is False
     assert found["shards"][0]["state"] == "failed"
     assert (found["shards"][0]["worker"], found["num_live_workers"]) == (0, 0)
     assert [each["state"] for each in found["workers"]] == ["failed"]

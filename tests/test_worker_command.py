@@ -18,7 +18,6 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator.commands import replicas
-from batchllm_operator.errors import ExitCode
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import load_spec
@@ -79,23 +78,6 @@ def test_a_worker_that_came_later_helps_the_others(
     assert batchllm("status", "--plan", uri).code == 0
     assert batchllm("commit", "--plan", uri).code == 0
     check_published(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--worker", -1, "--num-workers", 2], "argument --worker: -1 isn't at least 0"),
-        (["--worker", 0, "--num-workers", 0], "argument --num-workers: 0 isn't at least 1"),
-        (["--worker", "x", "--num-workers", 1], "invalid int value"),
-    ],
-)
-@pytest.mark.parametrize("command", ["run", "verify"])
-def test_what_no_worker_can_be(
-    batchllm: Batchllm, command: str, arguments: list[Any], said: str
-) -> None:
-    done = batchllm(command, "--plan", "/nowhere", *arguments)
-    assert done.code == ExitCode.INVALID
-    assert said in done.err
 
 
 def test_replicas_are_workers_in_one_pod(

@@ -50,17 +50,13 @@ class LabelAnswers(AnswerKind):
         super().__init__(spec, planned)
         self._labels, self._values = list(spec.labels), spec.label_values
         self._prior: Sequence[float] | None = None
-        number, probabilities = (
-            pa.float64(),
-            pa.struct([(name, pa.float64()) for name in spec.labels]),
-        )
-        self.fields = (
-            *(pa.field("label", pa.string()), pa.field("probability", number)),
-            pa.field("probabilities", probabilities),
-            *(pa.field("logit_margin", number), pa.field("label_mass", number)),
-            *([pa.field("raw_probabilities", probabilities)] if spec.calibrate else []),
-            *([pa.field("score", number)] if self._values else []),
-        )
+        number = pa.float64()
+        shares = pa.struct([(label, number) for label in self._labels])
+        kinds = {"label": pa.string(), "probability": number, "probabilities": shares}
+        kinds |= {"logit_margin": number, "label_mass": number}
+        kinds |= {"raw_probabilities": shares} if spec.calibrate else {}
+        kinds |= {"score": number} if self._values else {}
+        self.fields = tuple(pa.field(name, kind) for name, kind in kinds.items())
         self.averaged = ("probability", "label_mass", *(["score"] if self._values else []))
 
     @classmethod

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support.answers_job import PROPERTIES, SCHEMA, TYPED, asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, write_table
@@ -37,14 +36,6 @@ def answer_to(row: dict[str, Any]) -> str:
 
 def is_hit(row: dict[str, Any], every: int) -> bool:
     return digest_of(list(expected_prompt(row).encode())) % every == 0
-
-
-def test_columns_stand_after_the_text_in_the_schemas_order(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows(1, 2))
-    run_and_commit(asking(tmp_path, response_format={**TYPED, "prefix_columns": "answer_"}))
-    names = pq.read_schema(tmp_path / "out" / f"ds={DS}" / "data.parquet").names
-    first = names.index("generated_text") + 1
-    assert names[first : first + len(PROPERTIES)] == [f"answer_{name}" for name in PROPERTIES]
 
 
 def test_another_schema_reuses_nothing_but_another_prefix_does(tmp_path: Path) -> None:
