@@ -50,16 +50,16 @@ def finish(code: int) -> int:
 
 def _flush() -> OSError | None:
     """Flush both streams; returns an error, which is printed unless a pipe was closed."""
-    found = None
+    last = None
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         try:
             getattr(sys, name).flush()
         except OSError as error:
-            found = error
+            last = error
             _discard(descriptor)  # Python would try again at exit, and complain
             if not isinstance(error, BrokenPipeError):
                 say(f"{ERROR_MARK}{name} can't be written: {error.strerror}")
-    return found
+    return last
 
 
 def _is_unread(descriptor: int) -> bool:

@@ -171,9 +171,10 @@ def _names_of_chat(root: nodes.Template) -> set[str]:
     names, size = {"messages"}, 0
     while size < len(names):
         size = len(names)
-        for found in root.find_all(nodes.Assign):
-            if isinstance(found.target, nodes.Name) and any(_reads(found.node, n) for n in names):
-                names.add(found.target.name)
+        for assigned in root.find_all(nodes.Assign):
+            target, value = assigned.target, assigned.node
+            if isinstance(target, nodes.Name) and any(_reads(value, name) for name in names):
+                names.add(target.name)
     return names
 
 
