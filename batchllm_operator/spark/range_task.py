@@ -15,7 +15,7 @@ from batchllm_operator.plan.planned_range import PlannedRange, RangePlanner
 from batchllm_operator.prefixes import PromptStore, RankedPrompts, TokenTable, num_equal
 from batchllm_operator.prefixes.jit import compiled
 from batchllm_operator.spark.prompts import PartResult, Task
-from batchllm_operator.spark.ranges import keys_of, tokens_of
+from batchllm_operator.spark.ranges import key_array, tokens_of
 from batchllm_operator.spark.staging import StagedFile, scratch_folder
 from batchllm_operator.spark.tasks import REPORTS, Batches, mapped, numbered, reported, reports_of
 from batchllm_operator.stored_plan.counts import Frozen
@@ -70,7 +70,7 @@ def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> Rang
             places.append(batch.column("place").to_numpy().copy())
             estimates.append(batch.column("output_tokens").to_numpy().copy())
             store.append(tokens)
-            begin, last = keys_of(tokens.take([0, len(tokens) - 1]))
+            begin, last = key_array(tokens.take([0, len(tokens) - 1])).to_pylist()
             first = first or begin
             before = tokens.prompt(len(tokens) - 1)
         ranked = RankedPrompts(np.arange(len(store)), np.concatenate(shared))

@@ -33,12 +33,6 @@ _HEAD_BYTES: Final = 16 * _TOKEN_BYTES
 Place = tuple[bytes, int]
 
 
-def keys_of(tokens: TokenTable) -> list[bytes]:
-    """The key of each prompt."""
-    keys: list[bytes] = key_array(tokens).to_pylist()
-    return keys
-
-
 def key_array(tokens: TokenTable) -> pa.Array:
     """The keys of some megabytes of prompts: `pa.binary`."""
     ends = (tokens.offsets * _TOKEN_BYTES).astype(np.int32)

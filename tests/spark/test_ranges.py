@@ -13,13 +13,17 @@ from batchllm_operator.spark.ranges import (
     Ranges,
     choose_ranges,
     key_array,
-    keys_of,
     num_ranges,
     tokens_of,
 )
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 samples = st.lists(prompts, min_size=1, max_size=40)
+
+
+def keys_of(tokens: TokenTable) -> list[bytes]:
+    keys: list[bytes] = key_array(tokens).to_pylist()
+    return keys
 
 
 def places_of(rows: list[list[int]]) -> list[Place]:

@@ -10,7 +10,6 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import _read_deletes, pyarrow_to_schema
@@ -23,26 +22,16 @@ from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructT
 from batchllm_operator.lake.iceberg.schema import arrow_schema
 from batchllm_operator.lake.parquet_footer import file_schema
 from batchllm_operator.lake.row_stream import read_batches, scalar_of
-from batchllm_operator.lake.scanning import Scan, row_condition
 from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.lake.table import FilePart, InputFile
 
 
 def read_file(
-    table: Table,
-    path: str,
-    file: InputFile,
-    wanted: Schema,
-    scan: Scan,
-    part: FilePart | None,
+    table: Table, path: str, file: InputFile, wanted: Schema, part: FilePart | None
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a file, or a part of it, in their order, without those that were deleted.
 
-    Rows that don't meet the scan's conditions may still be returned.
-
-    Args:
-        table: in any version.
-        wanted: columns of the snapshot's schema, those of conditions included.
+    `wanted` are columns of the snapshot's schema; the table may be of any version.
 
     Raises `FileNotFoundError`, or `pa.ArrowException`, `OSError`, `ValueError`: it can't be read.
     """
@@ -54,13 +43,12 @@ def read_file(
         held = _held(table.metadata, file_schema(pq.read_metadata(source)), wanted)
         physical = pa.schema([kind for kind, _ in held])
         fields = {field.field_id: field for _, field in held}
-        # Deletes go by row position, so no rows may be filtered out before them.
-        condition = None if deleted is not None else _condition(scan, wanted, fields, physical)
         start, row_groups = (0, None) if part is None else (part.first_row, part.row_groups)
-        for batch in read_batches(source, physical, {}, condition, row_groups):
-            places = np.arange(start, start + batch.num_rows)
-            start += batch.num_rows
+        # Deletes go by row position, so conditions come after them.
+        for batch in read_batches(source, physical, {}, None, row_groups):
             if deleted is not None:
+                places = np.arange(start, start + batch.num_rows)
+                start += batch.num_rows
                 batch = batch.filter(pa.array(~np.isin(places, deleted)))
             columns = _columns(
                 wanted.fields, schema.types, fields, batch.column, batch.num_rows, constants
@@ -94,19 +82,6 @@ def _held(
         if kind is not None:
             held.append((pa.field(field.name, kind), field))
     return held
-
-
-def _condition(
-    scan: Scan, wanted: Schema, fields: Mapping[int, NestedField], physical: pa.Schema
-) -> pds.Expression | None:
-    """The conditions on columns that the file has, by its own names, to skip row groups."""
-    ids = {field.name: field.field_id for field in wanted.fields}
-    terms = [
-        term.model_copy(update={"column": fields[ids[term.column]].name})
-        for term in scan.conditions
-        if ids[term.column] in fields
-    ]
-    return row_condition(scan.uri, terms, physical)
 
 
 def _deleted(file_io: FileIO, path: str, file: InputFile) -> npt.NDArray[np.int64] | None:

@@ -91,7 +91,7 @@ class IcebergTable(VersionedTable[Table]):
             own = pds.field(column) == pa.scalar(value)
             condition = own if condition is None else own & condition
         wanted = Schema(*map(schema.find_field, names))
-        for batch in read_file(table, _path(table, file), file, wanted, scan, part):
+        for batch in read_file(table, _path(table, file), file, wanted, part):
             chosen = batch if condition is None else batch.filter(condition)
             if chosen.num_rows:
                 yield chosen
