@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.spark.tasks import reported, reports_of, rows_of, tasks
+from batchllm_operator.spark.tasks import reported, rows_of, tasks
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder, remove_files
 from batchllm_operator.stored_plan.counts import Frozen
@@ -77,9 +77,7 @@ class Staging:
 
     def open(self, spark: SparkSession) -> None:
         """Open the folder for tasks, and check that the driver sees what they write."""
-        (fault,) = reports_of(tasks(spark, [self.uri], str, _opened), str)
-        if fault:
-            raise StorageError(f"Spark's executors can't write the plan: {fault}")
+        rows_of(tasks(spark, [self.uri], str, _opened))
         if not Folder.open(self.uri).exists(OPEN_FILE):
             raise StorageError(
                 f"{self.uri}: the driver doesn't see what Spark's executors write there; set"
@@ -110,12 +108,12 @@ class Staging:
 
 
 def _opened(uri: str) -> Iterator[pa.RecordBatch]:
-    """In a task: open a staging folder; reports why that can't be done, or nothing."""
+    """In a task: open a staging folder."""
     try:
         Folder.open(uri).write_bytes(OPEN_FILE, b"written by a task")
-        yield reported("")
     except StorageError as error:
-        yield reported(str(error))
+        raise StorageError(f"Spark's executors can't write the plan: {error}") from error
+    yield reported()
 
 
 def _copied(source: str, target: str, names: Sequence[tuple[str, str]]) -> Iterator[pa.RecordBatch]:

@@ -258,26 +258,61 @@ def test_unknown_columns_are_named_with_those_there_are(folder: Folder, table: L
         rows(table, ["doc", "title"])
 
 
-def test_files_with_different_schemas(folder: Folder, table: LakeTable) -> None:
-    old = pa.table({"n": pa.array([1], pa.int32()), "doc": ["x"]})
-    new = pa.table({"doc": ["y"], "n": pa.array([2**40], pa.int64()), "title": ["t"]})
-    put(folder, f"ds={DS}/a.parquet", old)
-    put(folder, f"ds={DS}/b.parquet", new)
-    assert rows(table, ["n", "doc", "title"]) == [
-        {"n": 1, "doc": "x", "title": None},
-        {"n": 2**40, "doc": "y", "title": "t"},
-    ]
+READ: dict[str, tuple[dict[str, pa.Table], list[dict[str, Any]]]] = {
+    "different schemas": (
+        {
+            "a": pa.table({"n": pa.array([1], pa.int32()), "doc": ["x"]}),
+            "b": pa.table({"doc": ["y"], "n": [2**40], "title": ["t"]}),
+        },
+        [{"n": 1, "doc": "x", "title": None}, {"n": 2**40, "doc": "y", "title": "t"}],
+    ),
+    "a required column that another file lacks": (
+        {
+            "a": numbers(1).cast(pa.schema([pa.field("n", pa.int64(), nullable=False)])),
+            "b": pa.table({"doc": ["y"]}),
+        },
+        [{"n": 1}, {"n": None}],
+    ),
+    "further folder levels": (
+        {"region=eu/a": numbers(1), "region=a%2Fb/a": numbers(2)},
+        [{"n": 2, "region": "a/b"}, {"n": 1, "region": "eu"}],
+    ),
+    "a folder level that some files lack": (
+        {
+            "region=eu/a": numbers(1),
+            f"region={HIVE_NULL}/a": numbers(2),
+            "x": numbers(3),
+            "y": pa.table({"n": [4], "region": ["us"]}),
+        },
+        [
+            {"region": None, "n": 2},
+            {"region": "eu", "n": 1},
+            {"region": None, "n": 3},
+            {"region": "us", "n": 4},
+        ],
+    ),
+    "names with dots": (
+        {"a": pa.table({"a.b": [1], "a": [{"b": 2, "c": 3}], "c": [4]})},
+        [{"a": {"b": 2, "c": 3}, "c": 4, "a.b": 1}],
+    ),
+    "a column of the folder's name": (
+        {"a": pa.table({"ds": ["something else"], "n": [1]})},
+        [{"ds": DS}],
+    ),
+}
 
 
-def test_a_required_column_that_another_file_lacks_may_be_null(
-    folder: Folder, table: LakeTable
+@pytest.mark.parametrize(("files", "expected"), READ.values(), ids=READ)
+def test_files_that_differ(
+    folder: Folder, table: LakeTable, files: dict[str, pa.Table], expected: list[dict[str, Any]]
 ) -> None:
-    required = pa.schema([pa.field("n", pa.int64(), nullable=False)])
-    put(folder, f"ds={DS}/a.parquet", numbers(1).cast(required))
-    put(folder, f"ds={DS}/b.parquet", pa.table({"doc": ["y"]}))
-    snapshot = table.snapshot(DS)
-    assert snapshot.schema.field("n").nullable
-    assert rows(table, ["n"]) == [{"n": 1}, {"n": None}]
+    for name, data in files.items():
+        put(folder, f"ds={DS}/{name}.parquet", data)
+    assert rows(table, list(expected[0])) == expected
+    for name, value in expected[-1].items():
+        if isinstance(value, int | str):
+            condition = FilterTerm(column=name, value=value)
+            assert rows(table, list(expected[0]), [condition]) == expected[-1:]
 
 
 def words(index: pa.DataType | None = None) -> pa.DataType:
@@ -305,49 +340,6 @@ def test_kinds_of_strings(
     assert [row["doc"] for row in rows(table, ["doc"])] == ["x", None, "y", "x"]
     condition = FilterTerm(column="doc", value="x")
     assert [row["doc"] for row in rows(table, ["doc"], [condition])] == ["x", "x"]
-
-
-def test_further_folder_levels_are_columns_too(folder: Folder, table: LakeTable) -> None:
-    put(folder, f"ds={DS}/region=eu/a.parquet", numbers(1))
-    put(folder, f"ds={DS}/region=a%2Fb/a.parquet", numbers(2))
-    put(folder, "ds=2026-02-01/region=eu/a.parquet", numbers(3))
-    assert rows(table, ["n", "region"]) == [{"n": 2, "region": "a/b"}, {"n": 1, "region": "eu"}]
-    condition = FilterTerm(column="region", value="eu")
-    assert rows(table, ["n"], [condition]) == [{"n": 1}]
-
-
-def test_a_folder_level_that_some_files_lack(folder: Folder, table: LakeTable) -> None:
-    """Hive's name for null is one; a file beside the folders may hold the column itself."""
-    put(folder, f"ds={DS}/region=eu/a.parquet", numbers(1))
-    put(folder, f"ds={DS}/region={HIVE_NULL}/a.parquet", numbers(2))
-    put(folder, f"ds={DS}/x.parquet", numbers(3))
-    put(folder, f"ds={DS}/y.parquet", pa.table({"n": [4], "region": ["us"]}))
-    assert rows(table, ["region", "n"]) == [
-        {"region": None, "n": 2},
-        {"region": "eu", "n": 1},
-        {"region": None, "n": 3},
-        {"region": "us", "n": 4},
-    ]
-    condition = FilterTerm(column="region", op="!=", value="eu")
-    assert rows(table, ["n"], [condition]) == [{"n": 4}]
-
-
-def test_column_names_with_dots(folder: Folder, table: LakeTable) -> None:
-    data = pa.table({"a.b": [1], "a": [{"b": 2, "c": 3}], "c": [4]})
-    put(folder, f"ds={DS}/a.parquet", data)
-    assert rows(table, ["a", "c"]) == [{"a": {"b": 2, "c": 3}, "c": 4}]
-    assert rows(table, ["a.b"], [FilterTerm(column="a.b", value=1)]) == [{"a.b": 1}]
-
-
-def test_the_folder_wins_over_a_column_of_its_name(folder: Folder, table: LakeTable) -> None:
-    put(folder, f"ds={DS}/a.parquet", pa.table({"ds": ["something else"], "n": [1]}))
-    assert rows(table, ["ds"]) == [{"ds": DS}]
-
-
-def test_partition_values_stay_strings(folder: Folder, table: LakeTable) -> None:
-    put(folder, "ds=007/a.parquet", numbers(1))
-    assert rows(table, ["ds"], partition="007") == [{"ds": "007"}]
-    assert table.snapshot("7").files == ()
 
 
 def test_s3_that_goes_away_under_a_scan(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,7 @@ def test_vanished_files(lake: Lake, table: LakeTable) -> None:
 
 AWKWARD = [
     "a/b",
+    "007",
     "a b",
     "naïve-表",
     "50%",

@@ -109,18 +109,6 @@ def test_the_same_rows_as_a_local_commit(tmp_path: Path, make_spec: MakeSpec) ->
         assert published(spec) == wanted
 
 
-def test_labels_are_calibrated_as_by_a_local_commit(tmp_path: Path, make_spec: MakeSpec) -> None:
-    write_messy_rows(tmp_path)
-    classify = {"task": "classify", "labels": ["a", "b", "c"], "calibrate": "prior"}
-    changes = {**classify, "sampling": {"max_tokens": 1}, "max_failed_fraction": 0.5}
-    local, spec = (make_spec(name, **changes) for name in ("local", "of_spark"))
-    wanted = commit_run(finished(local).folder.uri).answers
-    assert wanted is not None
-    assert sum(wanted.prior.values()) == pytest.approx(1, abs=1e-5)
-    assert commit_on_spark(finished(spec, plan_on_spark).folder.uri).answers == wanted
-    assert published(spec) == published(local)
-
-
 def test_unfinished_shards_and_missing_outputs(tmp_path: Path, make_spec: MakeSpec) -> None:
     write_table(tmp_path / "documents", document_rows(12, 10))
     spec = make_spec("table")
