@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.storage.folder import Folder
@@ -33,21 +33,17 @@ def list_files(folder: Folder) -> dict[str, StoredFile]:
     """
     files = {}
     for name, details in folder.find().items():
-        when = details["mtime"] if folder.is_local else _last_modified(folder, name, details)
-        files[name] = StoredFile(int(details["size"]), float(when))
+        # A creation time won't do: a file may have been replaced since.
+        when = details["mtime"] if folder.is_local else details.get("LastModified")
+        if when is None:
+            raise SpecError(
+                f"{folder.uri}/{name}: this storage doesn't say when a file was written (there is"
+                " no LastModified), so gc can't tell what is old; remove old plans by hand, or keep"
+                " them on local disk or S3 (output.staging_uri)"
+            )
+        seconds = when.timestamp() if isinstance(when, datetime) else float(when)
+        files[name] = StoredFile(int(details["size"]), seconds)
     return files
-
-
-def _last_modified(folder: Folder, name: str, details: Mapping[str, Any]) -> float:
-    """Seconds since 1970. A creation time won't do: a file may have been replaced since."""
-    when = details.get("LastModified")
-    if not isinstance(when, datetime):
-        raise SpecError(
-            f"{folder.uri}/{name}: this storage doesn't say when a file was written (there is no"
-            " LastModified), so gc can't tell what is old; remove old plans by hand, or keep them"
-            " on local disk or S3 (output.staging_uri)"
-        )
-    return when.timestamp()
 
 
 def read_files(folder: Folder, names: Iterable[str]) -> dict[str, bytes]:

@@ -10,7 +10,6 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.parquet_footer import is_parquet
 from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.storage import Folder
 
@@ -94,25 +93,17 @@ class Partitions:
         Of a table that has partitions, only folders of other columns are looked at.
         """
         columns = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
-        folders = [f"{name}/" for name, values in columns.items() if self.column not in values]
-        if len(folders) == len(columns):
-            folders = [""]
+        if any(self.column in values for values in columns.values()):
+            folders = [n for n, values in columns.items() if values and self.column not in values]
+            found = (f"{name}/{b}" for name in folders for b in self.folder.child(name).find())
         else:
-            folders = [name for name in folders if columns[name[:-1]]]
-        for name in (f"{folder}{below}" for folder in folders for below in self._below(folder)):
-            raise TableError(
-                f"output {self.folder.uri}: holds {name!r}, but isn't partitioned by"
-                f" {self.column!r}; move it away or choose another output table"
-            )
-
-    def _below(self, name: str) -> Iterator[str]:
-        """Names of the Parquet files that readers see below a folder; "" is the table's."""
-        folder = self.folder.child(name.rstrip("/")) if name else self.folder
-        for below, details in folder.find().items():
-            if is_visible(f"{name}{below}") and (
-                _has_suffix(below) or is_parquet(folder, below, int(details["size"]))
-            ):
-                yield below
+            found = iter(self.folder.find())
+        for name in found:
+            if is_visible(name) and _has_suffix(name):
+                raise TableError(
+                    f"output {self.folder.uri}: holds {name!r}, but isn't partitioned by"
+                    f" {self.column!r}; move it away or choose another output table"
+                )
 
     def _is_in(self, name: str, partition: str) -> bool:
         return hive_values(name).get(self.column) == partition
