@@ -37,7 +37,6 @@ _PARQUET: Final = pds.ParquetFileFormat()
 class Scan:
     """What is read of each file of a snapshot."""
 
-    uri: str
     schema: pa.Schema
     """The wanted columns, and those of conditions."""
     conditions: Sequence[FilterTerm]
@@ -58,7 +57,7 @@ class Scan:
                     )
         wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
         schema = pa.schema([table.field(name) for name in wanted])
-        return cls(uri, schema, conditions, row_condition(uri, conditions, schema))
+        return cls(schema, conditions, row_condition(uri, conditions, schema))
 
     def may_match(self, lowest: Mapping[str, Any], highest: Mapping[str, Any]) -> bool:
         """Whether a file may have wanted rows, by bounds of its columns' values."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyiceberg.conversions import from_bytes
 from pyiceberg.expressions import EqualTo
-from pyiceberg.manifest import DataFile, FileFormat
+from pyiceberg.manifest import FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import FileScanTask, Table
 from pyiceberg.transforms import IdentityTransform
@@ -58,10 +58,6 @@ class Partition:
         version = f"iceberg:{snapshot_id}/{self._schema.schema_id}"
         files = list(map(self._input_file, self.tasks))
         return Snapshot.of(self.name, version, files, arrow_schema(self._schema), self.column)
-
-    def is_whole(self, file: DataFile) -> bool:
-        """Whether the file's partition spec says that all its rows are in this partition."""
-        return self.is_identity(self.table.specs()[file.spec_id])
 
     def is_identity(self, spec: PartitionSpec) -> bool:
         """Whether files of a partition spec hold one value of the column each."""

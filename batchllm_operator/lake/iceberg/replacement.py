@@ -111,7 +111,7 @@ class Replacement(Change[Table]):
                 f"{where}: outputs go to tables partitioned by the values of"
                 f" {place.column!r} alone; this one has {table.spec()}"
             )
-        if not all(place.is_whole(task.file) for task in place.tasks):
+        if not all(place.is_identity(table.specs()[task.file.spec_id]) for task in place.tasks):
             raise TableError(
                 f"{where}: partition {place.name!r} has files from before the table was"
                 f" partitioned by {place.column!r}; rewrite them first"
