@@ -145,7 +145,7 @@ def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: 
         if field.name.casefold() in known:
             raise TableError(
                 f"{where}: two fields {name!r} differ by case only, which the table can't hold;"
-                " rename one"
+                " rename one in a view of the input"
             )
         known.add(field.name.casefold())
         while types.is_list(kind):
@@ -212,11 +212,13 @@ def fit_columns(
         table: the table's columns; None before there is one.
 
     Raises:
-        TableError: see `stored_schema` and `check_fit`; or the rows have the partition column, too;
-            or two of the job's columns differ by case only; or a column of the table may not be
-            null and isn't written; or a new column has no type, as no row has a value in it.
+        TableError: see `check_names`, `stored_schema` and `check_fit`; or the rows have the
+            partition column, too; or a column of the table may not be null and isn't written; or a
+            new column has no type, as no row has a value in it.
     """
-    _check_own(where, column, rows)
+    if column in rows.names:
+        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+    check_names(where, [pa.field(column, pa.string()), *rows], "\0")
     stored = stored_schema(where, rows, kinds)
     new, known = stored, {field.name: field for field in stored}
     if table is not None:
@@ -237,20 +239,6 @@ def fit_columns(
     # Plain types: a table has other names for the parts of lists than a new column.
     columns = [known[name].with_type(plain_type(known[name].type)) for name in stored.names]
     return StoredColumns(where, pa.schema(columns), kinds.has_calendar), new
-
-
-def _check_own(where: str, column: str, rows: pa.Schema) -> None:
-    """Raises `TableError` where the rows' columns can't be a table's, whatever the table has."""
-    if column in rows.names:
-        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
-    known: dict[str, str] = {}
-    for name in (column, *rows.names):
-        other = known.setdefault(name.casefold(), name)
-        if other != name:
-            raise TableError(
-                f"{where}: the job's column {name!r} differs from its column {other!r} by case"
-                " only, which the table can't hold; rename one in a view of the input"
-            )
 
 
 def _has_required_parts(kind: pa.DataType) -> bool:

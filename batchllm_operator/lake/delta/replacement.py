@@ -25,7 +25,7 @@ from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.delta.log import DeltaLog, NextVersion
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.lake.publishing import Publication, RefusedCommit
-from batchllm_operator.lake.schema import FormatTypes, check_names, fit_columns, holds
+from batchllm_operator.lake.schema import FormatTypes, fit_columns, holds
 from batchllm_operator.lake.staging import StagedFile, Staging
 from batchllm_operator.lake.versioned import Change
 from batchllm_operator.storage import Folder
@@ -74,7 +74,6 @@ class Replacement(Change[TableVersion]):
                 f"{where}: a new column holds timestamps without a time zone, for which the table"
                 " lacks the Delta feature timestampNtz; add it, or give the column a zone"
             )
-        check_names(where, new, "\0")  # delta-rs writes all others
         self._log, self._next = log, NextVersion(seen, place, new)
         self._holds_rows = seen is not None and bool(seen.files_of(*place))
         self.staging = _DeltaStaging(

@@ -77,24 +77,19 @@ class CatalogTable:
         self._catalog = self._open()
         return self.load()
 
-    def check_create(self, rows: pa.Schema, partition_column: str) -> None:
-        """Raise `TableError` if `create` would."""
-        with self._creating():
-            self._catalog.load_namespace_properties(self._identifier[:-1])
-            self._described(rows, partition_column)
-
-    def create(self, rows: pa.Schema, partition_column: str) -> Table:
-        """Create the table for such rows, with a further partition column of strings."""
-        with self._creating():
-            schema, spec = self._described(rows, partition_column)
-            try:
-                return self._catalog.create_table(self._identifier, schema, partition_spec=spec)
-            except TableAlreadyExistsError:  # by another writer, just now
-                return self._catalog.load_table(self._identifier)
-
-    def _described(self, rows: pa.Schema, partition_column: str) -> tuple[Schema, PartitionSpec]:
-        """Schema and partitioning of a new table."""
-        schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
+    def check_create(self, rows: pa.Schema, partition_column: str) -> tuple[Schema, PartitionSpec]:
+        """Schema and partitioning of a new table; raises `TableError` if `create` would."""
+        try:
+            with iceberg_errors(self.uri, passing=(NoSuchNamespaceError,)):
+                self._catalog.load_namespace_properties(self._identifier[:-1])
+                schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
+        except NoSuchNamespaceError as error:
+            namespace = ".".join(self._identifier[:-1])
+            raise TableError(
+                f"table {self.uri}: catalog {self._name!r} has no such namespace; create it first,"
+                f" with `pyiceberg --catalog {self._name} create namespace {namespace}` or, in SQL,"
+                f" `CREATE NAMESPACE {self._name}.{namespace}`"
+            ) from error
         field: Any = PartitionField(
             source_id=schema.find_field(partition_column).field_id,
             field_id=PARTITION_FIELD_ID_START,
@@ -102,6 +97,15 @@ class CatalogTable:
             name=partition_column,
         )
         return schema, PartitionSpec(field)
+
+    def create(self, rows: pa.Schema, partition_column: str) -> Table:
+        """Create the table for such rows, with a further partition column of strings."""
+        schema, spec = self.check_create(rows, partition_column)
+        with iceberg_errors(self.uri):
+            try:
+                return self._catalog.create_table(self._identifier, schema, partition_spec=spec)
+            except TableAlreadyExistsError:  # by another writer, just now
+                return self._catalog.load_table(self._identifier)
 
     def _open(self) -> Catalog:
         try:
@@ -115,19 +119,6 @@ class CatalogTable:
                 f" configuration: {text}. Describe it in .pyiceberg.yaml, or by environment"
                 f" variables such as {prefix}TYPE=rest and {prefix}URI=https://..."
             ) from cause
-
-    @contextmanager
-    def _creating(self) -> Iterator[None]:
-        try:
-            with iceberg_errors(self.uri, passing=(NoSuchNamespaceError,)):
-                yield
-        except NoSuchNamespaceError as error:
-            namespace = ".".join(self._identifier[:-1])
-            raise TableError(
-                f"table {self.uri}: catalog {self._name!r} has no such namespace; create it first,"
-                f" with `pyiceberg --catalog {self._name} create namespace {namespace}` or, in SQL,"
-                f" `CREATE NAMESPACE {self._name}.{namespace}`"
-            ) from error
 
 
 @contextmanager
