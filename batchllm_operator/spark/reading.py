@@ -139,13 +139,11 @@ def _pieces(table: LakeTable, snapshot: Snapshot) -> Iterator[FilePart]:
         sizes = [
             sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups
         ]
-        begin = first_row = 0
-        for end in range(1, len(groups) + 1):
-            size = sum(sizes[begin:end])
-            if end == len(groups) or size + sizes[end] > PART_BYTES:
-                yield FilePart(file, (begin, end), first_row, size)
-                first_row += sum(group.num_rows for group in groups[begin:end])
-                begin = end
+        first_row = 0
+        for some in batches_of(enumerate(sizes), (PART_BYTES, itemgetter(1))):
+            begin, end = some[0][0], some[-1][0] + 1
+            yield FilePart(file, (begin, end), first_row, sum(sizes[begin:end]))
+            first_row += sum(group.num_rows for group in groups[begin:end])
 
 
 @lru_cache(maxsize=4)

@@ -180,11 +180,10 @@ class Folder:
                     self._create(name, data)
                     return True
                 except (OSError, BotoCoreError) as error:
-                    try:
+                    with suppress(FileNotFoundError):
                         return bytes(self.fs.cat_file(self.full_path(name))) == data
-                    except FileNotFoundError:
-                        if wait_s is None or not is_conflict(error):
-                            raise error from None
+                    if wait_s is None or not is_conflict(error):
+                        raise
                 time.sleep(wait_s * random.uniform(0.5, 1.0))
             raise AssertionError("the last try returns or raises")
 
