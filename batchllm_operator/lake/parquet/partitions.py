@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -93,11 +93,12 @@ class Partitions:
         Of a table that has partitions, only folders of other columns are looked at.
         """
         columns = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
+        found: Iterable[str]
         if any(self.column in values for values in columns.values()):
             folders = [n for n, values in columns.items() if values and self.column not in values]
             found = (f"{name}/{b}" for name in folders for b in self.folder.child(name).find())
         else:
-            found = iter(self.folder.find())
+            found = self.folder.find()
         for name in found:
             if is_visible(name) and _has_suffix(name):
                 raise TableError(
