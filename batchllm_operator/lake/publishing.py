@@ -84,16 +84,12 @@ class Attempt(Protocol):
     """A publication on its way into a table of some format."""
 
     def look(self) -> Publication | None:
-        """Look at the table as it is now; returns the partition's publication in it.
-
-        Also the attempt's own publication if the table's history has it.
-        """
+        """The partition's publication as the table is now; the attempt's own if its history has it."""
 
     def commit(self) -> RefusedCommit | None:
         """Replace the partition in the table as it was looked at; None if that has happened.
 
-        Raises `ConflictError`, `TableError`, `StorageError`: nothing was committed, and a
-        repetition wouldn't help.
+        An error means that nothing was committed, and that a repetition wouldn't help.
         """
 
 
@@ -136,10 +132,7 @@ def looking_again(uri: str, partition: str) -> Iterator[None]:
 def is_published(
     uri: str, published: Publication | None, wanted: Publication, replaces: Publication | None
 ) -> bool:
-    """Whether the partition holds `wanted` already; if not, it holds `replaces`.
-
-    Raises `ConflictError`: it holds neither.
-    """
+    """Whether the partition holds `wanted` or `replaces`; raises `ConflictError` if neither."""
     if published == wanted:
         return True
     if published == replaces:

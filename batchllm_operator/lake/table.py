@@ -104,10 +104,7 @@ class LakeTable(ABC):
     """Characters that the format doesn't allow in names of columns."""
 
     def __init__(self, uri: str, partition_column: str, most_file_bytes: int | None) -> None:
-        """`uri` is the table's address, as in a spec.
-
-        `most_file_bytes` bounds a new data file; None if a partition is one file of any size.
-        """
+        """`most_file_bytes` bounds a new data file; None if a partition is one file of any size."""
         self.uri = uri
         self.partition_column = partition_column
         self.most_file_bytes = most_file_bytes
@@ -120,8 +117,7 @@ class LakeTable(ABC):
     def snapshot(self, partition: str) -> Snapshot:
         """Pin the partition's current content; no files if the table lacks the partition.
 
-        Raises `TableError`: there is no table, it isn't partitioned by the column, or a file can't
-        be read.
+        Raises `TableError`: there is no such table, or a file can't be read.
         """
 
     def scan(
@@ -170,10 +166,7 @@ class LakeTable(ABC):
         """The Parquet footer of one of the snapshot's files; raises `TableError` if it is gone."""
 
     def check_unchanged(self, snapshot: Snapshot) -> None:  # noqa: B027 - versions don't change
-        """Check that what was read since the snapshot was taken is the snapshot.
-
-        Raises `StorageError`: files were replaced meanwhile, in a format that allows it.
-        """
+        """Raise `StorageError` if files were replaced since, in a format that allows it."""
 
     @abstractmethod
     def published(self, partition: str) -> Publication | None:

@@ -71,12 +71,10 @@ MOST_ROWS_OF_ONE_FILE: Final = 20_000_000
 def commit_on_spark(plan_uri: str) -> RunReport:
     """Publish the outputs of a finished plan on Spark; see `commit.commit_run.commit_run`.
 
-    A table whose partitions are one file each (plain Parquet) is committed by the driver alone.
-    Spark starts only when there are data files to write.
+    A table whose partitions are one file each (plain Parquet) is committed by the driver alone,
+    unless that is too large (`TableError`). Spark starts only when there are data files to write.
 
-    Raises:
-        TableError: as `commit_run`; or such a partition is too large for that.
-        BatchLLMError: as `commit_run`; or see `spark_session` and `reports_of`.
+    Raises as `commit_run`, `spark_session` and `rows_of`.
     """
     return commit_run(plan_uri, _write)
 

@@ -55,8 +55,7 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
     The plan depends neither on the number of executors nor on tasks that were repeated. Nothing
     is in its folder before all files are written.
 
-    Raises `BatchLLMError`: as `plan_job`; or a setting isn't for Spark; or see `spark_session` and
-    `reports_of`.
+    Raises as `plan_job`, `spark_session` and `rows_of`; `SpecError` if a setting isn't for Spark.
     """
     if spec.reuse_outputs:
         raise SpecError(

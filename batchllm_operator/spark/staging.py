@@ -1,7 +1,6 @@
 """Files that tasks make, in a folder beside the plans, under names by their content.
 
-A task that runs twice writes the same file twice. When all are there, each gets its name in the
-plan's folder.
+A task that runs twice writes the same file twice. At last each gets its name in the plan's folder.
 """
 
 from __future__ import annotations

@@ -146,10 +146,7 @@ def numbered(batches: Batches) -> tuple[int | None, Iterator[pa.RecordBatch]]:
 
 
 def reason_of(error: Exception) -> str:
-    """The line of an error that says what happened: the last of a task's traceback, or the first.
-
-    Texts of Java's errors go on with stack traces.
-    """
+    """The line that says what happened: the last of a task's traceback, or the error's first."""
     from py4j.protocol import Py4JNetworkError
 
     if isinstance(error, (ConnectionError, Py4JNetworkError)):

@@ -116,8 +116,6 @@ class Folder:
         """All files below, by name relative to the folder, sorted; values are fsspec's details.
 
         Objects that stand for a folder on S3 (a name ending in `/`) aren't files.
-
-        Raises `StorageError`: a folder can't be listed: nothing is left out silently.
         """
         with self._errors():
             try:

@@ -128,10 +128,7 @@ def iceberg_errors(
     faults: tuple[type[Exception], ...] = _FAULTS_OF_THE_TABLE,
     passing: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn what pyiceberg, its catalogs and its storage raise into this package's errors.
-
-    `faults` become a `TableError`, `passing` stay, and all others become a `StorageError`.
-    """
+    """pyiceberg's errors as ours: `faults` as `TableError`, all but `passing` as `StorageError`."""
     try:
         yield
     except passing:

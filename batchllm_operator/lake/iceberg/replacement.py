@@ -46,11 +46,9 @@ class Replacement(Change[Table]):
     """See `Change`: a transaction on a table as it was loaded, without pyiceberg's own retries.
 
     Those would repeat the commit on top of unseen changes. Any failure of ours may be repeated:
-    only `CommitFailedException` means the same in all catalogs. A lost connection, a locked
-    database, a throttled call and a denied one are errors of SQLAlchemy, botocore, Thrift or
-    requests, or a status code of a REST catalog, whose server or proxy may be at fault for a
-    moment. To repeat is safe, as the table is looked at before each commit, and what never succeeds
-    ends with the last error.
+    only `CommitFailedException` means the same in all catalogs, and a lost connection, a locked
+    database or a throttled call is an error of SQLAlchemy, botocore, Thrift or requests. To repeat
+    is safe, as the table is looked at before each commit.
     """
 
     def __init__(

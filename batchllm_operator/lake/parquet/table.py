@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -215,18 +215,20 @@ class ParquetTable(FolderTable):
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
 
 
+@dataclass
 class _Replacement:
     """See `Attempt`: replaces the partition's file, whose lock the caller holds."""
 
-    def __init__(self, table: ParquetTable, partition: str, source: Path) -> None:
-        self._table, self._partition, self._source = table, partition, source
+    table: ParquetTable
+    partition: str
+    source: Path
 
     def look(self) -> Publication | None:
-        self._folder, publication, self._etag = self._table._look(self._partition)
+        self._folder, publication, self._etag = self.table._look(self.partition)
         return publication
 
     def commit(self) -> RefusedCommit | None:
-        return replace_file(self._folder, self._source, DATA_FILE, etag=self._etag)
+        return replace_file(self._folder, self.source, DATA_FILE, etag=self._etag)
 
 
 def _etag_version(details: Details) -> str | None:
