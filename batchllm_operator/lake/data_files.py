@@ -58,11 +58,8 @@ def files_written(
     """Write row groups to new files, at least one; yields each when it is complete.
 
     Names sort in row order. A file has at most `most_bytes`, unless one row has more; None for one
-    file of any size. Two groups are in memory: one is written while the next is made.
-
-    Args:
-        options: those of `pq.ParquetWriter`.
-        most_group_rows: cuts larger groups.
+    file of any size. Two groups are in memory: one is written while the next is made. `options` are
+    those of `pq.ParquetWriter`; groups of more than `most_group_rows` are cut.
     """
     folder.mkdir()
     with one_ahead(iter(groups)) as made:

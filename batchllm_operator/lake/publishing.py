@@ -84,7 +84,7 @@ class Attempt(Protocol):
     """A publication on its way into a table of some format."""
 
     def look(self) -> Publication | None:
-        """The partition's publication as the table is now; the attempt's own if its history has it."""
+        """The partition's publication now; the attempt's own if the table's history has it."""
 
     def commit(self) -> RefusedCommit | None:
         """Replace the partition in the table as it was looked at; None if that has happened.

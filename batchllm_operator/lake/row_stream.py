@@ -53,10 +53,8 @@ def read_batches(
         folder_values: texts, or Python values of the columns' types; None is null.
         row_groups: the only ones to read, half-open.
 
-    Returns batches of at most 4,096 rows and about 16 MiB, decoded; one row may be larger.
-
-    Raises `pa.ArrowException`, `OSError`: the file is damaged, can't be read, or a cast or
-    `condition` isn't possible.
+    Returns batches of at most 4,096 rows and about 16 MiB, decoded; one row may be larger. Raises
+    `pa.ArrowException`, `OSError`: the file can't be read, or a cast or `condition` isn't possible.
     """
     fragment = pds.ParquetFileFormat().make_fragment(
         file, partition_expression=_known(schema, folder_values)

@@ -110,12 +110,7 @@ def row_condition(
 
 @contextmanager
 def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]:
-    """Turn errors while reading a partition's data into this package's errors.
-
-    Raises:
-        TableError: a file vanished or is damaged, or a condition can't be applied.
-        StorageError: the storage fails.
-    """
+    """Turn errors while reading a partition's data into this package's errors."""
     from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
     where = f"table {uri}: " + (file or f"partition {partition!r}")

@@ -105,9 +105,7 @@ def holds(kind: pa.DataType, is_such: Callable[[pa.DataType], bool]) -> bool:
 def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
     """One schema for a partition's files, with the wider of two compatible types.
 
-    All columns may be null: a file may lack one.
-
-    Raises `TableError`: two files have incompatible types, or one has two columns of the same name.
+    All columns may be null: a file may lack one. Raises `TableError` where files don't fit.
     """
     merged = pa.schema([])
     for file, schema in schemas.items():
@@ -211,10 +209,7 @@ def fit_columns(
         column: the partition column.
         table: the table's columns; None before there is one.
 
-    Raises:
-        TableError: see `check_names`, `stored_schema` and `check_fit`; or the rows have the
-            partition column, too; or a column of the table may not be null and isn't written; or a
-            new column has no type, as no row has a value in it.
+    Raises `TableError`: they don't fit; see also `check_names`, `stored_schema` and `check_fit`.
     """
     if column in rows.names:
         raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
@@ -267,13 +262,10 @@ class StoredColumns:
         first_row: int = 0,
         describe: Callable[[pa.RecordBatch, int], str] | None = None,
     ) -> None:
-        """Refuse values that can't be stored; plan and commit apply the same check.
+        """Raise `TableError` for the first value that can't be stored, at plan as at commit.
 
-        Args:
-            rows: any of the columns, in types that `LakeTable.check_outputs` has accepted.
-            describe: a row's key, for errors.
-
-        Raises `TableError`: names the column and the first row with such a value.
+        `rows` have any of the columns, in types that `LakeTable.check_outputs` has accepted;
+        `describe` gives a row's key, for errors.
         """
         for field in self.schema:
             if field.name not in rows.schema.names:

@@ -52,9 +52,7 @@ class Staging(ABC):
         `data` is as for `LakeTable.publish`; files that need other columns are written beside it
         first, one at a time. What isn't published is left to the table's vacuum.
 
-        Raises:
-            TableError: a value doesn't fit the table.
-            StorageError: the storage fails; the files are removed.
+        Raises `TableError`, `StorageError`: a value doesn't fit, or the storage fails.
         """
         staged: list[StagedFile] = []
         name = None

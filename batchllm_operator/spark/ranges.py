@@ -108,12 +108,9 @@ class Ranges:
 
 
 def choose_ranges(sample: Sequence[Place], num: int, num_shards: int | None) -> Ranges:
-    """About `num` ranges of as many prompts; with `num_shards`, each has its share of them.
+    """About `num` ranges of as many prompts, by a sorted sample.
 
-    Args:
-        sample: sorted.
-        num: at least 1.
-        num_shards: the plan's, if the spec says it; ranges are at most as many.
+    With the spec's `num_shards` at most as many, each with its share of them.
     """
     num = num if num_shards is None else min(num, num_shards)
     total = num_shards or num

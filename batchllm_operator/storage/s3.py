@@ -70,8 +70,6 @@ def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:
     Some stores accept `If-None-Match` and `If-Match` and ignore them: two workers would then hold
     one claim, and two commits overwrite each other. A bucket is tried once in a process. If the
     folder can't be written, nothing is known: plans may be made with fewer rights than commits.
-
-    Raises `StorageError`: the store ignores or lacks a condition.
     """
     from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 

@@ -1,8 +1,4 @@
-"""A Delta table's transaction log: its versions, their files, and the next version.
-
-delta-rs (`deltalake`) reads and writes the log. Data files are found by their log entries, and read
-and written as for any other format.
-"""
+"""A Delta table's transaction log, which delta-rs (`deltalake`) reads and writes."""
 
 from __future__ import annotations
 

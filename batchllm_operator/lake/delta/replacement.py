@@ -1,7 +1,6 @@
 """Replaces a partition of a Delta table by one version.
 
-Files that a commit may refer to are never removed: those of a refused commit are left to the
-table's vacuum.
+Files of a refused commit are left to the table's vacuum, as a version may yet refer to them.
 """
 
 from __future__ import annotations
