@@ -56,12 +56,7 @@ _log = logging.getLogger(__name__)
 _TASK_ROWS: Final = 1 << 16
 _BYTES_PER_TOKEN: Final = 5
 _FILES: Final = pa.schema(
-    [
-        ("range", pa.int32()),
-        ("name", pa.string()),
-        ("size_bytes", pa.int64()),
-        ("footer", pa.binary()),
-    ]
+    {"range": pa.int32(), "name": pa.string(), "size_bytes": pa.int64(), "footer": pa.binary()}
 )
 """Columns of what tasks say of data files."""
 MOST_ROWS_OF_ONE_FILE: Final = 20_000_000

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SCHEMA: Final = pa.schema(
-    [
-        ("range", pa.int32()),
-        ("head", pa.binary()),
-        ("key", pa.binary()),
-        ("place", pa.int64()),
-        ("output_tokens", pa.int64()),
-    ]
+    {"range": pa.int32()}
+    | dict.fromkeys(("head", "key"), pa.binary())
+    | dict.fromkeys(("place", "output_tokens"), pa.int64())
 )
 """Columns of prompts on their way to their ranges. `output_tokens` is -1 without estimates. In the
 range after the last one, a task reports as JSON, in place of a key, what it has done."""

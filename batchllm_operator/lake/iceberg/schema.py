@@ -29,11 +29,9 @@ ICEBERG: Final = FormatTypes(
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
+    fields = schema_to_pyarrow(schema, include_field_ids=False)
     return pa.schema(
-        [
-            pa.field(field.name, plain_type(field.type), field.nullable)
-            for field in schema_to_pyarrow(schema, include_field_ids=False)
-        ]
+        [(field.with_type(plain_type(field.type))).remove_metadata() for field in fields]
     )
 
 
