@@ -1,7 +1,4 @@
-"""The data lake: tables to read and publish.
-
-Everything here raises `StorageError` when the storage or a catalog fails.
-"""
+"""The data lake: tables to read and publish; `StorageError` when a storage or a catalog fails."""
 
 from batchllm_operator.lake.data_files import gather as gather
 from batchllm_operator.lake.data_files import write_files as write_files

@@ -125,10 +125,9 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
 
 
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: str = "") -> None:
-    """Check names of new columns and of the fields inside them; `place` begins their full names.
+    """Raise `TableError` for a name that is empty, has such a character or differs by case only.
 
-    Raises `TableError`: a name is empty or has a forbidden character, or two fields of a struct
-    differ by case only.
+    Fields inside columns count; `place` begins their full names.
     """
     known: set[str] = set()
     for field in columns:

@@ -33,11 +33,9 @@ _proven: set[tuple[str | None, str, Condition]] = set()
 
 
 def s3_options(uri: str) -> dict[str, Any]:
-    """File system options for an S3 URI: timeouts; else none.
+    """File system options for an S3 URI: timeouts, and fsspec's own configuration; else none.
 
-    fsspec's configuration is merged in here, as options of a file system replace it. Retries are
-    botocore's: 5 requests, unless the environment or the AWS profile says otherwise.
-
+    Retries are botocore's: 5 requests, unless the environment or the AWS profile says otherwise.
     Raises `SpecError`: the endpoint in the environment isn't valid.
     """
     scheme = uri.partition("://")[0]

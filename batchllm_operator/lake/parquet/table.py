@@ -272,10 +272,9 @@ def etag_of(file: Any) -> str | None:
 def replace_file(
     folder: Folder, source: Path, name: str, *, etag: str | None
 ) -> RefusedCommit | None:
-    """Replace `name` by a copy of the local file `source`, in one step; None if that is done.
+    """Replace `name`, which has the ETag or isn't there, by a copy of `source`; None if done.
 
-    The caller holds the folder's `exclusive` lock. `etag` is that of the file to replace; None if
-    there is none.
+    The caller holds the folder's `exclusive` lock.
     """
     from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
