@@ -1,7 +1,4 @@
-"""A snapshot's parts, one for each task: their rows are read and counted, their keys checked.
-
-Keys are compared by digests, which are shuffled.
-"""
+"""A snapshot's parts, one for each task: rows are read and counted, keys compared by digests."""
 
 from __future__ import annotations
 
@@ -114,10 +111,7 @@ class Reading:
 
 
 def parts_of(table: LakeTable, snapshot: Snapshot) -> list[Part]:
-    """The parts of a snapshot, of which they are a function; small files aren't opened.
-
-    There is always one, so that a plan has a file of rows.
-    """
+    """The parts of a snapshot, at least one: a function of it; small files aren't opened."""
     pieces = list(_pieces(table, snapshot))
     most = max(PART_BYTES, -(-sum(map(_cost, pieces)) // _MOST_PARTS))
     parts = batches_of(pieces, (most, _cost)) if pieces else iter([[]])
