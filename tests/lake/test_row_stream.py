@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchllm_operator.lake.row_stream import _step_rows, joined, read_batches
+from batchllm_operator.lake.row_stream import joined, read_batches
 
 MIB = 1 << 20
 DS = "2026-01-31"
@@ -75,20 +75,6 @@ def test_dictionaries_count_as_what_they_stand_for() -> None:
     assert max(batch.num_rows for batch in read) <= 64  # of 256 KiB
     assert len(read) <= 5
     assert read[0].schema == data.schema
-
-
-def test_steps_are_as_large_as_is_sure_to_fit() -> None:
-    """Rows of numbers are; texts are if written out, or if their dictionary is small."""
-    texts = ["x" * 4000] * 6000
-    data = pa.table({"n": range(6000), "doc": texts, "word": ["y"] * 6000, "ns": [[1, 2]] * 6000})
-    sink = io.BytesIO()
-    pq.write_table(data, sink, use_dictionary=["doc", "word", "n"])
-    footer = pq.read_metadata(sink)
-    steps = {name: _step_rows(footer, 0, [name]) for name in data.schema.names}
-    assert steps["n"] == steps["word"] == steps["ns"] == 4096
-    assert 16 < steps["doc"] < 4096
-    pq.write_table(data, sink := io.BytesIO(), use_dictionary=False)
-    assert _step_rows(pq.read_metadata(sink), 0, ["doc"]) == 16  # 24 MiB in all
 
 
 def test_small_batches_are_joined_and_large_ones_are_left() -> None:
