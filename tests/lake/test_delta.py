@@ -15,9 +15,16 @@ import deltalake
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable as RawTable
-from deltalake import write_deltalake
 from lake.test_tables import KINDS, numbers, rows, values
-from support.lake_tables import DS, failing, of_plan, published_file, wrapped
+from support.lake_tables import (
+    DS,
+    delta_options,
+    failing,
+    of_plan,
+    published_file,
+    wrapped,
+    write_delta,
+)
 from support.lake_tables import publish as publish_rows
 
 from batchllm_operator.errors import (
@@ -61,17 +68,7 @@ def publish(table: DeltaTable) -> Publish:
 
 
 def raw(folder: Folder, version: int | None = None) -> RawTable:
-    return RawTable(folder.uri, version=version, storage_options=options(folder))
-
-
-def options(folder: Folder) -> dict[str, str]:
-    return {} if folder.is_local else {"aws_conditional_put": "etag", "allow_http": "true"}
-
-
-def write(folder: Folder, rows: pa.Table, **how: Any) -> None:
-    """What another writer does."""
-    defaults = {"mode": "append", "partition_by": "ds", "storage_options": options(folder)}
-    write_deltalake(folder.uri, rows, **defaults | how)
+    return RawTable(folder.uri, version=version, storage_options=delta_options(folder))
 
 
 def theirs(*values: int, ds: Any = DS, **columns: Any) -> pa.Table:
@@ -103,14 +100,14 @@ def data_files(folder: Folder) -> list[str]:
 
 
 def test_files_whose_rows_were_not_counted(folder: Folder, table: DeltaTable) -> None:
-    write(folder, theirs(1, 2))
+    write_delta(folder, theirs(1, 2))
     edit_log(folder, 0, "add", stats=None)
     assert [file.num_rows for file in table.snapshot(DS).files] == [2]
 
 
 @pytest.mark.parametrize("path", ["../other/a.parquet", "/etc/passwd", "s3://other/a.parquet"])
 def test_files_outside_of_the_table(folder: Folder, table: DeltaTable, path: str) -> None:
-    write(folder, theirs(1))
+    write_delta(folder, theirs(1))
     edit_log(folder, 0, "add", path=path)
     with pytest.raises(TableError, match="outside of its folder"):
         table.snapshot(DS)
@@ -120,7 +117,7 @@ def test_files_outside_of_the_table(folder: Folder, table: DeltaTable, path: str
 def test_features_that_cannot_be_read_are_named(
     folder: Folder, table: DeltaTable, feature: str
 ) -> None:
-    write(folder, theirs(1))
+    write_delta(folder, theirs(1))
     require(folder, feature, **{"delta.columnMapping.mode": "name"})
     for read in (table.snapshot, table.published):
         with pytest.raises(TableError, match=feature):
@@ -143,7 +140,7 @@ def test_deletion_vectors_are_allowed_while_no_file_has_one(
 
 
 def test_a_damaged_log(folder: Folder, table: DeltaTable) -> None:
-    write(folder, theirs(1))
+    write_delta(folder, theirs(1))
     folder.write_bytes(f"_delta_log/{0:020}.json", b'{"add": 1')
     with pytest.raises(TableError, match="its log is damaged"):
         table.snapshot(DS)
@@ -155,7 +152,7 @@ def test_a_damaged_log(folder: Folder, table: DeltaTable) -> None:
 @pytest.mark.parametrize("bound", ["minValues", "maxValues"])
 def test_statistics_that_are_not_numbers(folder: Folder, table: DeltaTable, bound: str) -> None:
     """Spark has NaN as the greatest of all."""
-    write(folder, theirs(1, 2, x=[float("nan"), 9.0]))
+    write_delta(folder, theirs(1, 2, x=[float("nan"), 9.0]))
     stats = {"numRecords": 2, "minValues": {"x": 9.0}, "maxValues": {"x": 9.0}}
     stats[bound] = {"x": "NaN"}
     edit_log(folder, 0, "add", stats=json.dumps(stats))
@@ -165,14 +162,14 @@ def test_statistics_that_are_not_numbers(folder: Folder, table: DeltaTable, boun
 
 def test_filters_of_types_whose_order_is_not_pythons(folder: Folder, table: DeltaTable) -> None:
     amounts = pa.array([Decimal("0.10")], pa.decimal128(10, 2))
-    write(folder, theirs(1, amount=amounts, x=pa.array([0.1], pa.float32())))
+    write_delta(folder, theirs(1, amount=amounts, x=pa.array([0.1], pa.float32())))
     for column, op, value in (("amount", "==", 0.1), ("amount", "<", 0.2), ("x", ">", 0.05)):
         assert rows(table, ["n"], [FilterTerm(column=column, op=op, value=value)]) == [{"n": 1}]
 
 
 def test_further_partition_columns(folder: Folder, table: DeltaTable, publish: Publish) -> None:
     data = theirs(1, 2, 3, region=pa.array([1, 2, None], pa.int32()))
-    write(folder, data, partition_by=["region", "ds"])
+    write_delta(folder, data, partition_by=["region", "ds"])
     found = sorted(rows(table, ["n", "region"]), key=lambda row: row["n"])
     assert [row["region"] for row in found] == [1, 2, None]
     term = FilterTerm(column="region", op="==", value=2)

@@ -181,35 +181,38 @@ class DeltaLake(Lake):
         self.address, self.staging = f"delta+{uri}/{name}", f"{uri}/staging"
         self.commit = (DeltaLog, "_write")
         self.read = (DeltaLog, "_load")
-        is_s3 = uri.startswith("s3://")
-        self._options = {"conditional_put": "etag", "allow_http": "true"} if is_s3 else {}
 
     def append(self, partition: Any, rows: pa.Table, **options: Any) -> None:
-        from deltalake import write_deltalake
-
-        rows = rows.append_column("ds", _column(partition, rows.num_rows))
-        write_deltalake(
-            self.folder.uri,
-            rows,
-            partition_by="ds",
-            mode="append",
-            schema_mode="merge",
-            storage_options=self._options,
-        )
+        write_delta(self.folder, rows.append_column("ds", _column(partition, rows.num_rows)))
 
     def create(self, columns: pa.Schema) -> None:
         from deltalake import DeltaTable, Schema
 
         schema = Schema.from_arrow(columns.append(pa.field("ds", pa.string())))
-        DeltaTable.create(self.folder.uri, schema, partition_by="ds", storage_options=self._options)
+        DeltaTable.create(
+            self.folder.uri, schema, partition_by="ds", storage_options=delta_options(self.folder)
+        )
 
     def forget(self) -> None:
         from deltalake import DeltaTable
 
-        table = DeltaTable(self.folder.uri, storage_options=self._options)
+        table = DeltaTable(self.folder.uri, storage_options=delta_options(self.folder))
         table.create_checkpoint()
         for version in range(table.version()):
             self.folder.remove(f"_delta_log/{version:020}.json")
+
+
+def delta_options(folder: Folder) -> dict[str, str]:
+    return {} if folder.is_local else {"aws_conditional_put": "etag", "allow_http": "true"}
+
+
+def write_delta(folder: Folder, rows: pa.Table, **how: Any) -> None:
+    """Another program adds rows, or does as `how` says."""
+    from deltalake import write_deltalake
+
+    defaults = {"partition_by": "ds", "mode": "append", "schema_mode": "merge"}
+    options = delta_options(folder)
+    write_deltalake(folder.uri, rows, storage_options=options, **defaults | how)
 
 
 def _column(partition: Any, num_rows: int) -> pa.Array:
