@@ -1,6 +1,5 @@
 """A model's folder or hub name: its version, its tokenizer, its chat template, its adapters."""
 
-from batchllm_operator.model.adapters import Adapter as Adapter
 from batchllm_operator.model.adapters import check_adapters as check_adapters
 from batchllm_operator.model.adapters import find_adapters as find_adapters
 from batchllm_operator.model.chat_template import ChatRefusedError as ChatRefusedError

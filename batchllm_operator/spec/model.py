@@ -33,7 +33,6 @@ from batchllm_operator.spec.sections import (
 )
 
 SPEC_VERSION: Final = 1
-MAX_RETRIES: Final = 10
 Task = Literal["generate", "classify", "embed", "pool"]
 MAX_LABELS: Final = 128
 """As many as vLLM gives the log-probabilities of."""
@@ -99,7 +98,7 @@ class JobSpec(Section):
     """The form of the answers, which the engine enforces as it generates: `json_schema`, whose
     properties become columns; `choice`, one of some texts; or `regex`. An answer without it (cut
     off by `max_tokens`) is a row error, `invalid_output`, and its text is kept."""
-    retry_invalid: OfPlan[int] = Field(default=0, ge=0, le=MAX_RETRIES)
+    retry_invalid: OfPlan[int] = Field(default=0, ge=0, le=10)
     """How often a row is generated again, with another seed, while its answer is `invalid_output`.
     Needs a `response_format`, and a `temperature` above 0."""
     embedding: EmbeddingSpec = EmbeddingSpec()
