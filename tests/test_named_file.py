@@ -43,35 +43,24 @@ def test_a_file_that_fails_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_on_which_something_is_mounted_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["replace", "open"])
+def test_a_file_that_cannot_be_replaced_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    path = tmp_path / "termination-log"
+    """Something is mounted on it, or it is mounted into a file system to read only."""
+    path, real_open = tmp_path / "termination-log", Path.open
     path.write_text("something longer")
 
-    def refuse(self: Path, target: Path) -> None:
-        raise OSError(16, "Device or resource busy")
-
-    monkeypatch.setattr(Path, "replace", refuse)
-    write_file(path, b"new")
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_writable_file_that_is_mounted_into_a_file_system_to_read_only_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "result.json"
-    path.write_text("something longer")
-    real_open = Path.open
-
-    def refuse_new(self: Path, mode: str = "r") -> IO[Any]:
-        if mode == "xb":
+    def refuse(self: Path, *arguments: Any, **options: Any) -> IO[Any]:
+        if method == "replace":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        if arguments == ("xb",):
             raise OSError(errno.EROFS, "Read-only file system")
-        return real_open(self, mode)
+        return real_open(self, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", refuse_new)
+    monkeypatch.setattr(Path, method, refuse)
     write_file(parse_file(str(path)), b"new")
-    assert path.read_bytes() == b"new"
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
