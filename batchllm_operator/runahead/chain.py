@@ -216,7 +216,7 @@ class Chain:
         most = max(last - first for first, last in transfer.extents)
         buffer = torch.empty(most * blocks.block_bytes, dtype=torch.uint8, device=blocks.device)
         new_stream: Any = torch.cuda.Stream  # beside the computing one; a CPU has none
-        stream = new_stream(blocks.device) if blocks.device.type == "cuda" else None
+        stream: Any = new_stream(blocks.device) if blocks.device.type == "cuda" else None
         if stream is not None and transfer.writable is not None:
             stream.wait_event(transfer.writable)
         for layer_idx in range(blocks.num_layers):

@@ -28,7 +28,7 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.engine.vllm.answers import ReasoningSplitter, VLLMAnswers
 from batchllm_operator.engine.vllm.formats import check_planned
 from batchllm_operator.engine.vllm.logs import without_llvmlite
-from batchllm_operator.engine.vllm.profiling import find_profile, scheduler_settings
+from batchllm_operator.engine.vllm.profiling import scheduler_settings
 from batchllm_operator.engine.vllm.start import (
     check_pooling,
     configure,
@@ -100,13 +100,12 @@ class VLLMEngine:
 
     def _begin(self, job: EngineJob) -> None:
         if self._scheduler is not None:
-            profile = find_profile(self._spec, job, self._args, self.llm_engine, self._scheduler)
-            config = self.llm_engine.vllm_config.additional_config
-            wanted = SchedulerSettings.from_additional_config(config)
             self._trace_folder = job.trace_folder
             if job.num_requests is not None:
                 job = replace(job, num_requests=job.num_requests * self._answers.num_samples)
-            self._settings = scheduler_settings(job, profile, wanted)
+            self._settings = scheduler_settings(
+                self._spec, job, self._args, self.llm_engine, self._scheduler
+            )
         self._begin_schedule()
 
     def _begin_schedule(self) -> None:

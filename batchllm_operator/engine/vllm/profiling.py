@@ -35,39 +35,33 @@ _PROMPT_TOKENS: Final = 512  # at most, so that attention stays a small part
 _VOLATILE: Final = {"use_tqdm_on_load", "disable_log_stats", "additional_config", "max_model_len"}
 
 
-def find_profile(
+def scheduler_settings(
     spec: JobSpec,
     job: EngineJob,
     args: Mapping[str, Any],
     engine: Any,
     scheduler: BatchLLMScheduler,
-) -> DeviceProfile | None:
-    """The device's profile, stored or measured now; None if none is needed."""
-    wanted = spec.engine.profile
-    if wanted is False or (wanted is None and current_platform.is_cpu()):
-        return None
-    subject = profile_subject(args, spec.engine.attention)
-    profile = job.profiles.find(DeviceProfile, subject) if job.profiles is not None else None
-    if profile is None:
-        try:
-            profile = measure_device(engine, scheduler, subject)
-        # A device that fails at made-up prompts would fail at the job's.
-        except Exception as error:
-            engine.engine_core.shutdown()
-            raise EngineError(f"vLLM fails on this device: {one_line(error)}") from error
-        if job.profiles is not None:
-            job.profiles.keep(profile)
-    _log.info("chunk size %d tokens (profile %s)", profile.chunk_size, profile.key[:8])
-    return profile
-
-
-def scheduler_settings(
-    job: EngineJob, profile: DeviceProfile | None, wanted: SchedulerSettings
 ) -> SchedulerSettings:
-    """The scheduler's settings for a job and a device; those that the user `wanted` win."""
+    """The scheduler's settings for a job on this device, which is measured unless that was done.
+
+    Those that the user chose win.
+    """
     settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
-    if profile is not None:
+    if spec.engine.profile or (spec.engine.profile is None and not current_platform.is_cpu()):
+        subject = profile_subject(args, spec.engine.attention)
+        profile = job.profiles.find(DeviceProfile, subject) if job.profiles is not None else None
+        if profile is None:
+            try:
+                profile = measure_device(engine, scheduler, subject)
+            # A device that fails at made-up prompts would fail at the job's.
+            except Exception as error:
+                engine.engine_core.shutdown()
+                raise EngineError(f"vLLM fails on this device: {one_line(error)}") from error
+            if job.profiles is not None:
+                job.profiles.keep(profile)
+        _log.info("chunk size %d tokens (profile %s)", profile.chunk_size, profile.key[:8])
         settings = replace(settings, chunk_size=profile.chunk_size, step_cost=profile.step_cost)
+    wanted = SchedulerSettings.from_additional_config(engine.vllm_config.additional_config)
     values = {field: getattr(wanted, field.name) for field in fields(wanted)}
     chosen = {field.name: value for field, value in values.items() if value != field.default}
     return replace(settings, **chosen)
