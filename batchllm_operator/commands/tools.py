@@ -203,8 +203,12 @@ def simulate(args: argparse.Namespace) -> Mapping[str, Any]:
         simulate_policies,
         write_timeline,
     )
-    from batchllm_operator.simulate.attention import format_attention, predict_attention
-    from batchllm_operator.simulate.summary import format_runs, relative_times
+    from batchllm_operator.simulate.summary import (
+        format_attention,
+        format_runs,
+        predict_attention,
+        relative_times,
+    )
     from batchllm_operator.simulate.workload import Shape
 
     given = {field.name: getattr(args, field.name) for field in fields(SimulationOptions)}

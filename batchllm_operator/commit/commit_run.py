@@ -37,9 +37,13 @@ from batchllm_operator.shards.reports import (
 from batchllm_operator.shards.reuse_index import ReusedOutputs, write_index
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.publications import check_publisher
 from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_partition, plan_folder
+from batchllm_operator.stored_plan.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    plan_folder,
+)
 
 WritePartition = Callable[
     [StoredPlan, Sequence[ShardParts | ReusedOutputs], Path, LakeTable], Path | StagedRows

@@ -78,8 +78,7 @@ def read_gpu_table(path: Path | None = None) -> dict[str, GPU]:
 def find_gpu(name: str, path: Path | None = None) -> GPU:
     """The GPU of that name in a table (see `read_gpu_table`).
 
-    Raises:
-        SpecError: as `read_gpu_table`, or the table lacks the GPU.
+    Raises `SpecError`: as `read_gpu_table`, or the table lacks the GPU.
     """
     gpus = read_gpu_table(path)
     if name not in gpus:

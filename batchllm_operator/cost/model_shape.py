@@ -85,9 +85,8 @@ def model_shape(
         bytes_per_weight: unset: 2, or what the file's quantization says.
         bytes_per_kv_element: of the KV cache.
 
-    Raises:
-        ModelError: the file lacks a size, or describes another kind of model (experts,
-            other layers, a quantization that isn't known).
+    Raises `ModelError`: the file lacks a size, or describes another kind of model (experts, other
+    layers, a quantization that isn't known).
     """
     model_type = config.get("model_type")
     if any(config.get(field) for field in _EXPERTS) or model_type not in _GATED_DENSE:

@@ -113,8 +113,7 @@ class Prediction:
 def kv_capacity_tokens(model: ModelShape, gpu: GPU, limits: EngineLimits) -> int:
     """Tokens whose KV fits into one engine's memory beside the weights.
 
-    Raises:
-        PlanError: not even one fits.
+    Raises `PlanError`: not even one fits.
     """
     if limits.kv_cache_bytes is not None:
         kv_bytes = float(limits.kv_cache_bytes) * limits.num_gpus
@@ -137,6 +136,10 @@ class _Steps:
 
     bound: Literal["memory", "seqs", "tokens"]
     num: float
+    capacity: int
+    """KV tokens that an engine has room for."""
+    weights_s: float
+    """Time of reading all weights once."""
     prefill_s: float
     decode_s: float
     """Compute time, without the weights."""
@@ -144,10 +147,9 @@ class _Steps:
     """Time of weight reads that prefill doesn't hide."""
 
     @classmethod
-    def of(
-        cls, work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits, capacity: int
-    ) -> _Steps:
+    def of(cls, work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> _Steps:
         num_prefill, num_decode = work.num_prefill_tokens, work.num_decode_tokens
+        capacity = kv_capacity_tokens(model, gpu, limits)
         num_by_bound: dict[Literal["memory", "seqs", "tokens"], float] = {
             "memory": work.num_held_token_steps / capacity,
             "seqs": num_decode / limits.max_num_seqs,
@@ -160,19 +162,17 @@ class _Steps:
         hidden_s = prefill_s if limits.spreads_prefill else prefill_steps_s
         decode_flop = model.flop_per_token + model.flop_per_sampled_token
         decode_s = num_decode * decode_flop / gpu.flop_per_s
-        return cls(bound, num, prefill_s, decode_s, num * weights_s - hidden_s)
+        unhidden_s = num * weights_s - hidden_s
+        return cls(bound, num, capacity, weights_s, prefill_s, decode_s, unhidden_s)
 
 
 def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rates:
     """The rates of a job; its total `work` decides what bounds its steps.
 
-    Raises:
-        PlanError: as `kv_capacity_tokens`.
+    Raises `PlanError`: as `kv_capacity_tokens`.
     """
-    capacity, chunk = kv_capacity_tokens(model, gpu, limits), limits.max_num_batched_tokens
-    weights_s = model.step_weight_bytes / gpu.bytes_per_s
+    steps, chunk = _Steps.of(work, model, gpu, limits), limits.max_num_batched_tokens
     overhead_s = gpu.step_overhead_s * limits.num_gpus
-    steps = _Steps.of(work, model, gpu, limits, capacity)
     token_s, step_s = 0.0, overhead_s
     if steps.decode_s > steps.unhidden_weights_s:
         token_s = (model.flop_per_token + model.flop_per_sampled_token) / gpu.flop_per_s
@@ -181,13 +181,13 @@ def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rate
     by_tokens_s = step_s / chunk if steps.bound == "tokens" else 0.0
     by_seqs_s = step_s / limits.max_num_seqs if steps.bound == "seqs" else 0.0
     return Rates(
-        s_per_prefill_token=max(model.flop_per_token / gpu.flop_per_s, weights_s / chunk)
-        + by_tokens_s,
+        s_per_prefill_token=by_tokens_s
+        + max(model.flop_per_token / gpu.flop_per_s, steps.weights_s / chunk),
         s_per_pair=model.flop_per_pair / gpu.flop_per_s,
         s_per_decode_token=token_s + by_seqs_s + by_tokens_s,
         s_per_context_token=model.kv_bytes_per_token / gpu.bytes_per_s,
-        s_per_held_token_step=step_s / capacity if steps.bound == "memory" else 0.0,
-        s_per_ramp_step=weights_s + overhead_s,
+        s_per_held_token_step=step_s / steps.capacity if steps.bound == "memory" else 0.0,
+        s_per_ramp_step=steps.weights_s + overhead_s,
     )
 
 
@@ -202,15 +202,12 @@ def predict(
     """GPU seconds and price of `work`, by this module's formulas.
 
     Args:
-        work: counts, after sharing.
-        limits: of each engine.
-        num_engines: engines that share the work; each has its own ramp.
+        num_engines: engines that share the work; each has its own ramp, and the limits.
 
-    Raises:
-        PlanError: the model leaves no room for KV.
+    Raises `PlanError`: the model leaves no room for KV.
     """
     limits = limits or EngineLimits()
-    steps = _Steps.of(work, model, gpu, limits, kv_capacity_tokens(model, gpu, limits))
+    steps = _Steps.of(work, model, gpu, limits)
     num_ramp = work.max_output_tokens * num_engines
     overhead_s = gpu.step_overhead_s * limits.num_gpus
     attention_bytes = work.num_context_tokens * model.kv_bytes_per_token
@@ -221,7 +218,7 @@ def predict(
             max(steps.decode_s, steps.unhidden_weights_s)
             + attention_bytes / gpu.bytes_per_s
             + steps.num * overhead_s
-            + num_ramp * (model.step_weight_bytes / gpu.bytes_per_s + overhead_s)
+            + num_ramp * (steps.weights_s + overhead_s)
         )
     else:
         prefill_s += steps.num * overhead_s

@@ -25,13 +25,13 @@ from batchllm_operator.stored_plan.manifest import (
     MANIFEST_FILE,
     REUSED_FILE,
 )
-from batchllm_operator.stored_plan.publications import check_publisher
 from batchllm_operator.stored_plan.stored_plan import (
     COMMITTING_FILE,
     PLAN_FOLDER,
     STAGED_FOLDER,
     SUPERSEDED_FILE,
     StoredPlan,
+    check_publisher,
     job_folder,
     job_root,
 )

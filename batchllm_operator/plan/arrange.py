@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from batchllm_operator.cost import BLOCK_SIZE, WorkArrays, prompt_work
 from batchllm_operator.engine.gpus import block_size_of
@@ -25,6 +24,7 @@ from batchllm_operator.prefixes import (
     order_groups_by_subtree,
     split_groups,
 )
+from batchllm_operator.prefixes.jit import Float64s, Int64s
 from batchllm_operator.spec import JobSpec
 
 _SHARD_S: Final = 120.0
@@ -61,9 +61,9 @@ class Cut:
         num_optimal_tokens: prefill tokens if there were one shard only.
     """
 
-    bounds: npt.NDArray[np.int64]
-    shard_of_request: npt.NDArray[np.int64]
-    costs: npt.NDArray[np.float64]
+    bounds: Int64s
+    shard_of_request: Int64s
+    costs: Float64s
     work: WorkArrays
     num_optimal_tokens: int
 
@@ -73,7 +73,7 @@ class Cut:
         spec: JobSpec,
         requests: Requests,
         ranked: RankedPrompts,
-        decode_tokens: npt.NDArray[np.int64],
+        decode_tokens: Int64s,
         target: Target | None,
     ) -> Cut:
         """Cut where neighbours share little; the arguments are those of `arrange`."""
@@ -114,11 +114,11 @@ class Arrangement:
 
     groups: PrefixGroups
     shards: list[PrefixGroups]
-    group_bounds: npt.NDArray[np.int64]
+    group_bounds: Int64s
     cut: Cut
-    output_tokens: npt.NDArray[np.int64]
-    decode_tokens: npt.NDArray[np.int64]
-    prefix_hashes: npt.NDArray[np.int64] | None
+    output_tokens: Int64s
+    decode_tokens: Int64s
+    prefix_hashes: Int64s | None
     counts: dict[str, int]
 
 

@@ -19,6 +19,7 @@ from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Publication, open_table
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.shards.reports import find_committed
 from batchllm_operator.shards.reuse_index import (
@@ -37,13 +38,16 @@ from batchllm_operator.shards.reuse_index import (
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD, FINGERPRINTS_FILE, REUSED_FILE
 from batchllm_operator.stored_plan.parquet_files import RowGroupWriter
-from batchllm_operator.stored_plan.publications import check_publisher, earlier_publications
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
+from batchllm_operator.stored_plan.stored_plan import (
+    StoredPlan,
+    check_publisher,
+    earlier_publications,
+    plan_folder,
+)
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES: Final = 1 << 20
 _GROUP_FINGERPRINTS: Final = 1 << 16
-_Int64s = npt.NDArray[np.int64]
 
 
 class Reuse:
@@ -57,7 +61,7 @@ class Reuse:
         self, indexes: Sequence[ReuseIndex], folder: Path, schema: pa.Schema = PART_SCHEMA
     ) -> None:
         self._indexes, self._folder, self._schema = indexes, folder, schema
-        self._reuses: list[list[_Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
+        self._reuses: list[list[Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
         """For each index, arrays of rows and of their places in it: [2, n]."""
         self._num_rows_read = 0
         self.num_rows = 0
@@ -78,7 +82,7 @@ class Reuse:
         """Memory of the indexes."""
         return sum(index.num_bytes for index in self._indexes)
 
-    def take(self, tokens: TokenTable, row_idxs: _Int64s) -> npt.NDArray[np.bool_]:
+    def take(self, tokens: TokenTable, row_idxs: Int64s) -> npt.NDArray[np.bool_]:
         """Look prompts up; returns which have an output already: [num_prompts].
 
         Args:
@@ -111,7 +115,7 @@ class Reuse:
                 reusing = counted(len(rows), "row reuses an output", "rows reuse outputs")
                 _log.info("%s of partition %s", reusing, index.ds)
 
-    def _keep(self, fingerprints: npt.NDArray[np.bytes_], row_idxs: _Int64s, num_rows: int) -> None:
+    def _keep(self, fingerprints: npt.NDArray[np.bytes_], row_idxs: Int64s, num_rows: int) -> None:
         """Write fingerprints up to row `num_rows`, with zeros for rows that have none."""
         start, self._num_rows_read = self._num_rows_read, num_rows
         gathered = np.zeros(num_rows - start, dtype=FINGERPRINT_DTYPE)
@@ -191,7 +195,7 @@ def _copy_index(plan: StoredPlan, path: Path) -> str | None:
 
 
 def _reused(
-    index: ReuseIndex, row_idxs: _Int64s, places: _Int64s, schema: pa.Schema
+    index: ReuseIndex, row_idxs: Int64s, places: Int64s, schema: pa.Schema
 ) -> Iterator[pa.Table]:
     """Outputs of the index with the rows that reuse them, as `schema` without its first field.
 

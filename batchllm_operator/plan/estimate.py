@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from batchllm_operator.cost import (
     GPU,
@@ -25,6 +24,7 @@ from batchllm_operator.cost import (
 )
 from batchllm_operator.errors import ModelError, PlanError
 from batchllm_operator.model import ModelFiles
+from batchllm_operator.prefixes.jit import Float64s, Int64s
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import CostEstimate
 
@@ -61,8 +61,7 @@ def find_target(spec: JobSpec) -> Target | None:
     None if the spec names no GPU or has no model (the fake engine), or, with a note in the log, if
     the model's `config.json` can't be read or describes an unknown shape.
 
-    Raises:
-        SpecError: the table of GPUs is broken, or lacks the GPU.
+    Raises `SpecError`: the table of GPUs is broken, or lacks the GPU.
     """
     if spec.planner.target_gpu is None:
         return None
@@ -78,11 +77,8 @@ def find_target(spec: JobSpec) -> Target | None:
 
 
 def work_costs(
-    target: Target | None,
-    lengths: npt.NDArray[np.int64],
-    output_tokens: npt.NDArray[np.int64],
-    cached_tokens: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    target: Target | None, lengths: Int64s, output_tokens: Int64s, cached_tokens: Int64s
+) -> tuple[Float64s, Float64s]:
     """Costs of sorted requests, and of what each finds in the cache, for `cut_into_shards`.
 
     In nanoseconds of the target; without a target in tokens, prefilled and decoded.
@@ -189,8 +185,7 @@ def shape_of(spec: JobSpec) -> ModelShape:
 def read_shape(path: str, revision: str | None = None, **element_bytes: Any) -> ModelShape:
     """The shape of the model in a folder or on the hub; `element_bytes` are those of `model_shape`.
 
-    Raises:
-        ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
+    Raises `ModelError`: its `config.json` can't be read, or it isn't of a kind that is known.
     """
     config = ModelFiles(path, revision).read_json("config.json")
     if not isinstance(config, dict):

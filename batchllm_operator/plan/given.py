@@ -44,8 +44,7 @@ from batchllm_operator.shards.row_errors import (
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
-from batchllm_operator.stored_plan.publications import check_publisher
-from batchllm_operator.stored_plan.stored_plan import check_partition, job_folder
+from batchllm_operator.stored_plan.stored_plan import check_partition, check_publisher, job_folder
 
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -47,8 +46,7 @@ class MemoryBudget:
     def check(self, num_prompts: int) -> None:
         """Refuse to plan `num_prompts` prompts if the budget is too small.
 
-        Raises:
-            SpecError: names the smallest budget, in whole MiB.
+        Raises `SpecError`: names the smallest budget, in whole MiB.
         """
         least = self.least_bytes(num_prompts)
         if least > self.total_bytes:
@@ -60,10 +58,5 @@ class MemoryBudget:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process; on systems without /proc, its peak."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

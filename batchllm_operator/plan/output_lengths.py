@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,17 +20,16 @@ import pyarrow.parquet as pq
 from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.lake import LakeTable, Publication, open_table
 from batchllm_operator.prefixes import NO_HASH, PrefixGroups, Requests
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.shards.group_lengths import LENGTHS_FILE, LENGTHS_SCHEMA
 from batchllm_operator.shards.reuse_index import find_places
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import GROUPS_SCHEMA, LearnedOutputs, LengthBucket
 from batchllm_operator.stored_plan.parquet_files import PlanFile
-from batchllm_operator.stored_plan.publications import earlier_publications
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, earlier_publications, plan_folder
 
 _NUM_BUCKETS: Final = 64
 _log = logging.getLogger(__name__)
-_Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +42,10 @@ class Learned:
     """
 
     by_length: LearnedOutputs
-    hashes: _Int64s
-    means: _Int64s
+    hashes: Int64s
+    means: Int64s
 
-    def estimates(self, lengths: _Int64s, groups: PrefixGroups, prefix_hashes: _Int64s) -> _Int64s:
+    def estimates(self, lengths: Int64s, groups: PrefixGroups, prefix_hashes: Int64s) -> Int64s:
         """Estimated output tokens of requests: int64 [num_requests].
 
         Args:
@@ -61,7 +59,7 @@ class Learned:
         for bucket in buckets:
             mean = -(-bucket.num_output_tokens // bucket.num_rows)
             means[bucket.min_prompt_tokens.bit_length() - 1] = mean
-        estimates: _Int64s = means[_bucket(lengths)]
+        estimates: Int64s = means[_bucket(lengths)]
         places = find_places(self.hashes, prefix_hashes[:, 0])
         places = np.where(places < 0, find_places(self.hashes, prefix_hashes[:, 1]), places)
         places = np.repeat(places, groups.sizes)
@@ -75,8 +73,8 @@ def estimate_output_tokens(
     requests: Requests,
     learned: Learned | None,
     groups: PrefixGroups,
-    prefix_hashes: _Int64s | None,
-) -> _Int64s:
+    prefix_hashes: Int64s | None,
+) -> Int64s:
     """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests].
 
     Args:
@@ -103,8 +101,7 @@ def learn_output_lengths(spec: JobSpec, ds: str, *, by_group: bool = True) -> Le
     Args:
         by_group: whether to look for what the commit has noted of groups, too.
 
-    Raises:
-        TableError: that partition can't be read.
+    Raises `TableError`: that partition can't be read.
     """
     if not spec.planner.learns_output_tokens:
         return None
@@ -140,31 +137,35 @@ def _buckets(table: LakeTable, ds: str) -> tuple[LengthBucket, ...]:
     )
 
 
-def _known_groups(spec: JobSpec, published: Publication) -> tuple[_Int64s, _Int64s]:
+def _known_groups(spec: JobSpec, published: Publication) -> tuple[Int64s, Int64s]:
     """Hashes of a published plan's groups, ascending, and their mean output tokens, rounded up.
 
-    Empty, with a note in the log, if the plan was removed or has none.
+    Empty, with a note in the log, if the plan was removed or its commit has left none.
     """
+    fault: object = f"its commit has left no {LENGTHS_FILE}"
     try:
         plan = StoredPlan.open(plan_folder(spec, published).uri)
         with plan.folder.open_file(LENGTHS_FILE) as file:
             where = f"plan {plan.folder.uri}: {LENGTHS_FILE}"
             table = PlanFile(file, where, LENGTHS_SCHEMA).read()
+        hashes, num_rows, num_tokens = (column.to_numpy() for column in table.columns)
+        return hashes, -(-num_tokens // np.maximum(num_rows, 1))
+    except FileNotFoundError:
+        pass
     # Only an estimate depends on it, so a fault is no reason to stop.
     except (BatchLLMError, OSError, pa.ArrowException) as error:
-        unknown = "partition %s: output lengths are learned without groups: %s"
-        _log.info(unknown, published.partition, error)
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    hashes, num_rows, num_tokens = (column.to_numpy() for column in table.columns)
-    return hashes, -(-num_tokens // np.maximum(num_rows, 1))
+        fault = error
+    unknown = "partition %s: output lengths are learned without groups: %s"
+    _log.info(unknown, published.partition, fault)
+    return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
-def _bucket(lengths: _Int64s) -> _Int64s:
+def _bucket(lengths: Int64s) -> Int64s:
     """Floor of log2 of each length; exact for lengths below 2**53."""
     return np.frexp(np.maximum(lengths, 1).astype(np.float64))[1].astype(np.int64) - 1
 
 
-def write_groups(path: Path, prefix_hashes: _Int64s) -> None:
+def write_groups(path: Path, prefix_hashes: Int64s) -> None:
     """Create a file of hashes, int64 [num_groups, 2], by which later plans recognise the groups."""
     columns = [pa.array(hashes, mask=hashes == NO_HASH) for hashes in prefix_hashes.T]
     pq.write_table(pa.table(columns, schema=GROUPS_SCHEMA), path, compression="zstd")

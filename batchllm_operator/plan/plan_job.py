@@ -66,12 +66,10 @@ def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | in
         ds: the partition, as text or as its key's value, such as a date.
 
     Raises:
-        SpecError: input and output overlap; a file is in the place of an output folder; the spec
-            names a column that the table lacks or that can't be placed in a prompt, or an argument
-            that the engine lacks, or a form of answers that it can't have; no output can have
-            `min_tokens`; or the memory budget is too small.
-        TableError: the table or a column is missing, the output partition holds rows of another job
-            or program, or the output table doesn't accept the job's columns.
+        SpecError: input and output overlap or aren't folders; the table, the model or the engine
+            lack something that the spec names; or the memory budget is too small.
+        TableError: the table is missing, the output partition holds rows of another job or program,
+            or the output table doesn't accept the job's columns.
         KeyColumnError: keys aren't unique or are null; names up to ten.
         ModelError: the tokenizer can't be loaded, or refuses a prompt.
         StorageError: the input changed while it was read, or the disk is full.
@@ -205,7 +203,7 @@ def _read(given: Given, scratch: Path, stack: ExitStack) -> Rows:
     read_rows(given, rows, scratch / ROWS_FILE)
     written = WrittenRows(Folder.open(str(scratch)), [ROWS_FILE], spec.input.key)
     given.check_rows(rows.counts, written)
-    budget.check(rows.num_rows)
+    budget.check(rows.counts["num_rows"])
     return rows
 
 

@@ -11,7 +11,6 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from batchllm_operator.cost import Work, WorkArrays, prompt_work
 from batchllm_operator.plan.arrange import Arrangement, Cut, arrange
@@ -26,6 +25,7 @@ from batchllm_operator.prefixes import (
     describe_sharing,
     make_requests,
 )
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import Tokenizer
 from batchllm_operator.spec import JobSpec
@@ -80,8 +80,8 @@ class RangePlanner:
         self,
         prompts: PromptStore,
         ranked: RankedPrompts,
-        row_idxs: npt.NDArray[np.int64],
-        output_tokens: npt.NDArray[np.int64] | None,
+        row_idxs: Int64s,
+        output_tokens: Int64s | None,
         tokenizer: Tokenizer,
         adapters: RowAdapters | None,
         scratch: Path,

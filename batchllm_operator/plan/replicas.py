@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.plan.estimate import Target, rounded
 from batchllm_operator.prefixes import PrefixGroups
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.runahead.groups import ChainProfile, chain_subject
 from batchllm_operator.runahead.placement import GroupLoads, choose_placement
 from batchllm_operator.runahead.prediction import Chain, ReplicaCost
@@ -52,8 +52,7 @@ class ReplicaPlanner:
         """The planner for a spec with several replicas; None if they can't form a chain, or its
         gain can't be predicted.
 
-        Raises:
-            SpecError: `planner.runahead` is on, and the link's rate or the GPU isn't known.
+        Raises `SpecError`: `planner.runahead` is on, and the link's rate or the GPU isn't known.
         """
         engine, planner = spec.engine, spec.planner
         if target is None:
@@ -89,11 +88,7 @@ class ReplicaPlanner:
         )
 
     def place(
-        self,
-        groups: PrefixGroups,
-        lengths: npt.NDArray[np.int64],
-        output_tokens: npt.NDArray[np.int64],
-        group_ids: npt.NDArray[np.int64],
+        self, groups: PrefixGroups, lengths: Int64s, output_tokens: Int64s, group_ids: Int64s
     ) -> ReplicaPlacement | None:
         """Mark groups of a shard; None if no chain pays.
 
@@ -130,9 +125,7 @@ class ReplicaPlanner:
         )
 
 
-def _loads(
-    groups: PrefixGroups, lengths: npt.NDArray[np.int64], output_tokens: npt.NDArray[np.int64]
-) -> GroupLoads:
+def _loads(groups: PrefixGroups, lengths: Int64s, output_tokens: Int64s) -> GroupLoads:
     """A group of one request has a prefix, too: its prompt without the last token."""
     starts, sizes = groups.offsets[:-1], groups.sizes
     prompts = np.add.reduceat(lengths[groups.member_idxs], starts)

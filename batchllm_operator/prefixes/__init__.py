@@ -25,11 +25,11 @@ from batchllm_operator.prefixes.prefix_hashes import NO_HASH as NO_HASH
 from batchllm_operator.prefixes.prefix_hashes import hash_prefixes as hash_prefixes
 from batchllm_operator.prefixes.prefix_tree import PrefixTree as PrefixTree
 from batchllm_operator.prefixes.prefix_tree import RankedPrompts as RankedPrompts
-from batchllm_operator.prefixes.prompt_classes import PromptClasses as PromptClasses
 from batchllm_operator.prefixes.prompt_sort import build_prefix_tree as build_prefix_tree
 from batchllm_operator.prefixes.prompt_sort import num_equal as num_equal
 from batchllm_operator.prefixes.prompt_sort import sort_prompts as sort_prompts
 from batchllm_operator.prefixes.prompt_store import PromptStore as PromptStore
+from batchllm_operator.prefixes.requests import PromptClasses as PromptClasses
 from batchllm_operator.prefixes.requests import Requests as Requests
 from batchllm_operator.prefixes.requests import make_requests as make_requests
 from batchllm_operator.prefixes.requests import optimal_saving_ratio as optimal_saving_ratio

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Int64s, compiled
 from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 
 _NONE = -1
@@ -33,16 +33,16 @@ class PrefixGroups:
         num_prefix_tokens: [num_groups] int64; at least 1 in a group of two or more.
     """
 
-    member_idxs: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    num_prefix_tokens: NDArray[np.int64]
+    member_idxs: Int64s
+    offsets: Int64s
+    num_prefix_tokens: Int64s
 
     def __post_init__(self) -> None:
         assert np.all(self.sizes > 0) and np.all(self.num_prefix_tokens >= 0)
         assert np.array_equal(self.num_prefix_tokens > 0, self.sizes > 1)
 
     @classmethod
-    def below(cls, tree: PrefixTree, nodes: NDArray[np.int64]) -> PrefixGroups:
+    def below(cls, tree: PrefixTree, nodes: Int64s) -> PrefixGroups:
         """Groups in lexicographic order of their first members.
 
         Args:
@@ -67,11 +67,11 @@ class PrefixGroups:
         return len(self.member_idxs)
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Int64s:
         """Members of each group, its share degree: [num_groups]."""
         return np.diff(self.offsets)
 
-    def members(self, group_idx: int) -> NDArray[np.int64]:
+    def members(self, group_idx: int) -> Int64s:
         """Prompt indexes of one group, as a view."""
         return self.member_idxs[self.offsets[group_idx] : self.offsets[group_idx + 1]]
 
@@ -104,7 +104,7 @@ def maximize_reuse(tree: PrefixTree) -> PrefixGroups:
     )
 
 
-def group_prefill_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def group_prefill_tokens(groups: PrefixGroups, lengths: Int64s) -> Int64s:
     """Tokens to prefill per group: its prefix once, and every distinct part.
 
     Args:
@@ -116,7 +116,7 @@ def group_prefill_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> ND
     """
     if len(groups) == 0:
         return np.zeros(0, dtype=np.int64)
-    totals: NDArray[np.int64] = np.add.reduceat(lengths[groups.member_idxs], groups.offsets[:-1])
+    totals: Int64s = np.add.reduceat(lengths[groups.member_idxs], groups.offsets[:-1])
     return totals - (groups.sizes - 1) * groups.num_prefix_tokens
 
 
@@ -131,9 +131,7 @@ def saving_ratio(num_processed_tokens: int, num_logical_tokens: int) -> float:
 
 
 @compiled
-def _fork_prefixes(
-    parent: NDArray[np.int64], depth: NDArray[np.int64], num_leaves: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _fork_prefixes(parent: Int64s, depth: Int64s, num_leaves: Int64s) -> Int64s:
     """The first-level prefix that contains each leaf, or the leaf itself, by node.
 
     A node that is forked off or merged keeps its end and only changes its container, so

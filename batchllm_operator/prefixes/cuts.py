@@ -21,10 +21,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Float64s, Int64s, compiled
 
 TOLERANCE: Final = 0.01
 """How much more than necessary the costliest shard may cost, so that cuts cost less."""
@@ -32,9 +31,7 @@ _STEPS: Final = 64  # of a bisection
 _PRECISION: Final = 1e-9  # of the limit
 
 
-def cut_into_shards(
-    costs: NDArray[np.float64], cut_costs: NDArray[np.float64], num_shards: int
-) -> NDArray[np.int64]:
+def cut_into_shards(costs: Float64s, cut_costs: Float64s, num_shards: int) -> Int64s:
     """Bounds of the shards with the least sum of cut costs, among those of about equal cost.
 
     With B the least possible cost of the costliest shard, no shard costs more than
@@ -73,9 +70,7 @@ def cut_into_shards(
     return _spliced(few, many, num_shards)
 
 
-def split_groups(
-    groups: PrefixGroups, shard_of_prompt: NDArray[np.int64]
-) -> tuple[PrefixGroups, NDArray[np.int64]]:
+def split_groups(groups: PrefixGroups, shard_of_prompt: Int64s) -> tuple[PrefixGroups, Int64s]:
     """Groups within shards: the members that a group has in each shard are a group of their own.
 
     Args:
@@ -97,15 +92,13 @@ def split_groups(
     return PrefixGroups(groups.member_idxs, offsets, prefix), shards[firsts]
 
 
-def imbalance(shard_costs: NDArray[np.float64]) -> float:
+def imbalance(shard_costs: Float64s) -> float:
     """Cost of the costliest shard / mean cost of all; 1.0 if nothing costs anything."""
     mean = float(shard_costs.mean()) if len(shard_costs) else 0.0
     return float(shard_costs.max()) / mean if mean > 0 else 1.0
 
 
-def _least_limit(
-    before: NDArray[np.float64], cut_costs: NDArray[np.float64], num_shards: int
-) -> float:
+def _least_limit(before: Float64s, cut_costs: Float64s, num_shards: int) -> float:
     """The least cost of the costliest shard, without shards of one prompt."""
     low, high = 0.0, float(before[-1] + cut_costs[0])
     for _ in range(_STEPS):
@@ -121,9 +114,7 @@ def _least_limit(
 
 
 @compiled
-def _filled_up(
-    before: NDArray[np.float64], cut_costs: NDArray[np.float64], limit: float
-) -> tuple[int, float]:
+def _filled_up(before: Float64s, cut_costs: Float64s, limit: float) -> tuple[int, float]:
     """The fewest shards within a limit, and the cost of the costliest with several prompts."""
     begin, num, cost, costliest = 0, 1, 0.0, 0.0
     for end in range(2, len(before)):
@@ -137,9 +128,7 @@ def _filled_up(
 
 
 @compiled
-def _cheapest(
-    before: NDArray[np.float64], cut_costs: NDArray[np.float64], limit: float, price: float
-) -> NDArray[np.int64]:
+def _cheapest(before: Float64s, cut_costs: Float64s, limit: float, price: float) -> Int64s:
     """Bounds of shards with the least sum of cut costs and of a price for each shard.
 
     A queue holds the begins that may still be the best, in order: a later one that isn't dearer
@@ -173,7 +162,7 @@ def _cheapest(
     return bounds
 
 
-def _spliced(few: NDArray[np.int64], many: NDArray[np.int64], num_shards: int) -> NDArray[np.int64]:
+def _spliced(few: Int64s, many: Int64s, num_shards: int) -> Int64s:
     """Bounds of `num_shards`, as cheap as both, from too few and too many at the same price.
 
     A shard of the few that has one of the many inside, so many shards later as are too many, is

@@ -27,13 +27,12 @@ ones of its children, sorted when it is closed. A node has at most as many as it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups, maximize_reuse
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Int64s, compiled
 from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 
 _NONE = -1
@@ -42,7 +41,7 @@ _NONE = -1
 _NODE, _VALUE, _SLOPE, _FIRST = range(4)
 
 
-def cut_exactly(tree: PrefixTree) -> tuple[NDArray[np.int64], int]:
+def cut_exactly(tree: PrefixTree) -> tuple[Int64s, int]:
     """Finds the single-level prefixes that save most, without recursion.
 
     Returns:
@@ -54,15 +53,8 @@ def cut_exactly(tree: PrefixTree) -> tuple[NDArray[np.int64], int]:
     return _descend(tree.parent, tree.depth, threshold), int(num_saved_tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixChoice:
-    """The chosen groups, and the savings of both ways to choose.
-
-    Attributes:
-        groups: the chosen groups.
-        algorithm_1_saved_tokens: logical - processed prefill tokens by Algorithm 1.
-        exact_saved_tokens: the same for the best choice; never less.
-    """
+class PrefixChoice(NamedTuple):
+    """The chosen groups, and the prefill tokens that both ways to choose save: the best no less."""
 
     groups: PrefixGroups
     algorithm_1_saved_tokens: int
@@ -85,9 +77,7 @@ def choose_prefixes(tree: PrefixTree) -> PrefixChoice:
 
 
 @compiled
-def _descend(
-    parent: NDArray[np.int64], depth: NDArray[np.int64], threshold: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _descend(parent: Int64s, depth: Int64s, threshold: Int64s) -> Int64s:
     cut = np.full(len(parent), ROOT, dtype=np.int64)
     for node in range(1, len(parent)):
         above = cut[parent[node]]
@@ -96,9 +86,7 @@ def _descend(
 
 
 @compiled
-def _thresholds(
-    parent: NDArray[np.int64], depth: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], int]:
+def _thresholds(parent: Int64s, depth: Int64s) -> tuple[Int64s, int]:
     """The largest depth of the cut above at which cutting each node pays, -1 for never.
 
     Returns:
@@ -131,12 +119,7 @@ def _thresholds(
 
 @compiled
 def _close_node(
-    function: NDArray[np.int64],
-    at: NDArray[np.int64],
-    by: NDArray[np.int64],
-    num_points: int,
-    depth: int,
-    depth_above: int,
+    function: Int64s, at: Int64s, by: Int64s, num_points: int, depth: int, depth_above: int
 ) -> tuple[int, int]:
     """Turns G of the last node into its F; returns its threshold and the number of points left."""
     first = function[_FIRST]

@@ -1,11 +1,17 @@
-"""Compiles this package's loops."""
+"""Compiles this package's loops over arrays; names of their types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
+import numpy as np
 from numba import njit
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Float64s = NDArray[np.float64]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.algorithm1 import (
     PrefixGroups,
     group_prefill_tokens,
     maximize_reuse,
 )
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Float64s, Int64s, compiled
 from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 from batchllm_operator.prefixes.prompt_sort import build_prefix_tree
 from batchllm_operator.prefixes.token_table import TokenTable
@@ -26,9 +25,9 @@ BY_RATIO = 1 << 62
 def order_groups_by_subtree(
     groups: PrefixGroups,
     tree: PrefixTree,
-    output_tokens: NDArray[np.int64],
+    output_tokens: Int64s,
     min_shared_tokens: int = MIN_SHARED_TOKENS,
-) -> NDArray[np.int64]:
+) -> Int64s:
     """Puts groups with much decoding per prefill first, as Eq. 3 and 4 do, subtree by subtree.
 
     R = (mean of the members' estimated output tokens) / (prefix + sum of distinct tokens); larger R
@@ -37,13 +36,12 @@ def order_groups_by_subtree(
     equal estimates this is the order of Eq. 4 exactly. A group without any token to prefill has R =
     infinity.
 
-    A group computes one prefix. Tokens that it shares with other groups stay in the engine's
-    block cache if those groups come soon. So a node of the tree is a *subtree*, whose groups stay
-    together, if it is at least `min_shared_tokens` deeper than the subtree around it; the root is
-    the outermost one. The direct contents of a subtree, groups and smaller subtrees, are ordered
-    by R, where a subtree's R is that of its average group: (mean output tokens of its members) /
-    (mean prefill tokens of its groups). Equal R are ordered by the lexicographic rank of the first
-    prompt. The result is independent of the order of the prompts.
+    Tokens that a group shares with other groups stay in the engine's block cache if those groups
+    come soon. So a node of the tree is a *subtree*, whose groups stay together, if it is at least
+    `min_shared_tokens` deeper than the subtree around it; the root is the outermost one. The direct
+    contents of a subtree, groups and smaller subtrees, are ordered by R, a subtree's being that of
+    its average group: (mean output tokens of its members) / (mean prefill tokens of its groups).
+    Equal R are ordered by the lexicographic rank of the first prompt.
 
     Args:
         groups: groups chosen from `tree`.
@@ -90,8 +88,7 @@ def prefix_sharing_groups(
         Per group, (prefix token ids, [distinct token ids of each member]). A prompt that
         shares nothing is ([], [all of its token ids]).
 
-    Raises:
-        PlanError, OverflowError: as `TokenTable.from_lists`.
+    Raises `PlanError`, `OverflowError`: as `TokenTable.from_lists`.
     """
     tokens = TokenTable.from_lists(prompts)
     tree = build_prefix_tree(tokens)
@@ -107,13 +104,13 @@ def prefix_sharing_groups(
 
 @compiled
 def _nest(
-    parent: NDArray[np.int64],
-    depth: NDArray[np.int64],
-    num_leaves: NDArray[np.int64],
-    group_leaves: NDArray[np.int64],
-    num_prefix_tokens: NDArray[np.int64],
+    parent: Int64s,
+    depth: Int64s,
+    num_leaves: Int64s,
+    group_leaves: Int64s,
+    num_prefix_tokens: Int64s,
     min_shared_tokens: int,
-) -> NDArray[np.int64]:
+) -> Int64s:
     """The subtree that directly holds each group and each subtree: [num_groups + num_subtrees].
 
     Subtrees are numbered behind the groups, those inside before those around them, so the root is
@@ -147,9 +144,7 @@ def _nest(
 
 
 @compiled
-def _add_up(
-    inside: NDArray[np.int64], totals: NDArray[np.int64], first_rank: NDArray[np.int64]
-) -> None:
+def _add_up(inside: Int64s, totals: Int64s, first_rank: Int64s) -> None:
     """Adds each group and subtree to the subtree around it, in place."""
     for item in range(len(inside) - 1):
         totals[:, inside[item]] += totals[:, item]
@@ -157,9 +152,7 @@ def _add_up(
 
 
 @compiled
-def _place(
-    inside: NDArray[np.int64], listing: NDArray[np.int64], num_groups: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _place(inside: Int64s, listing: Int64s, num_groups: Int64s) -> Int64s:
     """The place of each group, with the contents of subtrees listed as in `listing`, root first."""
     place = np.zeros(len(inside), dtype=np.int64)  # of a subtree: that of its next item
     for item in listing:
@@ -168,12 +161,7 @@ def _place(
     return place
 
 
-def _ratio(
-    decode: NDArray[np.int64],
-    prefill: NDArray[np.int64],
-    num_members: NDArray[np.int64],
-    num_groups: NDArray[np.int64],
-) -> NDArray[np.float64]:
+def _ratio(decode: Int64s, prefill: Int64s, num_members: Int64s, num_groups: Int64s) -> Float64s:
     """Mean output tokens per member / mean prefill tokens per group.
 
     One division: R that are equal as fractions give equal floats, as long as the products

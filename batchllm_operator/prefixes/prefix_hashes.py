@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Int32s, Int64s, compiled
 from batchllm_operator.prefixes.prompt_store import chunks
 from batchllm_operator.prefixes.requests import Requests
 
@@ -25,7 +25,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, odd
 _HASH_BITS = 62
 
 
-def hash_prefixes(requests: Requests, groups: PrefixGroups) -> NDArray[np.int64]:
+def hash_prefixes(requests: Requests, groups: PrefixGroups) -> Int64s:
     """Hashes of each group's prefix: to the end of its last full segment, and of the one before.
 
     Returns:
@@ -47,9 +47,7 @@ def hash_prefixes(requests: Requests, groups: PrefixGroups) -> NDArray[np.int64]
 
 
 @compiled
-def _last_hashes(
-    token_ids: NDArray[np.int32], offsets: NDArray[np.int64], multipliers: NDArray[np.uint64]
-) -> NDArray[np.int64]:
+def _last_hashes(token_ids: Int32s, offsets: Int64s, multipliers: NDArray[np.uint64]) -> Int64s:
     """Hash of each whole prompt, and of the prompt without its last segment: [num_prompts, 2]."""
     segment_tokens = len(multipliers) - 1
     hashes = np.full((len(offsets) - 1, 2), NO_HASH, dtype=np.int64)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Int64s, compiled
 
 ROOT = 0
 
@@ -33,11 +32,11 @@ class PrefixTree:
         leaf_end: [num_nodes] int64.
     """
 
-    prompt_idxs: NDArray[np.int64]
-    parent: NDArray[np.int64]
-    depth: NDArray[np.int64]
-    leaf_begin: NDArray[np.int64]
-    leaf_end: NDArray[np.int64]
+    prompt_idxs: Int64s
+    parent: Int64s
+    depth: Int64s
+    leaf_begin: Int64s
+    leaf_end: Int64s
 
     @property
     def num_nodes(self) -> int:
@@ -49,12 +48,12 @@ class PrefixTree:
         return len(self.prompt_idxs)
 
     @property
-    def num_leaves(self) -> NDArray[np.int64]:
+    def num_leaves(self) -> Int64s:
         """Prompts below each node: [num_nodes]."""
         return self.leaf_end - self.leaf_begin
 
     @property
-    def leaves(self) -> NDArray[np.int64]:
+    def leaves(self) -> Int64s:
         """The leaf node of each rank: [num_prompts]."""
         return np.flatnonzero(self.num_leaves[1:] == 1) + 1
 
@@ -69,10 +68,10 @@ class RankedPrompts:
             one before; 0 for the first.
     """
 
-    prompt_idxs: NDArray[np.int64]
-    num_shared_tokens: NDArray[np.int64]
+    prompt_idxs: Int64s
+    num_shared_tokens: Int64s
 
-    def tree(self, lengths: NDArray[np.int64]) -> PrefixTree:
+    def tree(self, lengths: Int64s) -> PrefixTree:
         """The prefix tree, which doesn't depend on the order of the prompts' indexes.
 
         Args:
@@ -86,7 +85,7 @@ class RankedPrompts:
         """The same order, as if no prompt had anything in common with others."""
         return RankedPrompts(self.prompt_idxs, np.zeros_like(self.num_shared_tokens))
 
-    def cached_tokens(self, lengths: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    def cached_tokens(self, lengths: Int64s, block_size: int) -> Int64s:
         """Tokens of each prompt that an engine with enough memory finds in its KV cache.
 
         Those that it shares with the prompt before, in whole blocks, yet never its last token,
@@ -100,18 +99,17 @@ class RankedPrompts:
         Returns:
             [num_prompts] int64, by rank.
 
-        Raises:
-            PlanError: `block_size` is below 1.
+        Raises `PlanError`: `block_size` is below 1.
         """
         if block_size < 1:
             raise PlanError(f"blocks hold at least 1 token, not {block_size}")
         shared = np.minimum(self.num_shared_tokens, lengths[self.prompt_idxs] - 1)
-        cached: NDArray[np.int64] = np.maximum(shared, 0) // block_size * block_size
+        cached: Int64s = np.maximum(shared, 0) // block_size * block_size
         return cached
 
 
 @compiled
-def _preorder(shared: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _preorder(shared: Int64s, lengths: Int64s) -> Int64s:
     """First rank, end and depth of each node in preorder: [3, num_nodes].
 
     From the last rank to the first, nodes are met in the reverse of that order: a leaf, then the
@@ -139,7 +137,7 @@ def _preorder(shared: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[
 
 
 @compiled
-def _find_parents(leaf_begin: NDArray[np.int64], leaf_end: NDArray[np.int64]) -> NDArray[np.int64]:
+def _find_parents(leaf_begin: Int64s, leaf_end: Int64s) -> Int64s:
     """Parents of nodes in preorder: the last earlier node whose range isn't over."""
     parent = np.empty(len(leaf_end), dtype=np.int64)
     parent[ROOT] = -1

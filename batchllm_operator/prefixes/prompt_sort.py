@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Int32s, Int64s, compiled
 from batchllm_operator.prefixes.prefix_tree import PrefixTree, RankedPrompts
 from batchllm_operator.prefixes.prompt_store import CHUNK_TOKENS, Prompts, chunks, read_ahead
 from batchllm_operator.prefixes.token_table import TokenTable
@@ -47,8 +46,7 @@ def sort_prompts(
     Args:
         advance: called with the number of prompts done since the last call.
 
-    Raises:
-        OSError: the prompts can't be read.
+    Raises `OSError`: the prompts can't be read.
     """
     order, shared = np.arange(len(prompts)), np.zeros(len(prompts), dtype=np.int64)
     generator = np.random.default_rng(0)
@@ -76,9 +74,9 @@ class _Families:
         depths: [n] int64, tokens that the family's prompts share at least.
     """
 
-    ranks: NDArray[np.int64]
-    numbers: NDArray[np.int64]
-    depths: NDArray[np.int64]
+    ranks: Int64s
+    numbers: Int64s
+    depths: Int64s
 
     def split(self) -> Iterator[_Families]:
         """The same families in parts of about `_ROUND_PROMPTS`; a larger family is a part."""
@@ -91,11 +89,7 @@ class _Families:
             start = stop
 
     def sort(
-        self,
-        prompts: Prompts,
-        order: NDArray[np.int64],
-        shared: NDArray[np.int64],
-        generator: np.random.Generator,
+        self, prompts: Prompts, order: Int64s, shared: Int64s, generator: np.random.Generator
     ) -> _Families:
         """Sort each family by its pivot, in `order` and `shared`; returns the deeper families."""
         idxs = order[self.ranks]
@@ -111,8 +105,8 @@ class _Families:
         return _Families(self.ranks[rest], np.cumsum(~goes_on[rest]), common[rest] + 1)
 
     def _compare(
-        self, prompts: Prompts, idxs: NDArray[np.int64], generator: np.random.Generator
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self, prompts: Prompts, idxs: Int64s, generator: np.random.Generator
+    ) -> tuple[Int64s, Int64s]:
         """The key of each prompt in its family, and its LCP with the pivot.
 
         Args:
@@ -148,12 +142,12 @@ class _Families:
 
 @compiled
 def _part(
-    token_ids: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    pivots: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    num_same: NDArray[np.int64],
-    keys: NDArray[np.int64],
+    token_ids: Int32s,
+    offsets: Int64s,
+    pivots: Int64s,
+    begins: Int64s,
+    num_same: Int64s,
+    keys: Int64s,
 ) -> None:
     """Compares windows with those of their pivots, the first rows; fills the last two arrays."""
     first = len(offsets) - 1 - len(pivots)
@@ -174,7 +168,7 @@ def _part(
 
 
 @compiled
-def num_equal(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+def num_equal(left: Int32s, right: Int32s) -> int:
     """Length of the common prefix of two arrays of equal length."""
     count = 0
     while count + _COMPARE_STRIDE <= len(left):

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Int32s, Int64s, compiled
 from batchllm_operator.prefixes.token_table import TokenTable, empty_slices
 from batchllm_operator.streams import ahead
 
@@ -54,11 +54,11 @@ class PromptStore:
         return self._ends[-1]
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Int64s:
         return np.diff(self._offsets)
 
     @property
-    def _offsets(self) -> NDArray[np.int64]:
+    def _offsets(self) -> Int64s:
         """A view; while it lives, no prompts can be added."""
         return np.frombuffer(self._ends, dtype=np.int64)
 
@@ -70,12 +70,7 @@ class PromptStore:
             data = data[self._file.write(data) :]
         self._ends.frombytes((tokens.offsets[1:] + self.num_tokens).tobytes())
 
-    def slices(
-        self,
-        idxs: NDArray[np.int64],
-        begins: NDArray[np.int64] | int,
-        num_tokens: NDArray[np.int64] | int,
-    ) -> TokenTable:
+    def slices(self, idxs: Int64s, begins: Int64s | int, num_tokens: Int64s | int) -> TokenTable:
         """See `TokenTable.slices`."""
         sources = self._offsets[idxs] + begins
         sliced = empty_slices(self._offsets[idxs + 1] - sources, num_tokens)
@@ -85,7 +80,7 @@ class PromptStore:
             raise OSError(errno.EIO, "is shorter than what was written to it", self._file.name)
         return sliced
 
-    def take(self, idxs: NDArray[np.int64]) -> TokenTable:
+    def take(self, idxs: Int64s) -> TokenTable:
         """The prompts at `idxs`, in that order."""
         return self.slices(idxs, 0, self.lengths[idxs])
 
@@ -97,12 +92,7 @@ _pread = types.ExternalFunction(  # of the C library: twice as fast as from Pyth
 
 
 @compiled
-def _read(
-    descriptor: int,
-    begins: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    target: NDArray[np.int32],
-) -> int:
+def _read(descriptor: int, begins: Int64s, offsets: Int64s, target: Int32s) -> int:
     """Reads from each of `begins`, in tokens, into `target[offsets[i]:offsets[i + 1]]`.
 
     Returns:
@@ -125,7 +115,7 @@ def _read(
 
 def read_ahead(
     prompts: Prompts,
-    wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64] | int, NDArray[np.int64] | int]],
+    wanted: Iterable[tuple[Int64s, Int64s | int, Int64s | int]],
     most: int = _READ_AHEAD,
 ) -> Iterator[TokenTable]:
     """`prompts.slices` of each of `wanted`, with the next `most` prefetched."""

@@ -1,17 +1,18 @@
-"""Requests: distinct prompts, each for one or more rows."""
+"""Requests: distinct prompts, each for one or more rows; and classes of prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from batchllm_operator.prefixes.algorithm1 import saving_ratio
+from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes.algorithm1 import PrefixGroups, saving_ratio
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.prefixes.prefix_tree import RankedPrompts
 from batchllm_operator.prefixes.prompt_sort import sort_prompts
 from batchllm_operator.prefixes.prompt_store import Prompts
-from batchllm_operator.prefixes.token_table import TokenTable
+from batchllm_operator.prefixes.token_table import MAX_TOKEN_ID, TokenTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,44 +30,42 @@ class Requests:
     """
 
     prompts: Prompts
-    prompt_idxs: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    row_idxs: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    output_tokens: NDArray[np.int64] | None = None
+    prompt_idxs: Int64s
+    lengths: Int64s
+    row_idxs: Int64s
+    offsets: Int64s
+    output_tokens: Int64s | None = None
 
     def __len__(self) -> int:
         """Number of requests."""
         return len(self.prompt_idxs)
 
     @property
-    def num_rows(self) -> NDArray[np.int64]:
+    def num_rows(self) -> Int64s:
         """Rows of each request: [num_requests]."""
         return np.diff(self.offsets)
 
-    def rows_of(self, idxs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows_of(self, idxs: Int64s) -> Int64s:
         """Rows of some requests, one request after the other."""
         begins = self.offsets[idxs]
         num_rows = self.offsets[idxs + 1] - begins
         ends = np.cumsum(num_rows)
         first = np.repeat(begins - (ends - num_rows), num_rows)
-        rows: NDArray[np.int64] = self.row_idxs[first + np.arange(len(first))]
+        rows: Int64s = self.row_idxs[first + np.arange(len(first))]
         return rows
 
 
 def make_requests(
     prompts: Prompts,
     ranked: RankedPrompts,
-    row_idxs: NDArray[np.int64],
-    output_tokens: NDArray[np.int64] | None = None,
+    row_idxs: Int64s,
+    output_tokens: Int64s | None = None,
     *,
     merge: bool,
 ) -> tuple[Requests, RankedPrompts]:
     """One request per distinct prompt if `merge`, else one per prompt.
 
     Args:
-        prompts: the prompts.
-        ranked: the same prompts, sorted.
         row_idxs: [num_prompts] int64, the row of each prompt, ascending.
         output_tokens: [num_prompts] int64, estimates, if any.
         merge: whether equal prompts have equal outputs.
@@ -104,10 +103,64 @@ def optimal_saving_ratio(tokens: TokenTable, block_size: int, *, merge: bool) ->
         block_size: tokens per block of its KV cache.
         merge: whether equal prompts are one request.
 
-    Raises:
-        PlanError: `block_size` is below 1.
+    Raises `PlanError`: `block_size` is below 1.
     """
     rows = np.arange(len(tokens))
     requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, merge=merge)
     cached = ranked.cached_tokens(requests.lengths, block_size)
     return saving_ratio(int(requests.lengths.sum() - cached.sum()), tokens.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptClasses:
+    """Classes [0, num_classes) of prompts; two prompts share something only within a class.
+
+    The first token `t` of class `c` is `c * bound + t`, so that sorting, groups and shards keep
+    classes apart and side by side without knowing of them. Lengths stay the same.
+
+    Attributes:
+        bound: above all token ids of prompts.
+
+    Raises `PlanError`: such tokens don't fit into 31 bits.
+    """
+
+    bound: int
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        if self.bound * self.num_classes - 1 > MAX_TOKEN_ID:
+            raise PlanError(
+                f"{self.num_classes} classes of prompts with {self.bound} tokens are too many: at"
+                f" most {(MAX_TOKEN_ID + 1) // self.bound} can be planned"
+            )
+
+    def mark(self, tokens: TokenTable, classes: Int64s) -> TokenTable:
+        """The prompts with their classes.
+
+        Args:
+            tokens: ids below `bound`; an empty prompt stays so.
+            classes: [num_prompts] int64.
+        """
+        has_token = tokens.lengths > 0
+        firsts = tokens.offsets[:-1][has_token]
+        token_ids = tokens.token_ids.copy()
+        token_ids[firsts] += (classes[has_token] * self.bound).astype(np.int32)
+        return TokenTable(token_ids, tokens.offsets)
+
+    def unmark(self, tokens: TokenTable) -> tuple[TokenTable, Int64s]:
+        """The prompts as they were before `mark`, and their classes: [num_prompts] int64.
+
+        Args:
+            tokens: none of the prompts is empty.
+        """
+        firsts = tokens.offsets[:-1]
+        classes = tokens.token_ids[firsts].astype(np.int64) // self.bound
+        token_ids = tokens.token_ids.copy()
+        token_ids[firsts] %= self.bound
+        return TokenTable(token_ids, tokens.offsets), classes
+
+    def of_groups(self, groups: PrefixGroups, requests: Requests) -> Int64s:
+        """The class of each group: [num_groups] int64."""
+        prompt_idxs = requests.prompt_idxs[groups.member_idxs[groups.offsets[:-1]]]
+        firsts = requests.prompts.slices(prompt_idxs, 0, 1)
+        return self.unmark(firsts)[1]

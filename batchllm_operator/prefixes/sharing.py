@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.prefixes.requests import Requests
 
 _NUM_GROUPS: Final = 10
@@ -46,7 +47,7 @@ class Histogram(_Frozen):
         return self
 
     @classmethod
-    def of(cls, sizes: NDArray[np.int64], weights: NDArray[np.int64] | None = None) -> Histogram:
+    def of(cls, sizes: Int64s, weights: Int64s | None = None) -> Histogram:
         """Count sizes of at least 1 in bins between powers of two.
 
         Args:
@@ -112,13 +113,7 @@ def _added(histograms: Sequence[Histogram]) -> Histogram:
 
 
 def describe_sharing(requests: Requests, groups: PrefixGroups, decode: Decode) -> PlanSharing:
-    """Describe the groups of a plan.
-
-    Args:
-        requests: all requests of the plan.
-        groups: their groups.
-        decode: turns token ids into text.
-    """
+    """Describe the groups of a plan; `decode` turns token ids into text."""
     sizes, lengths = groups.sizes, groups.num_prefix_tokens
     saved = (sizes - 1) * lengths
     # Of equal savings, the first in the plan: equal input gives an equal plan.

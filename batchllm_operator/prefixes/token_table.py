@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.prefixes.jit import compiled
+from batchllm_operator.prefixes.jit import Int32s, Int64s, compiled
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -27,8 +27,8 @@ class TokenTable:
         offsets: [num_prompts + 1] int64, C-contiguous, from 0 to num_tokens, never falling.
     """
 
-    token_ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]
+    token_ids: Int32s
+    offsets: Int64s
 
     @classmethod
     def from_lists(cls, prompts: Iterable[Sequence[int] | NDArray[Any]]) -> TokenTable:
@@ -56,11 +56,11 @@ class TokenTable:
         return len(self.token_ids)
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Int64s:
         """Tokens per prompt: [num_prompts]."""
         return np.diff(self.offsets)
 
-    def prompt(self, idx: int) -> NDArray[np.int32]:
+    def prompt(self, idx: int) -> Int32s:
         """Token ids of one prompt, as a view."""
         return self.token_ids[self.offsets[idx] : self.offsets[idx + 1]]
 
@@ -68,12 +68,7 @@ class TokenTable:
         """The prompts as lists of Python's integers, for small tables."""
         return [self.prompt(idx).tolist() for idx in range(len(self))]
 
-    def slices(
-        self,
-        idxs: NDArray[np.int64],
-        begins: NDArray[np.int64] | int,
-        num_tokens: NDArray[np.int64] | int,
-    ) -> TokenTable:
+    def slices(self, idxs: Int64s, begins: Int64s | int, num_tokens: Int64s | int) -> TokenTable:
         """Up to `num_tokens[i]` tokens of each prompt `idxs[i]`, from `begins[i]` on.
 
         Args:
@@ -92,7 +87,7 @@ class TokenTable:
         return self.slices(wanted, 0, self.lengths[wanted])
 
 
-def empty_slices(num_left: NDArray[np.int64], num_tokens: NDArray[np.int64] | int) -> TokenTable:
+def empty_slices(num_left: Int64s, num_tokens: Int64s | int) -> TokenTable:
     """A table to fill, with `num_tokens` tokens of each prompt, or as many as are left."""
     offsets = np.zeros(len(num_left) + 1, dtype=np.int64)
     np.cumsum(np.minimum(num_tokens, num_left), out=offsets[1:])
@@ -100,12 +95,7 @@ def empty_slices(num_left: NDArray[np.int64], num_tokens: NDArray[np.int64] | in
 
 
 @compiled
-def _copy(
-    source: NDArray[np.int32],
-    begins: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    target: NDArray[np.int32],
-) -> None:
+def _copy(source: Int32s, begins: Int64s, offsets: Int64s, target: Int32s) -> None:
     for item in range(len(begins)):
         start, end = offsets[item], offsets[item + 1]
         target[start:end] = source[begins[item] : begins[item] + end - start]

@@ -15,10 +15,9 @@ from batchllm_operator.errors import MissingLibraryError, PlanError, SpecError
 from batchllm_operator.lake import open_table
 from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.stored_plan.counts import Count, Counts
-from batchllm_operator.stored_plan.publications import check_publisher
 from batchllm_operator.stored_plan.run_report import ErrorKind
 from batchllm_operator.stored_plan.stored_json import StoredJson
-from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
 
 REPORT_FILE: Final = "report.json"
 """In a shard's run folder."""

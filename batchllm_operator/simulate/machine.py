@@ -39,11 +39,7 @@ class Machine:
     ) -> Machine:
         """A machine with as many blocks as fit the GPU, unless `num_blocks` says how many.
 
-        Args:
-            limits: of the engine, except `max_num_seqs`.
-
-        Raises:
-            PlanError: the model leaves no room for KV.
+        Raises `PlanError`: the model leaves no room for KV.
         """
         limits = limits or EngineLimits()
         if num_blocks is None:

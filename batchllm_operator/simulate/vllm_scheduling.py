@@ -123,8 +123,7 @@ class _Simulation:
     def _make_scheduler(self, settings: SchedulerSettings | None) -> Any:
         """The policy's scheduler for requests of this length.
 
-        Raises:
-            PlanError: a request doesn't fit into the KV cache.
+        Raises `PlanError`: a request doesn't fit into the KV cache.
         """
         workload, machine = self._workload, self._machine
         room = (machine.num_blocks - 1) * machine.block_size

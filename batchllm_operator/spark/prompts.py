@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from batchllm_operator.plan.planned_range import RangePlanner
-from batchllm_operator.plan.rows.reading import Tokenized, checked, open_rows_file, tokenize
+from batchllm_operator.plan.rows.reading import (
+    NO_ROWS,
+    Tokenized,
+    checked,
+    open_rows_file,
+    tokenize,
+)
 from batchllm_operator.spark.ranges import Place, Ranges, key_array
 from batchllm_operator.spark.reading import Part, Reading, RowNumbers
 from batchllm_operator.spark.staging import StagedFile, Staging, scratch_folder
@@ -121,7 +128,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then the task's report, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
     tokenizer, adapters = reading.tokenizer()
-    num_rows, counts = 0, {"num_control_rows": 0, "num_truncated_rows": 0}
+    counts = Counter(NO_ROWS)
     with scratch_folder() as scratch:
         path = scratch / "rows"
         with open_rows_file(path, spec, reading.snapshot.schema) as writer:
@@ -129,14 +136,12 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
             first_row = int(task.numbers.firsts[part.number])
             batches = checked(spec, scanned, reading.where, first_row, reading.stored)
             for piece in tokenize(spec, batches, tokenizer, adapters):
-                num_rows += piece.num_rows
-                counts["num_control_rows"] += piece.num_control
-                counts["num_truncated_rows"] += piece.num_truncated
+                counts.update(piece.counts)
                 if piece.kept is not None:
                     writer.write_table(piece.kept)
                 if len(piece.tokens):
                     yield _sent(task.ranges, part.first_place, piece)
-        file = task.staging.publish(path, "rows", num_rows)
+        file = task.staging.publish(path, "rows", counts["num_rows"])
     result = PartResult(number=part.number, file=file, counts=counts)
     row = {"range": len(task.ranges), "head": b"", "key": result.model_dump_json().encode()}
     row |= {"place": part.number, "output_tokens": 0}

@@ -25,9 +25,8 @@ class PlanFile(pq.ParquetFile):  # type: ignore[misc]  # pyarrow ships no types
         columns: columns that it must have, in that order, with these types.
         num_rows: the number of rows that it must have; None for any.
 
-    Raises:
-        PlanError: it isn't Parquet, lacks a column, or has another number of rows; from the
-            methods: the data are damaged.
+    Raises `PlanError`: it isn't Parquet, lacks a column, or has another number of rows; from the
+    methods: the data are damaged.
     """
 
     def __init__(

@@ -41,8 +41,7 @@ def encode_keys(batch: pa.RecordBatch, where: str) -> TokenTable:
 
     `batch` has the key columns, without nulls, which would equal empty texts.
 
-    Raises:
-        KeyColumnError: a column's type can't be compared; `where` names the table.
+    Raises `KeyColumnError`: a column's type can't be compared; `where` names the table.
     """
     check_key_types(batch.schema, tuple(batch.schema.names), where)
     parts = []

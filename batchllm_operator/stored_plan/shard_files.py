@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.prefixes.prompt_store import read_ahead
 from batchllm_operator.prefixes.requests import Requests
 from batchllm_operator.prefixes.token_table import TokenTable
@@ -48,9 +49,7 @@ def shard_file(shard_idx: int) -> str:
     return f"shard-{shard_idx:05d}.parquet"
 
 
-def part_bounds(
-    group_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], part_rows: int
-) -> list[int]:
+def part_bounds(group_ids: Int64s, lengths: Int64s, part_rows: int) -> list[int]:
     """Boundaries of a shard's parts: `[0, ..., num_requests]`.
 
     A part ends with the first group that fills it, with `part_rows` requests or `PART_TOKENS`
@@ -85,7 +84,7 @@ def write_shard(
     path: Path,
     requests: Requests,
     groups: PrefixGroups,
-    output_tokens: npt.NDArray[np.int64],
+    output_tokens: Int64s,
     *,
     first_request: int,
     first_group: int,
@@ -132,7 +131,7 @@ def write_shard(
             yield end - start
 
 
-def _list_array(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> pa.Array:
+def _list_array(values: npt.NDArray[Any], lengths: Int64s) -> pa.Array:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.lake import Publication
+from batchllm_operator.errors import PlanError, SpecError, TableError
+from batchllm_operator.lake import LakeTable, Publication, before
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import (
@@ -49,8 +49,7 @@ class StoredPlan:
     def open(cls, plan: str | Path | StoredPlan) -> StoredPlan:
         """Read the manifest of the plan at an address. An open plan is returned as it is.
 
-        Raises:
-            PlanError: there is no plan, or it is corrupted, foreign or of another version.
+        Raises `PlanError`: there is no plan, or it is corrupted, foreign or of another version.
         """
         if isinstance(plan, StoredPlan):
             return plan
@@ -76,8 +75,7 @@ class StoredPlan:
     def open_shard(self, shard_idx: int) -> Iterator[PlanFile]:
         """Open the requests of a shard, a row group for each part.
 
-        Raises:
-            PlanError: the plan has no such shard, or its file was altered.
+        Raises `PlanError`: the plan has no such shard, or its file was altered.
         """
         shard = self.shard(shard_idx)
         with self.open_parquet(shard.file, SHARD_SCHEMA, shard.num_requests) as file:
@@ -92,8 +90,7 @@ class StoredPlan:
     def open_file(self, name: str) -> Iterator[IO[bytes]]:
         """Open a data file of the plan after checking its checksum.
 
-        Raises:
-            PlanError: the file is absent or altered.
+        Raises `PlanError`: the file is absent or altered.
         """
         where, cure = f"plan {self.folder.uri}: {name}", "make the plan again"
         try:
@@ -122,8 +119,7 @@ class StoredPlan:
         Batches lie within one of `PlanManifest.row_files`; `options` are those of
         `pyarrow.parquet.ParquetFile.iter_batches`. Only files that are read are checked.
 
-        Raises:
-            PlanError: see `open_parquet`.
+        Raises `PlanError`: see `open_parquet`.
         """
         end_row = self.manifest.counts.num_rows if end_row is None else end_row
         start = 0  # of the file, then of the batch
@@ -225,8 +221,7 @@ class StoredPlan:
     def mark_committing(self) -> None:
         """Note that a commit is running: `gc` spares a plan with recent files.
 
-        Raises:
-            PlanError: `gc` has just removed it.
+        Raises `PlanError`: `gc` has just removed it.
         """
         self.folder.write_bytes(COMMITTING_FILE, json.dumps({"committing": True}).encode())
         self.check_stays()
@@ -293,8 +288,7 @@ def plan_folder(spec: JobSpec, published: Publication) -> Folder:
 def job_folder(spec: JobSpec, ds: str) -> Folder:
     """The folder of the plans of a job and partition.
 
-    Raises:
-        SpecError: see `check_partition`.
+    Raises `SpecError`: see `check_partition`.
     """
     check_partition(ds)
     name = quote(ds, safe="")
@@ -306,3 +300,34 @@ def job_folder(spec: JobSpec, ds: str) -> Folder:
 def job_root(spec: JobSpec) -> Folder:
     """The folder with a folder for each of the job's partitions, named by `quote`."""
     return Folder.open(spec.output.staging_folder).child("_batchllm", spec.name)
+
+
+def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:
+    """The publication of the job that partition `ds` holds; None if there is none.
+
+    Raises `TableError`: the partition was published by another job, for another partition, or by
+    another program.
+    """
+    found = table.published(ds)
+    if found is not None and found.job != spec.name:
+        raise TableError(
+            f"output {table.uri}: partition {ds!r} holds the outputs of job {found.job!r}; give"
+            f" job {spec.name!r} an output table of its own"
+        )
+    if found is not None and found.partition != ds:
+        raise TableError(
+            f"output {table.uri}: partition {ds!r} holds the outputs for partition"
+            f" {found.partition!r}; move it away or choose another output table"
+        )
+    return found
+
+
+def earlier_publications(table: LakeTable, spec: JobSpec, ds: str) -> Iterator[Publication]:
+    """The job's publications of partitions before `ds` (see `lake.before`), the latest first."""
+    for earlier in reversed(before(table.partitions(), ds)):
+        try:
+            published = check_publisher(table, spec, earlier)
+        except TableError:  # another job's, or another program's
+            continue
+        if published is not None:
+            yield published

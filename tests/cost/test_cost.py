@@ -21,7 +21,6 @@ from batchllm_operator.cost import (
     prompt_work,
     rates,
 )
-from batchllm_operator.cost.roofline import kv_capacity_tokens
 from batchllm_operator.errors import ModelError, PlanError
 
 MISTRAL = MODEL_SHAPES["Mistral-7B"]
@@ -111,14 +110,6 @@ def test_a_job_of_long_prompts_and_short_outputs_is_bound_by_its_tokens() -> Non
     assert found.decode_s == pytest.approx(10 * 0.656 + 10.1 * 0.25 + 1.312 + 0.25)
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_bytes"), [("Mistral-7B", 131_072), ("Llama-3-8B", 131_072), ("Qwen2-7B", 57_344)]
-)
-def test_kv_bytes_of_a_token(name: str, kv_bytes: int) -> None:
-    """Sec. 2 of the paper: 0.125 MiB for Mistral 7B in 16 bits."""
-    assert MODEL_SHAPES[name].kv_bytes_per_token == kv_bytes
-
-
 CONFIGS = {
     "Mistral-7B": ("mistral", 4096, 14336, 32, 32, 8, 32000),
     "Llama-3-8B": ("llama", 4096, 14336, 32, 32, 8, 128256),
@@ -168,35 +159,6 @@ def test_other_models_are_refused(change: dict[str, object]) -> None:
     config = dict(zip(FIELDS, CONFIGS["Mistral-7B"], strict=True))
     with pytest.raises(ModelError, match="model x: "):
         model_shape({**config, **change}, "x")
-
-
-def test_rates_of_an_h100_are_those_seen_in_practice() -> None:
-    """A decode-only step of Mistral-7B takes about 5 ms of reading weights, and 1,000 tokens of
-    prefill about 24 ms; beside the weights there is room for about 27,000 blocks of 16 tokens."""
-    rate = rates(Work(), MISTRAL, H100, EngineLimits())
-    assert rate.s_per_ramp_step - H100.step_overhead_s == pytest.approx(5e-3, rel=0.05)
-    assert rate.s_per_prefill_token * 1000 == pytest.approx(24e-3, rel=0.05)
-    blocks = kv_capacity_tokens(MISTRAL, H100, EngineLimits()) / 16
-    assert blocks == pytest.approx(27_000, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("num", "degree", "shared", "distinct", "output", "steps"),
-    [
-        (3003, 7, 1130, 400, 100, 525),
-        (3003, 7, 1130, 400, 400, 2515),
-        (1600, 4, 2000, 200, 100, 378),
-    ],
-)
-def test_steps_are_the_memory_bound(
-    num: int, degree: int, shared: int, distinct: int, output: int, steps: int
-) -> None:
-    """(tokens * steps held, a shared prefix once) / capacity + one output length of ramp."""
-    shared_tokens = np.where(np.arange(num) % degree > 0, shared, 0)
-    work = prompt_work(np.full(num, shared + distinct), np.full(num, output), shared_tokens)
-    limits = EngineLimits(kv_cache_bytes=27_000 * 16 * 131_072)
-    found = predict(work.total(), MISTRAL, H100, limits)
-    assert found.num_steps == pytest.approx(steps, rel=0.01)
 
 
 def test_the_work_of_prompts_by_hand() -> None:
@@ -256,13 +218,6 @@ def test_no_work_takes_no_time() -> None:
     nothing = prompt_work(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)).total()
     assert nothing == Work()
     assert predict(nothing, MISTRAL, H100).gpu_s == 0
-
-
-def test_entries_can_count_more_than_once() -> None:
-    work = prompt_work(np.array([3, 5]), np.array([2, 2]))
-    thrice = work.total(np.array([1, 3]))
-    assert thrice.num_prefill_tokens == 3 + 3 * 5
-    assert thrice.max_output_tokens == 2
 
 
 def test_a_model_that_leaves_no_room_is_refused() -> None:

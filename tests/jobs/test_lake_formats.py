@@ -30,8 +30,7 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import FilterTerm, JobSpec
 from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.publications import check_publisher
-from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
 
 
 @pytest.fixture(params=LAKES)

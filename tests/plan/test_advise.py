@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from math import factorial
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.plan import advise as advise_module
-from batchllm_operator.plan.advise import advise, format_advice
+from batchllm_operator.plan.advise import advise, column_orders, format_advice
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
+from batchllm_operator.spec import template_columns
 
 QUERY_FIRST = {"template": "Query: {query}\nDocument: {document}\nAnswer:"}
 
@@ -108,9 +112,72 @@ def test_the_command_prints_templates_and_writes_its_result(
     done = batchllm("plan", "--job", job, "--ds", DS, "--advise", "--result", result)
     assert done.code == 0, done.err
     best = '"Document: {document}\\nQuery: {query}\\nAnswer:"'
-    given = json.dumps(QUERY_FIRST["template"]) + "  (as given)"
-    assert done.out.index(best) < done.out.index(given)
+    as_given = json.dumps(QUERY_FIRST["template"]) + "  (as given)"
+    assert done.out.index(best) < done.out.index(as_given)
     assert yaml.safe_load(best) == "Document: {document}\nQuery: {query}\nAnswer:"
     body = json.loads(result.read_text())
     assert body["alternatives"][1]["is_given"]
     assert not (tmp_path / "out").exists()
+
+
+# Templates taken apart and put together in other orders
+
+
+@pytest.mark.parametrize(
+    ("template", "turned"),
+    [
+        (
+            "Document: {body}\nQuery: {query}\nSnippet:",
+            "Query: {query}\nDocument: {body}\nSnippet:",
+        ),
+        (
+            "Answer in one word.\n\nDocument:\n{body}\n\nQuery: {query}",
+            "Answer in one word.\n\nQuery: {query}\n\nDocument:\n{body}",
+        ),
+        ("Say yes or no.\n{body}\n{query}", "Say yes or no.\n{query}\n{body}"),
+        ("{body}|{query}", "{query}|{body}"),
+        ("Is {body} about {query}?", "about {query} Is {body}?"),
+        ("({body}, {query})", "({query}, {body})"),
+        ('{{"d": "{body}", "q": "{query}"}}', '{{"q": "{query}", "d": "{body}"}}'),
+        ("<doc>{body}</doc>\n<q>{query}</q>", "<q>{query}</q>\n<doc>{body}</doc>"),
+        ("<doc>{body}</doc><q>{query}</q> Go:", "<q>{query}</q><doc>{body}</doc> Go:"),
+        ("<doc>{body}\n</doc>\n<q>{query}", "<q>{query}\n<doc>{body}\n</doc>"),
+        ("{body}{query}", "{query}{body}"),
+    ],
+)
+def test_two_columns_change_places(template: str, turned: str) -> None:
+    unturned = (template, ("body", "query"))
+    assert list(column_orders(template)) == [unturned, (turned, ("query", "body"))]
+
+
+@pytest.mark.parametrize("template", ["no columns {{}}", "{only}", "Say {only} twice"])
+def test_nothing_to_reorder(template: str) -> None:
+    assert list(column_orders(template)) == [(template, template_columns(template))]
+
+
+def test_a_column_that_is_placed_twice_has_two_pieces() -> None:
+    orders = dict(column_orders("{a} {b} {a}"))
+    assert set(orders) == {"{a} {b} {a}", "{b} {a} {a}", "{a} {a} {b}"}
+    assert orders["{b} {a} {a}"] == ("b", "a", "a")
+
+
+LITERALS = st.text(st.sampled_from("ab{}<>/|:. \n\tä"), max_size=12)
+
+
+@given(st.lists(st.tuples(LITERALS, st.sampled_from("xyz")), min_size=1, max_size=4), LITERALS)
+def test_no_order_loses_or_adds_a_character(places: list[tuple[str, str]], tail: str) -> None:
+    def escape(text: str) -> str:
+        return text.replace("{", "{{").replace("}", "}}")
+
+    template = "".join(f"{escape(text)}{{{column}}}" for text, column in places) + escape(tail)
+    orders = list(column_orders(template))
+    assert orders[0] == (template, tuple(column for _, column in places))
+    assert len(orders) == factorial(len(places)), "few columns are tried in every order"
+    for turned, columns in orders:
+        assert sorted(turned) == sorted(template)
+        assert template_columns(turned) == tuple(dict.fromkeys(columns))
+
+
+def test_of_many_columns_each_is_tried_first() -> None:
+    orders = ["".join(columns) for _, columns in column_orders("{a}{b}{c}{d}{e}{f}")]
+    assert orders == ["abcdef", "bacdef", "cabdef", "dabcef", "eabcdf", "fabcde"]

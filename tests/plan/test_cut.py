@@ -157,14 +157,6 @@ def test_a_shard_is_a_million_tokens_without_a_prediction(num_tokens: int, num_s
     assert usual_num_shards(num_tokens, None) == num_shards
 
 
-@pytest.mark.parametrize("target", [None, TARGET])
-def test_a_small_job_has_one_shard(
-    tmp_path: Path, target: Target | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: target)
-    assert len(plan_sites(tmp_path, None).manifest.shards) == 1
-
-
 def test_a_job_is_cut_by_its_predicted_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from support.answers_job import asking
 from support.fake_job import DS, document_rows, fake_spec, job_fields, planned, write_table
 
-from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, Work, find_gpu, predict, prompt_work
+from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, Work, find_gpu, prompt_work
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import Target, estimate_work, find_target, work_costs
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.prefixes import cut_into_shards, imbalance
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -110,36 +109,12 @@ def test_a_job_that_classifies_is_predicted_without_decode(
     assert "assumed: no decode steps;" in printed
 
 
-def test_the_estimate_is_the_same_whatever_the_order_of_rows(
-    tmp_path: Path, targeted: object
-) -> None:
-    rows = document_rows()
-    found = []
-    for name, variant in (("a", rows), ("b", rows[::-1]), ("a", rows)):
-        plan = planned(tmp_path / name, variant)
-        found.append((plan.manifest.estimate, plan.manifest.imbalance, plan.folder.uri))
-    assert found[0][:2] == found[1][:2]
-    assert found[0] == found[2]
-
-
 def test_without_a_model_there_is_no_estimate(tmp_path: Path) -> None:
     plan = planned(tmp_path, document_rows())
     assert plan.manifest.estimate is None
     assert written(plan)["estimate"] is None
     assert all(shard.predicted_gpu_s is None for shard in plan.manifest.shards)
     assert "predicted" not in format_plan(plan.manifest, "URI")
-
-
-def test_the_target_changes_no_plan_of_one_shard(
-    tmp_path: Path, targeted: Callable[[Target], None]
-) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    one = {"num_shards": 1}
-    first = plan_job(fake_spec(tmp_path, planner=one), DS)
-    targeted(dataclasses.replace(TARGET, gpu=find_gpu("A100")))
-    second = plan_job(fake_spec(tmp_path, planner={**one, "target_gpu": "A100"}), DS)
-    assert first.folder == second.folder
-    assert first.manifest.estimate != second.manifest.estimate
 
 
 def test_tuning_changes_the_estimate_and_not_the_shards(
@@ -171,20 +146,6 @@ def predicted(plan: StoredPlan) -> npt.NDArray[np.float64]:
     times = [shard.predicted_gpu_s for shard in plan.manifest.shards]
     assert None not in times
     return np.array(times, dtype=np.float64)
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 7])
-def test_the_shards_of_a_plan_add_up_to_its_estimate(
-    tmp_path: Path, targeted: object, num_shards: int
-) -> None:
-    """Duplicates belong to one shard, and settings of the engine to the estimate alone."""
-    rows = [*document_rows(9, 4), *document_rows(2, 4)]
-    keyed = [{**row, "row_key": f"{idx}"} for idx, row in enumerate(rows)]
-    plan = planned(tmp_path, keyed, planner={"num_shards": num_shards})
-    assert plan.manifest.estimate is not None
-    assert len(plan.manifest.shards) == num_shards
-    assert plan.manifest.counts.num_duplicate_rows == 8
-    assert math.fsum(predicted(plan)) == pytest.approx(plan.manifest.estimate.gpu_s, rel=1e-12)
 
 
 @given(
@@ -237,25 +198,6 @@ def test_shards_are_even_in_time_where_tokens_are_not(tmp_path: Path, targeted: 
     assert f"the largest with {plan.manifest.imbalance:.2f} times" in format_plan(plan.manifest, "")
 
 
-def test_a_skewed_job_is_even_in_predicted_time() -> None:
-    """One document with 30 % of the work, Zipf share degrees, 8 workers."""
-    generator = np.random.default_rng(0)
-    sizes = np.minimum(generator.zipf(1.5, 2000), 300)
-    sizes = np.append(sizes, round(sizes.sum() * 0.3 / 0.7))
-    cached = np.full(sizes.sum(), 1100)
-    cached[np.cumsum(sizes) - sizes] = 0
-    lengths = 1100 + generator.integers(300, 500, len(cached))
-    outputs = generator.integers(1, 200, len(lengths))
-    costs, cut_costs = work_costs(TARGET, lengths, outputs, cached)
-    firsts = cut_into_shards(costs, cut_costs, 8)[:-1]
-    shard_costs = np.add.reduceat(costs, firsts) + cut_costs[firsts]
-    assert imbalance(shard_costs) <= 1.02
-    # What the shards are balanced by is what the job is predicted to take, without the ramp.
-    total = prompt_work(lengths, outputs, cached).total()
-    whole = predict(dataclasses.replace(total, max_output_tokens=0), TARGET.model, TARGET.gpu)
-    assert costs.sum() / 1e9 == pytest.approx(whole.gpu_s, rel=1e-6)
-
-
 def test_a_cut_costs_no_more_than_the_prompt_before_it() -> None:
     """A long output holds the prefix for long; the prompt before it has a short one."""
     lengths, outputs = np.array([1001, 1001]), np.array([1, 30_000])
@@ -301,10 +243,6 @@ def test_an_unknown_model_has_no_target(
     with caplog.at_level("INFO", logger="batchllm_operator"):
         assert find_target(model_spec(tmp_path, config)) is None
     assert "isn't predicted: model" in caplog.text
-
-
-def test_no_target_can_be_asked_for(tmp_path: Path) -> None:
-    assert find_target(model_spec(tmp_path, CONFIG, planner={"target_gpu": None})) is None
 
 
 @pytest.mark.parametrize("backend", ["vllm", "fake"])

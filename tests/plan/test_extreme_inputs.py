@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 from support.fake_job import DS, fake_spec, write_table
 
 from batchllm_operator.plan.plan_job import plan_job
@@ -32,28 +31,6 @@ def groups_of(plan: StoredPlan) -> list[tuple[int, list[str]]]:
             members = groups.setdefault(row["group_id"], (row["num_prefix_tokens"], []))[1]
             members.append(bytes(row["prompt_token_ids"]).decode())
     return [groups[group_id] for group_id in sorted(groups)]
-
-
-def test_all_prompts_equal(tmp_path: Path) -> None:
-    prompt = "the same for all of them " * 10
-    merged = plan(tmp_path, [prompt] * 50)
-    assert merged.manifest.counts.num_duplicate_rows == 49
-    assert groups_of(merged) == [(0, [prompt])]
-    assert merged.manifest.counts.planned_saving_ratio == pytest.approx(1 - 1 / 50)
-    sampled = plan(tmp_path, [prompt] * 50, sampling={"temperature": 1.0})
-    assert sampled.manifest.counts.num_duplicate_rows == 0
-    assert sampled.manifest.counts.num_requests == 50
-    assert all(cut == len(prompt) or len(members) == 1 for cut, members in groups_of(sampled))
-    last = (len(prompt) - 1) % 16 + 1  # a block at most is computed each time
-    assert sampled.manifest.counts.num_optimal_tokens == len(prompt) + 49 * last
-
-
-def test_no_two_prompts_alike(tmp_path: Path) -> None:
-    prompts = [f"{chr(33 + n)} and so on, {n}" for n in range(60)]
-    planned = plan(tmp_path, prompts)
-    assert sorted(groups_of(planned)) == sorted((0, [prompt]) for prompt in prompts)
-    assert planned.manifest.counts.planned_saving_ratio == 0
-    assert planned.manifest.counts.optimal_saving_ratio == 0
 
 
 def test_empty_prompts_are_rejected_row_by_row(tmp_path: Path) -> None:

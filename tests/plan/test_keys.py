@@ -91,21 +91,6 @@ def test_nulls_are_counted_and_located_before_repeats(
     )
 
 
-NAMES = ["", " ", "select", '"', "a.b", "a;b", "k0", "row_idx", "表", "x'y", "*", "%s", "A", "a"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_any_column_name(tmp_path: Path, name: str) -> None:
-    """Other columns have names that differ in case, or are what the check itself uses."""
-    table = pa.table({name: [1, 2]})
-    for other in {"k0", "K1", "row_idx", "keys", name.upper()} - {name}:
-        table = table.append_column(other, pa.array([3, 3]))
-    assert check(tmp_path, table, name) is None
-    assert check(tmp_path, pa.concat_tables([table, table]), name) == (
-        f"table t: key ({name}) isn't unique: 1, 2 occur more than once"
-    )
-
-
 DAY = dt.date(2026, 1, 31)
 # Kind -> three values that differ by as little as they can.
 KINDS: dict[str, pa.Array] = {

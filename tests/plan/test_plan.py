@@ -88,25 +88,6 @@ def test_a_changed_input_is_another_plan_and_engine_tuning_is_not(tmp_path: Path
     assert planned(tmp_path, [{**rows[0], "query": "changed!"}, *rows[1:]]).folder != plan.folder
 
 
-def test_the_number_of_shards_is_bounded_by_the_requests(tmp_path: Path) -> None:
-    plan = planned(tmp_path, document_rows(3, 2), planner={"num_shards": 10})
-    assert [shard.num_requests for shard in plan.manifest.shards] == [1] * 6
-
-
-def test_a_group_larger_than_a_shard_is_cut(tmp_path: Path) -> None:
-    """Distinct documents under one instruction are one group; all shards get some of it."""
-    rows = [
-        {"row_key": n, "document": f"{n} is the number of this document", "query": "?"}
-        for n in range(100, 200)
-    ]
-    write_table(tmp_path / "documents", rows)
-    prompt = {"system": "A long instruction that all prompts begin with. " * 5}
-    plan = plan_job(fake_spec(tmp_path, prompt=prompt, planner={"num_shards": 4}), DS)
-    assert [shard.num_requests for shard in plan.manifest.shards] == [25] * 4
-    counts = plan.manifest.counts
-    assert counts.planned_saving_ratio > 0.95 * counts.optimal_saving_ratio
-
-
 def test_an_input_that_changes_under_the_plan_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,18 +143,6 @@ def test_a_plan_without_all_its_files_has_no_manifest(
     monkeypatch.undo()
     plan = plan_job(fake_spec(tmp_path), DS)
     assert StoredPlan.open(plan.folder.uri) == plan
-
-
-def test_deep_sharing_is_cut_at_the_better_level(tmp_path: Path) -> None:
-    """A conversation in which each prompt continues the one before it."""
-    turns = [f"turn {n} says something of some length. " for n in range(30)]
-    rows = [
-        {"row_key": n, "document": "".join(turns[: n + 1]), "query": "?"} for n in range(len(turns))
-    ]
-    counts = planned(tmp_path, rows, planner={"num_shards": 1}).manifest.counts
-    assert counts.num_algorithm_1_saved_tokens < counts.num_exact_saved_tokens
-    saved = counts.num_logical_tokens - counts.num_planned_tokens
-    assert saved > counts.num_exact_saved_tokens, "of one level"
 
 
 def test_token_ids_that_prove_wrong_are_all_made_again(

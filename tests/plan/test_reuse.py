@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, finish, write_table
-from support.lake_tables import LAKES
 
 from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.errors import PlanError, SpecError
+from batchllm_operator.errors import SpecError
 from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.lake import open_table
@@ -128,18 +127,6 @@ def test_a_second_day_pays_for_what_has_changed(tmp_path: Path) -> None:
     assert ", 90 reused" in format_summary(report)
 
 
-def test_a_chain_of_days_keeps_what_was_reused(tmp_path: Path) -> None:
-    rows = document_rows(5, 4)
-    spec = reusing(tmp_path)
-    days = {DS: rows, NEXT: changed(rows, 4), THIRD: changed(changed(rows, 4), 0)}
-    for ds, of_day in days.items():
-        put(tmp_path, of_day, ds)
-    reused = [run_and_commit(spec, ds)[1].plan.num_reused_rows for ds in days]
-    assert reused == [0, 16, 20]
-    for ds, of_day in days.items():
-        check_texts(spec, ds, of_day)
-
-
 def test_a_day_on_which_all_is_known_needs_no_shard(tmp_path: Path) -> None:
     rows = document_rows()
     put(tmp_path, rows, DS)
@@ -225,24 +212,6 @@ def test_failed_and_rejected_rows_are_not_reused(tmp_path: Path) -> None:
     assert (plan.manifest.counts.num_requests, report.plan.num_reused_rows) == (1, 4)
     assert plan.manifest.counts.num_rejected_rows == 1
     assert report.num_failed_rows == 2
-
-
-@pytest.mark.parametrize("kind", LAKES)
-def test_every_format_reuses(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = LAKES[kind]
-    source, target = (make(str(tmp_path), tmp_path, monkeypatch, name) for name in ("docs", "out"))
-    rows = document_rows()
-    source.append(DS, pa.Table.from_pylist(rows))
-    source.append(NEXT, pa.Table.from_pylist(changed(rows, 3)))
-    spec = reusing(
-        tmp_path,
-        input={"uri": source.address},
-        output={"uri": target.address, "staging_uri": target.staging},
-    )
-    run_and_commit(spec)
-    _, report = run_and_commit(spec, NEXT)
-    assert (report.plan.num_reused_rows, report.num_rows_out) == (27, 30)
-    check_texts(spec, NEXT, changed(rows, 3))
 
 
 # Where nothing is reused
@@ -349,22 +318,7 @@ def test_an_empty_partition_does_not_break_the_chain(tmp_path: Path) -> None:
     assert plan_job(spec, THIRD).manifest.counts.num_reused_rows == len(rows)
 
 
-@pytest.mark.parametrize("temperature", [0.1, 1.0])
-def test_sampled_texts_are_not_reused(tmp_path: Path, temperature: float) -> None:
-    with pytest.raises(SpecError, match="reuse_outputs needs greedy sampling"):
-        reusing(tmp_path, sampling={"temperature": temperature})
-
-
 # What lies in the lake
-
-
-def test_an_altered_file_of_reused_outputs_stops_the_commit(tmp_path: Path) -> None:
-    put(tmp_path, document_rows(), DS, NEXT)
-    run_and_commit(reusing(tmp_path))
-    plan = plan_job(reusing(tmp_path), NEXT)
-    _flip(Path(plan.folder.path) / REUSED_FILE)
-    with pytest.raises(PlanError, match=f"{REUSED_FILE} is corrupted"):
-        commit_run(plan.folder.uri)
 
 
 def test_the_index_outlives_gc_and_a_plan_outlives_the_index(tmp_path: Path) -> None:

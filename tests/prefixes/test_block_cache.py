@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.benchmark_modules import load
 
-from batchllm_operator.prefixes import TokenTable, build_prefix_tree, sort_prompts
+from batchllm_operator.prefixes import TokenTable, build_prefix_tree
 
 cached_tokens = load("block_cache").cached_tokens
-
-PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=12)
-
-
-@settings(deadline=None)
-@given(PROMPTS)
-def test_an_endless_cache_is_the_multi_level_optimum(prompts: list[list[int]]) -> None:
-    distinct = [list(prompt) for prompt in {tuple(prompt) for prompt in prompts}]
-    ended = [[*prompt, 2 + idx] for idx, prompt in enumerate(distinct)]  # none is fully cached
-    tokens = TokenTable.from_lists(ended)
-    ranked = sort_prompts(tokens)
-    found = cached_tokens(ranked.tree(tokens.lengths), np.arange(len(ended)), 1, 10_000)
-    assert found == ranked.num_shared_tokens.sum()
 
 
 @pytest.mark.parametrize(

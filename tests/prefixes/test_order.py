@@ -7,7 +7,7 @@ from itertools import combinations
 from random import Random
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benchmark_modules import load
 from support.levels import examples
@@ -95,7 +95,7 @@ def order_by_definition(
 
 
 @settings(max_examples=examples(200))
-@given(layered_prompts(30, 5), st.integers(1, 8), st.randoms(use_true_random=False))
+@given(layered_prompts(30, 5), st.integers(1, 8) | st.just(BY_RATIO), st.randoms())
 def test_order_is_the_defined_one(
     prompts: list[list[int]], min_shared_tokens: int, random: Random
 ) -> None:
@@ -143,51 +143,9 @@ def test_neighbours_find_their_common_prefix_in_a_small_cache() -> None:
     assert found[1] == cached_tokens(tree, np.arange(len(prompts)), 16, 10**6)
 
 
-# Eq. 4, without subtrees
-
-
-# A prompt and its estimate; equal prompts get equal estimates.
-PROMPTS = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=16)
-
-
-def by_ratio(prompts: list[list[int]], outputs: np.ndarray) -> tuple[PrefixGroups, np.ndarray]:
-    """Groups, and their order by ratio."""
-    tree = build_prefix_tree(TokenTable.from_lists(prompts))
-    groups = maximize_reuse(tree)
-    return groups, order_groups_by_subtree(groups, tree, outputs, BY_RATIO)
-
-
-@settings(deadline=None)
-@given(PROMPTS)
-@example([])
-def test_larger_ratio_first_then_lexicographic(prompts: list[list[int]]) -> None:
-    outputs = estimates(prompts)
-    groups, order = by_ratio(prompts, outputs)
-    keys = []
-    for g in range(len(groups)):
-        members, cut = groups.members(g).tolist(), int(groups.num_prefix_tokens[g])
-        prefill = cut + sum(len(prompts[idx]) - cut for idx in members)
-        decode = sum(int(outputs[idx]) for idx in members)
-        ratio = Fraction(decode, prefill * len(members)) if prefill else Fraction(10**9)
-        keys.append((-ratio, prompts[members[0]], g))
-    assert order.tolist() == [g for _, _, g in sorted(keys)]
-
-
-def test_equal_estimates_give_the_order_of_eq_4() -> None:
-    prompts = [[1, 1, 1, n] for n in range(9)] + [[2] * 6, [3] * 13]  # prefill: 12, 6, 13
-    groups, order = by_ratio(prompts, np.full(len(prompts), 100))
-    ordered = groups.take(order)
-    assert ordered.sizes.tolist() == [1, 9, 1]
-    assert ordered.members(0).tolist() == [9]
-
-
-def test_equal_outputs_put_short_prompts_first() -> None:
-    groups, order = by_ratio([[1] * 30, [2] * 10, [3] * 20], np.full(3, 5))
-    assert groups.take(order).member_idxs.tolist() == [1, 2, 0]
-
-
 def test_empty_prompts_come_first_and_do_not_divide_by_zero() -> None:
-    groups, order = by_ratio([[4], [], []], np.array([9, 0, 3]))
+    groups, tree, _ = plan([[4], [], []])
+    order = order_groups_by_subtree(groups, tree, np.array([9, 0, 3]), BY_RATIO)
     assert groups.take(order).member_idxs.tolist() == [1, 2, 0]
 
 

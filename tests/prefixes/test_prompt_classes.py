@@ -13,7 +13,6 @@ from batchllm_operator.prefixes import (
     TokenTable,
     choose_prefixes,
     make_requests,
-    optimal_saving_ratio,
     order_groups_by_subtree,
     sort_prompts,
 )
@@ -62,18 +61,6 @@ def test_groups_and_duplicates_are_of_one_class(given: list[tuple[list[int], int
     order = order_groups_by_subtree(groups, tree, np.ones(len(requests), dtype=np.int64))
     by_class = order[np.argsort(of_groups[order], kind="stable")]
     assert sorted(by_class.tolist()) == list(range(len(groups)))
-
-
-@settings(deadline=None)
-@given(PROMPTS)
-def test_saved_tokens_are_those_of_each_class_alone(given: list[tuple[list[int], int]]) -> None:
-    def saved(table: TokenTable) -> float:
-        return optimal_saving_ratio(table, 1, merge=False) * table.num_tokens
-
-    prompts, classes = zip(*given, strict=True)
-    table, of_prompts = TokenTable.from_lists(prompts), np.array(classes)
-    alone = [saved(table.take(np.flatnonzero(of_prompts == each))) for each in set(classes)]
-    assert saved(CLASSES.mark(table, of_prompts)) == pytest.approx(sum(alone))
 
 
 def test_empty_prompts_and_empty_tables() -> None:

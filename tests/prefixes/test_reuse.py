@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from support.prefix_prompts import layered_prompts
 from batchllm_operator.prefixes import (
     PrefixGroups,
     TokenTable,
-    build_prefix_tree,
     group_prefill_tokens,
     maximize_reuse,
     saving_ratio,
@@ -128,37 +126,6 @@ def test_groups_equal_the_recursive_algorithm(prompts: list[list[int]]) -> None:
     assert optimum <= processed <= tokens.num_tokens
     firsts = [prompts[groups.members(g)[0]] for g in range(len(groups))]
     assert firsts == sorted(firsts)
-
-
-def test_example_of_figure_4() -> None:
-    """'b' is shared by prompts 2 to 6; its left child is one token shared by 2 to 5.
-
-    That node's right child holds the 6 further tokens of prompts 4 and 5. It is forked off
-    first, with the left node's token, and then once more with 'b': 8 tokens in all.
-    """
-    a, b, x, y = 0, 1, 2, 3
-    shared = [4, 5, 6, 7, 8, 9]
-    prompts = [
-        [a, 50, 51],
-        [b, x, 1, 52],
-        [b, x, 2, 53],
-        [b, x, *shared, 54],
-        [b, x, *shared, 55],
-        [b, y, 56],
-    ]
-    tokens = TokenTable.from_lists(prompts)
-    tree = build_prefix_tree(tokens)
-    right_child = int(np.flatnonzero((tree.parent == 0) & (tree.num_leaves == 5))[0])
-    assert (tree.num_leaves[right_child] - 1) * tree.depth[right_child] == 4
-
-    groups = maximize_reuse(tree)
-    assert as_set(groups) == {
-        (0, frozenset({0})),
-        (1, frozenset({1, 2, 5})),
-        (8, frozenset({3, 4})),
-    }
-    assert [groups.members(g).tolist() for g in range(3)] == [[0], [1, 2, 5], [3, 4]]
-    assert tokens.num_tokens - group_prefill_tokens(groups, tokens.lengths).sum() == 2 + 8
 
 
 def test_saving_ratio_is_a_fraction() -> None:

@@ -87,14 +87,6 @@ def test_a_cheaper_cut_nearby_is_taken() -> None:
     assert cut_into_shards(costs, cuts, 2).tolist() != [0, 480, 1000]
 
 
-def test_a_giant_is_alone_and_the_others_are_even() -> None:
-    costs = np.ones(301)
-    costs[100] = 1e6
-    bounds = cut_into_shards(costs, np.zeros(301), 4)
-    assert {100, 101} <= set(bounds.tolist())
-    assert max(np.diff(bounds)) <= 101
-
-
 @pytest.mark.parametrize("num_shards", [2, 150, 700, 1999])
 def test_many_equal_cuts(num_shards: int) -> None:
     """At one price few shards and many are as cheap: the wanted number lies between."""

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from batchllm_operator.cost import MODEL_SHAPES, StepWork, find_gpu
-from batchllm_operator.simulate.attention import format_attention, predict_attention
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.simulate.run import Run, Timeline
+from batchllm_operator.simulate.summary import format_attention, predict_attention
 
 MISTRAL, H200 = MODEL_SHAPES["Mistral-7B"], find_gpu("H200")
 MACHINE = Machine(MISTRAL, H200, num_blocks=100)

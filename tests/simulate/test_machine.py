@@ -8,7 +8,7 @@ import pytest
 
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, find_gpu, kv_capacity_tokens
 from batchllm_operator.errors import PlanError
-from batchllm_operator.simulate.machine import POLICIES, Machine
+from batchllm_operator.simulate.machine import Machine
 
 MISTRAL, H100 = MODEL_SHAPES["Mistral-7B"], find_gpu("H100")
 
@@ -28,18 +28,3 @@ def test_a_number_of_blocks_can_be_given_whatever_there_is_room_for() -> None:
     with pytest.raises(PlanError, match="no room for KV"):
         Machine.of(MISTRAL, small)
     assert Machine.of(MISTRAL, small, num_blocks=7).num_blocks == 7
-
-
-def test_the_older_policies_do_not_cache_prefixes() -> None:
-    assert [name for name, policy in POLICIES.items() if policy.prefix_caching] == [
-        "stock_shuffled",
-        "stock_sorted",
-        "batchllm_stock_attention",
-        "batchllm",
-    ]
-    assert [name for name, policy in POLICIES.items() if not policy.chunked_prefill] == [
-        "static",
-        "dynamic",
-        "continuous",
-    ]
-    assert [name for name, policy in POLICIES.items() if policy.shared_attention] == ["batchllm"]

@@ -139,14 +139,6 @@ def test_a_static_batch_waits_for_its_longest_output() -> None:
     assert continuous.timeline.num_running.tolist() == [2, 2, 2, 2]
 
 
-def test_valleys_are_steps_without_prefill_while_others_wait() -> None:
-    """Batches of 40, 2, 1, 1 and 40 tokens, of 80 at most: the first is just no valley."""
-    small = machine(5, max_num_batched_tokens=80)
-    run = simulate(workload([2, 4, 1, 1], 0, 20), POLICIES["static"], small)
-    assert run.timeline.num_tokens.tolist() == [40, 2, 1, 1, 40]
-    assert run.valley_steps == 3
-
-
 @pytest.mark.parametrize("arrivals_per_s", [49.0, 100.0])
 def test_a_slow_stream_is_served_as_it_comes(arrivals_per_s: float) -> None:
     """(1 / 49) * 49 is below 1 in floating point; the request is there all the same."""

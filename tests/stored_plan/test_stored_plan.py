@@ -8,9 +8,7 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.stored_plan.publications import check_publisher
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, job_folder
 
 
@@ -33,24 +31,6 @@ def test_a_folder_without_a_manifest_is_no_plan(tmp_path: Path) -> None:
             StoredPlan.open(str(uri))
 
 
-def test_a_data_file_is_opened_only_if_it_is_the_one_that_was_planned(plan: StoredPlan) -> None:
-    with plan.open_file("rows.parquet") as file:
-        assert file.read(4) == b"PAR1"
-    path = Path(plan.folder.full_path("rows.parquet"))
-    path.write_bytes(path.read_bytes() + b" ")
-    with (
-        pytest.raises(PlanError, match=r"rows\.parquet is corrupted"),
-        plan.open_file("rows.parquet"),
-    ):
-        pass
-    path.unlink()
-    with (
-        pytest.raises(PlanError, match=r"rows\.parquet is missing"),
-        plan.open_file("rows.parquet"),
-    ):
-        pass
-
-
 def test_a_superseded_plan_is_not_current_until_it_is_planned_again(
     plan: StoredPlan, tmp_path: Path
 ) -> None:
@@ -60,8 +40,3 @@ def test_a_superseded_plan_is_not_current_until_it_is_planned_again(
         plan.check_current()
     assert plan_job(fake_spec(tmp_path), DS).folder == plan.folder
     plan.check_current()
-
-
-def test_an_unpublished_partition_has_no_publisher(plan: StoredPlan, tmp_path: Path) -> None:
-    spec = fake_spec(tmp_path)
-    assert check_publisher(open_table(spec.output.uri, "ds"), spec, DS) is None

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.model import check_adapters, find_adapters
 from batchllm_operator.prefixes import PromptClasses, TokenTable
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.prompts import RenderedPrompts, Tokenizer
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec, ModelSpec
@@ -73,17 +73,17 @@ class RowAdapters:
         """The text of the beginning of a prompt."""
         return self.tokenizer.decode([token_id % self.classes.bound for token_id in token_ids])
 
-    def _numbers(self, rows: pa.RecordBatch) -> npt.NDArray[np.int64]:
+    def _numbers(self, rows: pa.RecordBatch) -> Int64s:
         """The class of each row's prompt, -1 for an unknown adapter: int64 [num_rows]."""
         names = ["", *self.model.adapters]
         if self.model.adapter is not None:
             return np.full(rows.num_rows, names.index(self.model.adapter), dtype=np.int64)
         given = rows.column(str(self.model.adapter_column)).cast(pa.large_string()).fill_null("")
         places = pc.index_in(given, value_set=pa.array(names, pa.large_string()))
-        numbers: npt.NDArray[np.int64] = places.fill_null(-1).cast(pa.int64()).to_numpy()
+        numbers: Int64s = places.fill_null(-1).cast(pa.int64()).to_numpy()
         return numbers
 
-    def _unknown(self, rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> dict[int, RowError]:
+    def _unknown(self, rows: pa.RecordBatch, numbers: Int64s) -> dict[int, RowError]:
         """Row errors for adapters that aren't there."""
         unknown = np.flatnonzero(numbers < 0).tolist()
         if not unknown:

@@ -48,8 +48,7 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     Outer columns of other things, such as a region, may have any number of values: a partition is
     in all.
 
-    Raises:
-        SpecError: names the columns that tell the partitions apart.
+    Raises `SpecError`: names the columns that tell the partitions apart.
     """
     if _IS_A_TIME.match(snapshot.partition) and len(snapshot.partition) > 4:  # not a year alone
         return
@@ -129,8 +128,7 @@ def _is_text(kind: pa.DataType) -> bool:
 def check_lengths(spec: JobSpec, max_model_len: int) -> None:
     """Check the outputs' limits against the model's length.
 
-    Raises:
-        SpecError: no output can have `min_tokens`.
+    Raises `SpecError`: no output can have `min_tokens`.
     """
     most = max_model_len - 1  # a prompt has at least one token
     limit = f"prompt and output together have at most {max_model_len} tokens"

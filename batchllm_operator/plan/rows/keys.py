@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.lake.row_stream import read_batches
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.shards.reuse_index import FINGERPRINT_DTYPE, fingerprints_of
 from batchllm_operator.stored_plan.row_keys import encode_keys, shown_key
 
@@ -24,8 +25,7 @@ MAX_NAMED: Final = 10
 def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
     """Check that each row of a local Parquet file has a key, and no two the same.
 
-    Raises:
-        KeyColumnError: names up to ten offenders, and the table by `where`.
+    Raises `KeyColumnError`: names up to ten offenders, and the table by `where`.
     """
     nulls, start = NullKeys(key), 0
     digests = [np.zeros(0, dtype=FINGERPRINT_DTYPE)]
@@ -101,7 +101,7 @@ def named_keys(
         first_row += batch.num_rows
 
 
-def _repeated_rows(digests: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
+def _repeated_rows(digests: npt.NDArray[np.bytes_]) -> Int64s:
     """The first rows of all keys that occur again, ascending."""
     order = np.argsort(digests, kind="stable")  # equal keys stay in the order of their rows
     is_repeat = np.zeros(len(order) + 1, dtype=np.bool_)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from string import Formatter
 from typing import Final
 
 import numpy as np
@@ -16,6 +15,7 @@ import pyarrow.compute as pc
 from batchllm_operator.model import ChatRefusedError
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.prefixes import TokenTable
+from batchllm_operator.prefixes.jit import Int32s, Int64s
 from batchllm_operator.prompts import (
     PROMPT_TOO_LONG,
     RenderedPrompts,
@@ -42,16 +42,8 @@ class Prompts:
     rendered: RenderedPrompts
     """Has a text for each prompt, in the same order; for the other rows, an error."""
     tokens: TokenTable
-    num_control: int
-    """Rows whose values spell a control token of the model."""
     num_truncated: int = 0
     """Rows of which a value was cut."""
-
-    def with_ids(self, new_ids: Mapping[int, npt.NDArray[np.int32]]) -> Prompts:
-        """The same, with other token ids for some prompts."""
-        old = self.tokens
-        ids = (new_ids.get(idx, old.prompt(idx)) for idx in range(len(old)))
-        return replace(self, tokens=TokenTable.from_lists(ids))
 
 
 class Prompter:
@@ -59,8 +51,7 @@ class Prompter:
 
     With `prompt.truncate`, a prompt that leaves the answer too little room is cut: a value of n
     tokens to its share of those that are left, of which the text is then tokenized with the rest of
-    the prompt, and cut again if that doesn't fit. Vectors of a text whose end (or start) is cut are
-    those of sentence-transformers, which cuts token ids.
+    the prompt, and cut again if that doesn't fit.
     """
 
     def __init__(self, spec: JobSpec, tokenizer: Tokenizer, adapters: RowAdapters | None) -> None:
@@ -73,23 +64,21 @@ class Prompter:
         if self._cuts and not spec.is_pooled:
             room = min(spec.sampling.max_tokens, tokenizer.max_model_len // 2)
             self._most = min(self._most, tokenizer.max_model_len - room)
-        self._id_cut = _id_cut(spec) if adapters is None else None
 
     def prompts(self, rows: pa.RecordBatch) -> Prompts:
         """The prompts of rows, which have all columns of the spec's prompt.
 
-        Raises:
-            ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
+        Raises `ModelError`, `TokenIdsDifferError`: see `Tokenizer.encode`.
         """
         if not self._cuts:
             return self._made(rows)
         rows, is_cut = self._without_excess(rows)
         prompts = self._made(rows)
         long = np.flatnonzero(prompts.tokens.lengths > self._most)
-        if len(long) and self._id_cut is not None:
-            prompts = prompts.with_ids(self._cut_ids(prompts.tokens, long, self._id_cut))
-        elif len(long):
-            prompts = prompts.with_ids(self._shortened(rows, prompts, long))
+        if len(long):
+            new_ids, old = self._shortened(rows, prompts, long), prompts.tokens
+            ids = (new_ids.get(idx, old.prompt(idx)) for idx in range(len(old)))
+            prompts = replace(prompts, tokens=TokenTable.from_lists(ids))
         idxs = prompts.rendered.idxs
         is_cut[idxs[long]] = True
         fits = prompts.tokens.lengths <= self._tokenizer.max_prompt_len
@@ -97,13 +86,10 @@ class Prompter:
 
     def _made(self, rows: pa.RecordBatch) -> Prompts:
         rendered = self._renderer.render(rows)
-        num_control = len(rendered.control_rows)
         rendered = rendered.with_errors(self._huge(rendered, rows))
-        if self._adapters is None:
-            tokens = self._tokenizer.encode(rendered.present())
-        else:
-            rendered, tokens = self._adapters.encode(rendered, rows)
-        return Prompts(rendered, tokens, num_control)
+        if self._adapters is not None:
+            return Prompts(*self._adapters.encode(rendered, rows))
+        return Prompts(rendered, self._tokenizer.encode(rendered.present()))
 
     def _huge(self, rendered: RenderedPrompts, rows: pa.RecordBatch) -> dict[int, RowError]:
         """Errors for texts that are too long whatever their tokens are."""
@@ -138,26 +124,7 @@ class Prompter:
                 is_cut[chosen] = True
         return rows, is_cut
 
-    def _cut_ids(
-        self, tokens: TokenTable, long: npt.NDArray[np.int64], cut: Cut
-    ) -> dict[int, npt.NDArray[np.int32]]:
-        """The prompts at `long` without their last or first ids, but with special ones around."""
-        nothing, some = self._tokenizer.encode(["", "a"]).to_lists()
-        same = [a == b for a, b in zip(nothing, some, strict=False)]
-        before = same.index(False) if False in same else len(same)
-        after, most = len(nothing) - before, self._most
-        new_ids = {}
-        for idx in long.tolist():
-            ids = tokens.prompt(idx)
-            kept = (ids[: most - after], ids[len(ids) - after :])
-            if cut == "start":
-                kept = (ids[:before], ids[len(ids) - most + before :])
-            new_ids[idx] = np.concatenate(kept)
-        return new_ids
-
-    def _shortened(
-        self, rows: pa.RecordBatch, prompts: Prompts, long: npt.NDArray[np.int64]
-    ) -> dict[int, npt.NDArray[np.int32]]:
+    def _shortened(self, rows: pa.RecordBatch, prompts: Prompts, long: Int64s) -> dict[int, Int32s]:
         """Ids of shorter prompts for those at `long`, as far as they can be cut."""
         row_idxs, rows = prompts.rendered.idxs[long], rows.select(self._columns)
         sources: _Texts = {
@@ -167,7 +134,7 @@ class Prompter:
         spans = {name: self._tokenizer.spans(texts) for name, texts in sources.items()}
         sizes = np.array([[len(span) for span in spans[name]] for name in self._cuts])
         over = prompts.tokens.lengths[long] - self._most
-        new_ids: dict[int, npt.NDArray[np.int32]] = {}
+        new_ids: dict[int, Int32s] = {}
         left = np.flatnonzero(sizes.sum(axis=0))
         number = 0
         while len(left):
@@ -194,27 +161,12 @@ class Prompter:
         return new_ids
 
 
-def _id_cut(spec: JobSpec) -> Cut | None:
-    """How token ids are cut: of vectors, where all that is cut lies at the text's end or start."""
-    prompt = spec.prompt
-    if not spec.is_pooled or prompt.chat_template or len(prompt.truncate) != 1:
-        return None
-    ((column, cut),) = prompt.truncate.items()
-    places = list(Formatter().parse(prompt.template or ""))
-    if sum(name == column for _, name, *_ in places) > 1:
-        return None
-    if cut == "end" and places[-1][1] == column:
-        return cut
-    is_first = places[0][0] == "" and places[0][1] == column and not prompt.system
-    return cut if cut == "start" and is_first else None
-
-
 def _kept(num: int, cut: Cut) -> tuple[int, int]:
     """How many of `num` characters or tokens are kept at the start and at the end."""
     return {"end": (num, 0), "start": (0, num), "middle": (num - num // 2, num // 2)}[cut]
 
 
-def _cut(text: str | None, spans: npt.NDArray[np.int64], num: int, cut: Cut) -> str | None:
+def _cut(text: str | None, spans: Int64s, num: int, cut: Cut) -> str | None:
     """The text of `num` of its tokens, of which the places are `spans`."""
     if text is None or num >= len(spans):
         return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.prompting import Prompter, warn_of_doubled_start
 from batchllm_operator.prefixes import PromptStore, TokenTable
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import Tokenizer, length_fault
 from batchllm_operator.row_error import RowError
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
+NO_ROWS: Final = {"num_rows": 0, "num_control_rows": 0, "num_truncated_rows": 0}
+"""Fields of `PlanCounts` that pieces add to."""
+_LEAVE_IT_OUT: Final = ", or remove it from output.carry"
 
 
 @dataclass(slots=True)
@@ -44,37 +49,28 @@ class Rows:
     """Prompts of rows that don't reuse an output."""
     reuse: Reuse | None = None
     """Has the prompts of all rows, and takes out those that reuse an output; None without reuse."""
-    num_rows: int = 0
-    num_control: int = 0
-    num_truncated: int = 0
-    _row_idxs: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    _estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _counts: Counter[str] = field(default_factory=lambda: Counter(NO_ROWS))
+    _row_idxs: list[Int64s] = field(default_factory=list)
+    _estimates: list[Int64s] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
         """Fields of `PlanCounts`."""
         num_reused = 0 if self.reuse is None else self.reuse.num_rows
-        return {
-            "num_rows": self.num_rows,
-            "num_rejected_rows": self.num_rows - num_reused - len(self.prompts),
-            "num_reused_rows": num_reused,
-            "num_control_rows": self.num_control,
-            "num_truncated_rows": self.num_truncated,
-        }
+        num_rejected = self._counts["num_rows"] - num_reused - len(self.prompts)
+        return {**self._counts, "num_rejected_rows": num_rejected, "num_reused_rows": num_reused}
 
-    def row_idxs(self) -> npt.NDArray[np.int64]:
+    def row_idxs(self) -> Int64s:
         """The row of each prompt: int64 [num_prompts]."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *self._row_idxs])
 
-    def output_tokens(self) -> npt.NDArray[np.int64] | None:
+    def output_tokens(self) -> Int64s | None:
         """Estimates for each prompt, if a column holds them: int64 [num_prompts]."""
         return np.concatenate(self._estimates) if self._estimates else None
 
     def add(self, piece: Tokenized) -> None:
         """Count and keep the next rows."""
-        self.num_rows += piece.num_rows
-        self.num_control += piece.num_control
-        self.num_truncated += piece.num_truncated
+        self._counts.update(piece.counts)
         self.prompts.append(piece.tokens)
         self._row_idxs.append(piece.row_idxs)
         if piece.estimates is not None:
@@ -101,18 +97,18 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
         made = tokenize(spec, batches, given.tokenizer, given.adapters, rows.reuse)
 
         def keep(piece: Tokenized) -> int:
-            if rows.num_rows == 0:
+            if not rows.counts["num_rows"]:
                 warn_of_doubled_start(spec, piece.tokens, given.tokenizer)
             rows.add(piece)
             if piece.kept is not None:
                 writer.write_table(piece.kept)
-            return piece.num_rows
+            return piece.counts["num_rows"]
 
         for num_rows in ahead(made, keep, num_threads=1):
             progress.advance(num_rows, counted(rows.prompts.num_tokens, "token"))
         progress.expect(0)  # a filter may skip rows
     if rows.reuse is not None:
-        rows.reuse.finish(rows.num_rows)
+        rows.reuse.finish(rows.counts["num_rows"])
 
 
 def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
@@ -128,16 +124,13 @@ def _rows_schema(spec: JobSpec, schema: pa.Schema) -> pa.Schema:
 class Tokenized:
     """Prompts of some rows, a piece of a batch."""
 
-    num_rows: int
+    counts: Mapping[str, int]
+    """As `NO_ROWS`: all rows, those that spell a control token, those of which a value was cut."""
     tokens: TokenTable
-    row_idxs: npt.NDArray[np.int64]
+    row_idxs: Int64s
     """int64 [num_prompts], ascending."""
-    estimates: npt.NDArray[np.int64] | None
+    estimates: Int64s | None
     """int64 [num_prompts], output tokens, if a column holds them."""
-    num_control: int
-    """Rows whose values spell a control token of the model."""
-    num_truncated: int
-    """Rows of which a value was cut."""
     kept: pa.Table | None
     """With the last piece of a batch: the batch's columns for `open_rows_file`."""
 
@@ -156,9 +149,8 @@ def checked(
         first_row: number of the first row in errors.
         stored: the columns in the output table.
 
-    Raises:
-        KeyColumnError, TableError: a key or carried column, or a value nested in it, isn't UTF-8,
-            or doesn't fit the output table; names its first row.
+    Raises `KeyColumnError`, `TableError`: a key or carried column, or a value nested in it, isn't
+    UTF-8, or doesn't fit the output table; names its first row.
     """
     for batch in batches:
         for name in spec.kept_columns:
@@ -188,8 +180,7 @@ def tokenize(
     Args:
         reuse: keeps, and takes out, the prompts of rows that reuse an output.
 
-    Raises:
-        ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
+    Raises `ModelError`, `TokenIdsDifferError`: see `Tokenizer.encode`.
     """
     prompter = Prompter(spec, tokenizer, adapters)
     first_row, num_at_once = 0, _FIRST_ROWS
@@ -217,14 +208,18 @@ def tokenize(
             num_at_once = max(1, rows.num_rows * _BYTES_AT_ONCE // max(1, num_bytes))
             start += rows.num_rows
             kept = _kept(spec, batch, errors) if start == batch.num_rows else None
-            counts = (made.num_control, made.num_truncated)
-            yield Tokenized(rows.num_rows, tokens, first_row + idxs, expected, *counts, kept)
+            counts = {
+                "num_rows": rows.num_rows,
+                "num_control_rows": len(made.rendered.control_rows),
+                "num_truncated_rows": made.num_truncated,
+            }
+            yield Tokenized(counts, tokens, first_row + idxs, expected, kept)
             first_row += rows.num_rows
 
 
 def _taken(
-    idxs: npt.NDArray[np.int64], tokens: TokenTable, chosen: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int64], TokenTable]:
+    idxs: Int64s, tokens: TokenTable, chosen: npt.NDArray[np.bool_]
+) -> tuple[Int64s, TokenTable]:
     if chosen.all():
         return idxs, tokens
     return idxs[chosen], tokens.take(np.flatnonzero(chosen))
@@ -236,7 +231,7 @@ def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) 
     return pa.Table.from_arrays(columns, schema=_rows_schema(spec, batch.schema))
 
 
-def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> npt.NDArray[np.int64] | None:
+def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> Int64s | None:
     """Estimated output tokens of the batch's rows, if a column holds them."""
     most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)
     for name in spec.planner.estimate_columns:
@@ -252,15 +247,10 @@ def _refusal(
     idx = next((idx for idx in range(len(column)) if _is_broken(column[idx])), None)
     if idx is None:  # other damage
         return TableError(f"{where}: column {name!r} can't be read: {error}")
-    row = f"row {start + idx} (counted from 0)"
-    if name in spec.input.key:
-        shown = shown_key(column[idx])
-        return KeyColumnError(
-            f"{where}: key column {name!r} isn't valid UTF-8 in {row}: {shown}; fix it in the table"
-        )
-    return TableError(
-        f"{where}: column {name!r} isn't valid UTF-8 in {row}, {_describe_key(spec, batch, idx)};"
-        " fix it in the table, or remove it from output.carry"
+    kind, other = (KeyColumnError, "") if name in spec.input.key else (TableError, _LEAVE_IT_OUT)
+    return kind(
+        f"{where}: column {name!r} isn't valid UTF-8 in row {start + idx} (counted from 0),"
+        f" {_describe_key(spec, batch, idx)}; fix it in the table{other}"
     )
 
 
