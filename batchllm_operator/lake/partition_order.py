@@ -16,6 +16,11 @@ CAN_NOT_NAME: Final = (
     "which can't name a partition; give the table a partition column of text, integers or dates,"
     " such as the date and hour of this one"
 )
+NAME_ONE: Final = (
+    "name one with --ds or, in Airflow, with the task group's argument ds, such as"
+    " ds=\"{{ logical_date.strftime('%Y-%m-%d') }}\""
+)
+"""Advice where a partition's name has another form than the table's."""
 _DIGITS: Final = re.compile(r"([0-9]+)")
 _LEAST_ALIKE: Final = 6
 """Digits that two names of one time have in common: those of a year and a month."""
@@ -76,13 +81,6 @@ def shown_near(names: Iterable[str], partition: str) -> str:
     """The end of an error's message: the nearest names that are there."""
     nearest = ", ".join(map(repr, near(names, partition)))
     return f"; the nearest partitions are {nearest}" if nearest else ""
-
-
-NAME_ONE: Final = (
-    "name one with --ds or, in Airflow, with the task group's argument ds, such as"
-    " ds=\"{{ logical_date.strftime('%Y-%m-%d') }}\""
-)
-"""Advice where a partition's name has another form than the table's."""
 
 
 def _spelled(name: str) -> list[str | int]:

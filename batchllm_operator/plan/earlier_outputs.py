@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -36,7 +36,12 @@ from batchllm_operator.shards.reuse_index import (
     load_fingerprints,
 )
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import ERROR_FIELD, FINGERPRINTS_FILE, REUSED_FILE
+from batchllm_operator.stored_plan.manifest import (
+    ERROR_FIELD,
+    FINGERPRINTS_FILE,
+    REUSED_FILE,
+    describe_file,
+)
 from batchllm_operator.stored_plan.parquet_files import RowGroupWriter
 from batchllm_operator.stored_plan.stored_plan import (
     StoredPlan,
@@ -184,12 +189,9 @@ def _copy_index(plan: StoredPlan, path: Path) -> str | None:
         return f"plan {plan.folder.uri} isn't marked as committed"
     if committed.reuse_sha256 is None:
         return f"plan {plan.folder.uri} was committed without reuse_outputs"
-    digest = hashlib.sha256()
     with plan.folder.open_file(INDEX_FILE) as source, path.open("wb") as target:
-        while data := source.read(_COPY_BYTES):
-            digest.update(data)
-            target.write(data)
-    if digest.hexdigest() != committed.reuse_sha256:
+        shutil.copyfileobj(source, target, _COPY_BYTES)
+    if describe_file(path).sha256 != committed.reuse_sha256:
         return f"{plan.folder.uri}/{INDEX_FILE} is corrupted: its checksum doesn't hold"
     return None
 

@@ -39,11 +39,6 @@ class PrefixTree:
     leaf_end: Int64s
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes, the root and the leaves included: at most 2 * num_prompts + 1."""
-        return len(self.parent)
-
-    @property
     def num_prompts(self) -> int:
         return len(self.prompt_idxs)
 

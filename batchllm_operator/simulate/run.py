@@ -56,7 +56,6 @@ class Run:
 
     workload: str
     policy: str
-    num_requests: int
     num_prompt_tokens: int
     chunk_size: int
     """Most tokens of a step."""

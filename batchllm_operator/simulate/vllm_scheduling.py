@@ -110,7 +110,6 @@ class _Simulation:
         return Run(
             workload=self._workload.name,
             policy=self._policy.name,
-            num_requests=len(self._workload),
             num_prompt_tokens=self._workload.tokens.num_tokens,
             chunk_size=getattr(
                 self._scheduler, "chunk_size", self._scheduler.max_num_scheduled_tokens

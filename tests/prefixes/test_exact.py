@@ -64,9 +64,9 @@ def best_of_all_choices(prompts: list[list[int]]) -> int:
 
 def best_by_table(tree: PrefixTree) -> int:
     """F_v(d) for all nodes and depths of ancestors, as the recurrence has it."""
-    table = np.zeros((tree.num_nodes, int(tree.depth.max(initial=0)) + 1), dtype=np.int64)
-    is_leaf = np.bincount(tree.parent[1:], minlength=tree.num_nodes) == 0
-    for node in range(tree.num_nodes - 1, 0, -1):
+    table = np.zeros((len(tree.parent), int(tree.depth.max(initial=0)) + 1), dtype=np.int64)
+    is_leaf = np.bincount(tree.parent[1:], minlength=len(tree.parent)) == 0
+    for node in range(len(tree.parent) - 1, 0, -1):
         depth = int(tree.depth[node])
         if is_leaf[node]:
             table[node] = np.arange(table.shape[1])

@@ -7,6 +7,7 @@ from itertools import combinations
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benchmark_modules import load
@@ -165,3 +166,25 @@ def test_groups_with_much_decoding_per_prefill_come_first() -> None:
     groups = prefix_sharing_groups([[9] * 8, [1, 2, 3], [1, 2, 4, 4], [5]])
     # R: 1/1 for [5]; 2/(2 + 1 + 2) for the pair; 1/8 for the long one.
     assert groups == [([], [[5]]), ([1, 2], [[3], [4, 4]]), ([], [[9] * 8])]
+
+
+# The cache of blocks that orders are compared by
+
+
+cached_tokens = load("block_cache").cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("order", "num_blocks", "expected"),
+    [
+        ([1, 0, 1], 100, 6),  # its last token is computed
+        ([1, 0, 1], 6, 4),  # the last blocks are the first to go
+        ([1, 0, 1], 4, 0),
+        ([0, 3], 4, 4),  # of 5 tokens, 2 blocks; another's last one isn't whole
+        ([], 6, 0),
+    ],
+)
+def test_the_oldest_blocks_go(order: list[int], num_blocks: int, expected: int) -> None:
+    prompts = [[1] * 8, [2] * 8, [3] * 8, [1] * 5]
+    tree = build_prefix_tree(TokenTable.from_lists(prompts))
+    assert cached_tokens(tree, order, 2, num_blocks) == expected

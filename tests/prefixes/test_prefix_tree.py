@@ -47,7 +47,7 @@ def check_tree(prompts: list[list[int]], tree: PrefixTree) -> None:
         for prefix in inner
     }
     found, leaves = set(), []
-    for node in range(1, tree.num_nodes):
+    for node in range(1, len(tree.parent)):
         ranks = tuple(range(tree.leaf_begin[node], tree.leaf_end[node]))
         above = tree.parent[node]
         assert 0 <= above < node
@@ -61,7 +61,7 @@ def check_tree(prompts: list[list[int]], tree: PrefixTree) -> None:
             assert tree.depth[node] > tree.depth[above]
     assert found == expected
     assert leaves == list(range(len(keys)))
-    assert tree.num_nodes == 1 + len(keys) + len(inner)
+    assert len(tree.parent) == 1 + len(keys) + len(inner)
     assert (tree.parent[0], tree.depth[0]) == (-1, 0)
     assert (tree.leaf_begin[0], tree.leaf_end[0]) == (0, len(keys))
 
@@ -89,7 +89,7 @@ def test_a_million_children() -> None:
     num_prompts = 1_000_000
     token_ids = np.random.default_rng(0).permutation(num_prompts).astype(np.int32)
     tree = build_prefix_tree(TokenTable(token_ids, np.arange(num_prompts + 1)))
-    assert tree.num_nodes == num_prompts + 1
+    assert len(tree.parent) == num_prompts + 1
     assert not tree.parent[1:].any()
     assert np.array_equal(token_ids[tree.prompt_idxs], np.arange(num_prompts))
 
@@ -98,7 +98,7 @@ def test_a_million_tokens_in_one_prompt() -> None:
     long = np.full(1_000_000, 3, dtype=np.int32)
     tree = build_prefix_tree(TokenTable.from_lists([long, long[:-1], [3, 4]]))
     assert tree.depth.max() == 1_000_000
-    assert tree.num_nodes == 6
+    assert len(tree.parent) == 6
 
 
 @settings(max_examples=examples(200))
