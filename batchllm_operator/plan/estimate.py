@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,17 +122,14 @@ def estimate_work(
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None, [None] * len(works)
+    figures = {name: rounded(value) for name, value in asdict(planned).items()}
+    figures["attention_bytes"] = planned.attention_bytes
     estimate = CostEstimate(
+        **figures,
         gpu=target.gpu,
         model=target.model,
         num_saved_tokens=unshared.num_prefill_tokens - total.num_prefill_tokens,
         num_output_tokens=total.num_decode_tokens,
-        prefill_s=rounded(planned.prefill_s),
-        decode_s=rounded(planned.decode_s),
-        attention_bytes=planned.attention_bytes,
-        num_steps=rounded(planned.num_steps),
-        gpu_s=rounded(planned.gpu_s),
-        cost_usd=rounded(planned.cost_usd),
         unshared_gpu_s=rounded(alone.gpu_s),
         unshared_cost_usd=rounded(alone.cost_usd),
         assumptions=_assumptions(target, total),

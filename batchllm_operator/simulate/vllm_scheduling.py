@@ -19,7 +19,7 @@ from batchllm_operator.simulate.vllm_config import make_scheduler  # isort: spli
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchllm_operator.cost import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.errors import EngineError, PlanError
@@ -85,9 +85,7 @@ class _Simulation:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(size, sha256)
         self._generated = np.zeros(len(workload), dtype=np.int64)
-        self._computed = np.zeros(len(workload), dtype=np.int64)  # tokens of running requests
         self._highest = np.zeros(len(workload), dtype=np.int64)  # tokens ever computed
-        self._is_running = np.zeros(len(workload), dtype=np.bool_)
         self._columns: dict[str, list[float]] = {field.name: [] for field in fields(Timeline)}
         self._clock_s = self._idle_s = 0.0
         self._num_arrived = self._num_finished = 0  # in all, and in the last step
@@ -204,14 +202,12 @@ class _Simulation:
         output = self._scheduler.schedule()
         scheduling_s = time.thread_time() - start_s
         request_ids = list(output.num_scheduled_tokens)
-        idxs = np.fromiter(map(int, request_ids), dtype=np.int64, count=len(request_ids))
-        num_tokens = np.fromiter(
-            output.num_scheduled_tokens.values(), dtype=np.int64, count=len(request_ids)
-        )
-        num_preempted = self._note_preempted(idxs)
+        idxs = np.array(list(map(int, request_ids)), dtype=np.int64)
+        num_tokens = np.array(list(output.num_scheduled_tokens.values()), dtype=np.int64)
+        num_preempted = len(output.preempted_req_ids or ())
         if not request_ids and not num_preempted:
             raise EngineError(f"{self._policy.name}: requests wait, and none can be scheduled")
-        begins = self._begins(idxs, num_tokens)
+        begins = _begins(output)
         ends = begins + num_tokens
         is_sampled = ends == self._lengths[idxs] + self._generated[idxs]
         is_decode = is_sampled & (begins >= self._lengths[idxs]) & (num_tokens == 1)
@@ -223,7 +219,6 @@ class _Simulation:
         num_prefill = num_tokens[~is_decode].sum()
         recomputed = np.maximum(np.minimum(self._highest[idxs], ends) - begins, 0)
         self._highest[idxs] = np.maximum(self._highest[idxs], ends)
-        self._computed[idxs] = ends
         work = self._work(idxs, begins, num_tokens, is_decode, len(sampled))
         self._works.append(work)
         machine = self._machine
@@ -245,7 +240,6 @@ class _Simulation:
             for token, is_made in zip(tokens, is_sampled.tolist(), strict=True)
         ]
         self._scheduler.update_from_output(output, make_model_output(request_ids, made_up))
-        self._is_running[idxs[has_ended]] = False
         return int(has_ended.sum())
 
     def _note(self, **values: float) -> None:
@@ -257,27 +251,6 @@ class _Simulation:
         values["idle_s"], self._idle_s = self._idle_s, 0.0
         for name, value in values.items():
             self._columns[name].append(value)
-
-    def _note_preempted(self, idxs: NDArray[np.int64]) -> int:
-        """Count requests that ran, aren't in this step, and have lost their blocks."""
-        left_out = self._is_running.copy()
-        left_out[idxs] = False
-        lost = [
-            idx
-            for idx in np.flatnonzero(left_out).tolist()
-            if self._scheduler.requests[str(idx)].status == RequestStatus.PREEMPTED
-        ]
-        self._is_running[lost] = False
-        return len(lost)
-
-    def _begins(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each request's tokens of this step begin."""
-        for position in np.flatnonzero(~self._is_running[idxs]).tolist():
-            idx = idxs[position]
-            request = self._scheduler.requests[str(idx)]
-            self._computed[idx] = request.num_computed_tokens - int(num_tokens[position])
-        self._is_running[idxs] = True
-        return self._computed[idxs].copy()
 
     def _work(
         self,
@@ -302,3 +275,11 @@ class _Simulation:
             num_decode_pairs=int(contexts.sum()),
             num_read_tokens=num_read,
         )
+
+
+def _begins(output: SchedulerOutput) -> NDArray[np.int64]:
+    """Tokens that each request of a step has computed before, some of them by others."""
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return np.array([computed[name] for name in output.num_scheduled_tokens], dtype=np.int64)
