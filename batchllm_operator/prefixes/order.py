@@ -11,7 +11,7 @@ from batchllm_operator.prefixes.algorithm1 import (
     group_prefill_tokens,
     maximize_reuse,
 )
-from batchllm_operator.prefixes.jit import Float64s, Int64s, compiled
+from batchllm_operator.prefixes.jit import Int64s, compiled
 from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 from batchllm_operator.prefixes.prompt_sort import build_prefix_tree
 from batchllm_operator.prefixes.token_table import TokenTable
@@ -58,23 +58,20 @@ def order_groups_by_subtree(
     ranks = np.empty(tree.num_prompts, dtype=np.int64)
     ranks[tree.prompt_idxs] = np.arange(tree.num_prompts)
     first_ranks = np.minimum.reduceat(ranks[groups.member_idxs], groups.offsets[:-1])
-    decode = np.add.reduceat(output_tokens[groups.member_idxs], groups.offsets[:-1])
-    inside = _nest(
-        tree.parent,
-        tree.depth,
-        tree.num_leaves,
-        tree.leaves[first_ranks],
-        groups.num_prefix_tokens,
-        min_shared_tokens,
-    )
+    outputs = np.add.reduceat(output_tokens[groups.member_idxs], groups.offsets[:-1])
+    leaves, prefixes = tree.leaves[first_ranks], groups.num_prefix_tokens
+    inside = _nest(tree.parent, tree.depth, tree.num_leaves, leaves, prefixes, min_shared_tokens)
     totals = np.zeros((4, len(inside)), dtype=np.int64)
     totals[:, : len(groups)] = np.stack(
-        [decode, group_prefill_tokens(groups, lengths), groups.sizes, np.ones_like(decode)]
+        [outputs, group_prefill_tokens(groups, lengths), groups.sizes, np.ones_like(outputs)]
     )
     first_rank = np.full(len(inside), np.iinfo(np.int64).max)
     first_rank[: len(groups)] = first_ranks
     _add_up(inside, totals, first_rank)
-    ratio = _ratio(*totals)
+    decode, prefill, num_members, num_groups = totals.astype(np.float64)
+    ratio = np.full(len(inside), np.inf)
+    # One division: R that are equal as fractions are equal, as long as products are below 2**53.
+    np.divide(decode * num_groups, prefill * num_members, out=ratio, where=prefill > 0)
     listing = np.lexsort((first_rank, -ratio, -inside))[1:]  # without the root, which is last
     return np.argsort(_place(inside, listing, totals[3])[: len(groups)])
 
@@ -159,16 +156,3 @@ def _place(inside: Int64s, listing: Int64s, num_groups: Int64s) -> Int64s:
         place[item] = place[inside[item]]
         place[inside[item]] += num_groups[item]
     return place
-
-
-def _ratio(decode: Int64s, prefill: Int64s, num_members: Int64s, num_groups: Int64s) -> Float64s:
-    """Mean output tokens per member / mean prefill tokens per group.
-
-    One division: R that are equal as fractions give equal floats, as long as the products
-    are below 2**53.
-    """
-    ratio = np.full(len(prefill), np.inf)
-    numerator = decode.astype(np.float64) * num_groups
-    denominator = prefill.astype(np.float64) * num_members
-    np.divide(numerator, denominator, out=ratio, where=prefill > 0)
-    return ratio
