@@ -161,26 +161,20 @@ def test_a_ledger_entry_of_another_version_is_refused_by_name(finished: StoredPl
 
 
 @pytest.mark.parametrize("how", JSON_DAMAGES)
-def test_a_damaged_run_report_is_refused_until_the_next_commit(
+def test_damaged_notes_of_a_commit_do_not_count_until_the_next_one(
     finished: StoredPlan, how: str
 ) -> None:
     report = commit_run(finished.folder.uri)
-    path = path_of(finished, "report.json")
+    path, note = path_of(finished, "report.json"), path_of(finished, "committed.json")
+    whole = note.read_bytes()
     damage(path, how)
     with pytest.raises(PlanError, match="commit"):
         load_report(finished.folder.uri)
     path.unlink(missing_ok=True)
     again = commit_run(finished.folder.uri)
     assert again == report.model_copy(update={"committed_at": again.committed_at})
-
-
-@pytest.mark.parametrize("how", JSON_DAMAGES)
-def test_a_damaged_note_of_a_commit_does_not_count(finished: StoredPlan, how: str) -> None:
-    commit_run(finished.folder.uri)
-    path = path_of(finished, "committed.json")
-    whole = path.read_bytes()
-    damage(path, how)
+    damage(note, how)
     assert not read_status(finished).is_committed
     commit_run(finished.folder.uri)
-    assert path.read_bytes() == whole and read_status(finished).is_committed
+    assert note.read_bytes() == whole and read_status(finished).is_committed
     check_published(finished)

@@ -8,41 +8,37 @@ import os
 import pty
 import struct
 import termios
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import pytest
 
 from batchllm_operator.progress import Progress
 
 
-@dataclass
-class Clock:
-    """A clock that the test sets."""
+class Log(io.StringIO):
+    """A stream that isn't a terminal, beside a clock that the test sets."""
 
-    now_s: float = 100.0
+    now_s = 100.0
 
-    def __call__(self) -> float:
-        return self.now_s
+    def progress(self, label: str, total: int, **options: object) -> Progress:
+        return Progress(label, total, stream=self, clock=lambda: self.now_s, **options)
 
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+    @property
+    def lines(self) -> list[str]:
+        return self.getvalue().splitlines()
 
 
-def lines(stream: io.StringIO) -> list[str]:
-    return stream.getvalue().splitlines()
+@pytest.fixture
+def log() -> Log:
+    return Log()
 
 
-def test_plain_lines_come_at_intervals() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress("shard 0", 100, stream=stream, clock=clock, line_interval_s=10) as progress:
+def test_plain_lines_come_at_intervals(log: Log) -> None:
+    with log.progress("shard 0", 100, line_interval_s=10) as progress:
         for _ in range(50):  # 25 s
-            clock.now_s += 0.5
+            log.now_s += 0.5
             progress.advance(1)
-    assert lines(stream) == [
+    assert log.lines == [
         "shard 0: 100 rows",
         "shard 0: 20/100 rows (20 %), 2.0 rows/s, ETA 40 s",
         "shard 0: 40/100 rows (40 %), 2.0 rows/s, ETA 30 s",
@@ -50,108 +46,74 @@ def test_plain_lines_come_at_intervals() -> None:
     ]
 
 
-def test_what_ends_soon_need_not_be_announced() -> None:
-    stream = io.StringIO()
-    with Progress("sort keys", 3, unit="keys", announce=False, stream=stream) as progress:
-        progress.advance(3)
-    [line] = lines(stream)
-    assert line.startswith("sort keys: 3/3 keys (100 %)")
-
-
-def test_the_last_line_stands_once_when_it_was_due_anyway() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress("shard 0", 2, stream=stream, clock=clock, line_interval_s=10) as progress:
+def test_the_last_line_stands_once_when_it_was_due_anyway(log: Log) -> None:
+    with log.progress("shard 0", 2, line_interval_s=10) as progress:
         for _ in range(2):
-            clock.now_s += 20
+            log.now_s += 20
             progress.advance(1)
-        clock.now_s += 1
-    assert lines(stream) == [
+        log.now_s += 1
+    assert log.lines == [
         "shard 0: 2 rows",
         "shard 0: 1/2 rows (50 %), 0.1 rows/s, ETA 20 s",
         "shard 0: 2/2 rows (100 %), 0.0 rows/s, took 41 s",
     ]
 
 
-def test_the_last_line_tells_how_long_it_took() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress("shard 1", 6, unit="parts", stream=stream, clock=clock) as progress:
-        clock.now_s += 3725
+@pytest.mark.parametrize(
+    ("total", "options", "lines"),
+    [
+        (0, {}, ["s: 0 rows", "s: 0/0 rows (100 %), took 0 s"]),
+        (1, {"unit": "step sizes"}, ["s: 1 step size", "s: 0/1 step sizes (0 %)"]),
+        (3, {"unit": "keys", "announce": False}, ["s: 0/3 keys (0 %)"]),
+    ],
+)
+def test_a_job_without_news_has_its_first_and_last_line(
+    log: Log, total: int, options: dict[str, object], lines: list[str]
+) -> None:
+    with log.progress("s", total, **options):
+        pass
+    assert len(log.lines) == len(lines)
+    assert all(map(str.startswith, log.lines, lines)), log.lines
+
+
+def test_the_last_line_tells_how_long_it_took_or_how_far_an_interrupted_run_came(log: Log) -> None:
+    with log.progress("shard 1", 6, unit="parts") as progress:
+        log.now_s += 3725
         progress.advance(6, "12 tokens/s")
-    assert lines(stream)[-1].endswith(
-        "6/6 parts (100 %), 0.0 parts/s, 12 tokens/s, took 1 h 02 min"
-    )
+    end = "6/6 parts (100 %), 0.0 parts/s, 12 tokens/s, took 1 h 02 min"
+    assert log.lines[-1].endswith(end)
+    with suppress(KeyboardInterrupt), log.progress("s", 4) as progress:
+        log.now_s += 2
+        progress.advance(1)
+        raise KeyboardInterrupt
+    assert log.lines[-1] == "s: 1/4 rows (25 %), 0.5 rows/s, ETA 6 s"
 
 
-def test_an_interrupted_run_says_how_far_it_came() -> None:
-    clock, stream = Clock(), io.StringIO()
-    try:
-        with Progress("s", 4, stream=stream, clock=clock) as progress:
-            clock.now_s += 2
-            progress.advance(1)
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        pass
-    assert lines(stream)[-1] == "s: 1/4 rows (25 %), 0.5 rows/s, ETA 6 s"
-
-
-def test_nothing_to_do_is_no_division_by_zero() -> None:
-    stream = io.StringIO()
-    with Progress("s", 0, stream=stream, clock=Clock()):
-        pass
-    assert lines(stream)[-1] == "s: 0/0 rows (100 %), took 0 s"
-
-
-def test_the_total_may_turn_out_otherwise() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress("s", 10, stream=stream, clock=clock) as progress:
-        clock.now_s += 2
+def test_the_total_may_turn_out_otherwise(log: Log) -> None:
+    with log.progress("s", 10) as progress:
+        log.now_s += 2
         progress.expect(8)
         progress.advance(4)
         assert progress.line() == "s: 4/8 rows (50 %), 2.0 rows/s, ETA 2 s"
         progress.expect(0)
-    assert lines(stream)[-1] == "s: 4/4 rows (100 %), 2.0 rows/s, took 2 s"
+    assert log.lines[-1] == "s: 4/4 rows (100 %), 2.0 rows/s, took 2 s"
 
 
-def test_a_terminal_gets_a_bar() -> None:
-    stream = Terminal()
-    with Progress("shard 0", 4, stream=stream) as progress:
-        progress.advance(3, "7 tokens/s")
-        progress.advance(1)
-    shown = stream.getvalue()
-    assert "\r" in shown
-    assert "shard 0" in shown
-    assert "0/4" in shown.split("\r")[1]
-    assert "4/4" in shown.split("\r")[-1]
-    assert "100%" in shown.split("\r")[-1]
-
-
-def test_a_bar_ends_full_when_rows_were_left_out() -> None:
-    stream = Terminal()
-    with Progress("read", 10, stream=stream) as progress:
-        progress.advance(4)
-        progress.expect(0)
-    assert "4/4" in stream.getvalue().split("\r")[-1]
-
-
-def shown_on(columns: int, show: Callable[[], None]) -> str:
-    """What `show` puts on stderr, which is a terminal that says it has so many columns."""
+@pytest.mark.parametrize("columns", [0, 1, 120])
+def test_a_terminal_of_any_width_gets_a_bar_that_ends_full(columns: int) -> None:
+    """Also when rows were left out."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", columns, columns, 0, 0))
     with os.fdopen(its, "w") as stream, pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
         patch.setattr("sys.stderr", stream)
-        show()
-    found = b""
+        with Progress("shard 0", 10) as progress:
+            progress.advance(4, "7 tokens/s")
+            progress.expect(0)
+    shown = b""
     with os.fdopen(ours, "rb", buffering=0) as terminal, suppress(OSError):  # its other end closed
         while some := terminal.read(1 << 16):
-            found += some
-    return found.decode()
-
-
-@pytest.mark.parametrize("columns", [0, 1, 120])
-def test_a_terminal_of_width_0_gets_a_bar_as_any_other(columns: int) -> None:
-    def show() -> None:
-        with Progress("shard 0", 4) as progress:
-            progress.advance(4)
-
-    assert "shard 0: 100%" in shown_on(columns, show)
+            shown += some
+    first, *_, last = filter(None, map(str.strip, shown.decode().split("\r")))
+    assert "shard 0" in first and "shard 0: 100%" in last
+    assert columns != 120 or ("0/10" in first and "4/4" in last)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.demo_job import wait_until
 
 from batchllm_operator.streams import ahead, batches_of, one_ahead
 
-WAIT_S = 30  # for another thread that has nothing else to do
+
+def noted(items: Iterable[int], made: list[int]) -> Iterator[int]:
+    """The items, each in the list once it is asked for."""
+    for item in items:
+        made.append(item)
+        yield item
 
 
 def test_results_come_in_order_and_a_few_ahead() -> None:
     asked: list[int] = []
-
-    def items() -> Iterator[int]:
-        for number in range(20):
-            asked.append(number)
-            yield number
-
-    results = ahead(items(), lambda number: number * 2, num_threads=3)
+    results = ahead(noted(range(20), asked), lambda number: number * 2, num_threads=3)
     assert next(results) == 0
     assert asked == [0, 1, 2, 3]
     assert list(results) == [number * 2 for number in range(1, 20)]
@@ -54,18 +54,9 @@ def test_a_caller_that_stops_early_leaves_no_thread() -> None:
 
 def test_an_item_is_made_while_the_caller_has_the_one_before_and_no_other() -> None:
     made: list[int] = []
-    second = threading.Event()
-
-    def items() -> Iterator[int]:
-        for number in range(5):
-            made.append(number)
-            if number == 1:
-                second.set()
-            yield number
-
-    with one_ahead(items()) as following:
+    with one_ahead(noted(range(5), made)) as following:
         assert next(following) == 0
-        assert second.wait(WAIT_S)
+        wait_until(lambda: len(made) == 2, "the second is made")
         assert made == [0, 1]
         assert list(following) == [1, 2, 3, 4]
     with one_ahead(iter(())) as nothing:

@@ -92,10 +92,8 @@ def test_code_of_a_trusted_model_runs_and_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         load_tokenizer(spec_of(model, trust_remote_code=True), DS)
     assert (model.parent / "it ran").exists()
-    expected = f"model {model}: runs code of its own (trust_remote_code)"
-    assert [each.message for each in caplog.records if each.levelno == logging.WARNING] == [
-        expected
-    ]
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.message == f"model {model}: runs code of its own (trust_remote_code)"
 
 
 LOADERS = {"from_pretrained", "EngineArgs", "LLM", "LLMEngine", "ModelConfig", "AsyncEngineArgs"}

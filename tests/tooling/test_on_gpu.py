@@ -172,6 +172,10 @@ def test_settings_that_make_no_sense_are_refused(machine: Machine) -> None:
     ):
         code, printed = machine.call(**settings)
         assert code == 2 and reason in printed
+    machine.archive.parent.mkdir(exist_ok=True)
+    machine.archive.write_bytes(b"half of it")
+    assert machine.call(STEPS="imports")[0] == 2
+    assert machine.archive.read_bytes() == b"half of it", "it isn't written over"
     assert machine.calls() == []
 
 
@@ -200,14 +204,6 @@ def test_a_bare_machine_goes_on_with_the_archive_of_the_last(
     assert other.modules() == [KERNEL, END_TO_END]
 
 
-def test_a_broken_archive_is_not_written_over(machine: Machine) -> None:
-    machine.archive.parent.mkdir()
-    machine.archive.write_bytes(b"half of it")
-    code, printed = machine.call(STEPS="imports")
-    assert code == 2, printed
-    assert machine.archive.read_bytes() == b"half of it"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_call_that_is_stopped_brings_home_what_it_has(
     machine: Machine, tmp_path: Path, number: signal.Signals
@@ -230,20 +226,17 @@ def test_a_call_that_is_stopped_brings_home_what_it_has(
     assert other.modules() == [END_TO_END, AGREEMENT]
 
 
-def test_a_step_that_runs_past_its_limit_is_ended_and_the_next_one_runs(machine: Machine) -> None:
+def test_a_step_that_runs_past_its_limit_is_ended_and_none_begins_without_time(
+    machine: Machine,
+) -> None:
+    code, printed = machine.call(TOTAL_S="40")
+    assert code == 1 and printed.count("no time is left") == 6, printed
+    assert machine.calls() == []
+    assert machine.results() == {"steps.jsonl": ""}
     (machine.folder / "hangs").write_text(KERNEL)
     code, printed = machine.call(STEPS="quick imports", QUICK_S="3", LEAST_S="1")
     assert code == 1, printed
-    assert machine.steps()["quick"]["rc"] == 124
-    assert machine.steps()["imports"]["rc"] == 0
-
-
-def test_no_step_begins_without_time(machine: Machine) -> None:
-    code, printed = machine.call(TOTAL_S="40")
-    assert code == 1, printed
-    assert printed.count("no time is left") == 6
-    assert machine.calls() == []
-    assert machine.results() == {"steps.jsonl": ""}
+    assert [line["rc"] for line in machine.steps().values()] == [124, 0], "the next one runs"
 
 
 def test_settings_of_the_kernel_are_code_and_results_are_not(tmp_path: Path) -> None:

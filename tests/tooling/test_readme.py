@@ -50,26 +50,11 @@ def test_the_shown_spec_is_valid() -> None:
 
 def test_no_instruction_takes_it_for_granted_that_an_index_has_the_package() -> None:
     by_name = re.compile(r"""(pip3?|uv|pipx|poetry) (install|add) ["']?batchllm[-_]operator(?!-)""")
-    listed = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            "-z",
-            "*.md",
-            "*.py",
-            "*.sh",
-            "*.yaml",
-            "*.toml",
-            "*Dockerfile",
-            "*.txt",
-        ],
-        cwd=README.parent,
-        capture_output=True,
-        text=True,
-    )
+    kinds = ("*.md", "*.py", "*.sh", "*.yaml", "*.toml", "*Dockerfile", "*.txt")
+    command = ["git", "ls-files", "-z", *kinds]
+    listed = subprocess.run(command, cwd=README.parent, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a checkout")
-    for name in filter(None, listed.stdout.split("\0")):
-        path = README.parent / name
+    for path in map(README.parent.joinpath, listed.stdout.rstrip("\0").split("\0")):
         found = by_name.search(path.read_text(encoding="utf-8")) if path.is_file() else None
-        assert found is None, f"{name}: {found}"
+        assert found is None, f"{path}: {found}"
