@@ -20,21 +20,14 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
     With the schedule `PartitionedAssetTimetable(assets=...)`, from Airflow 3.2 on, Airflow itself
-    makes a run for each `partition_key`, which is the partition.
+    makes a run for each `partition_key`, which is the partition. With a schedule of assets, an
+    event names its partition in `extra["ds"]`, as those of `BatchLLMCommitOperator` do. Airflow
+    gives several events to one run, and may leave others until the next event. So a run that has
+    events does no work: for each partition it starts a run of the same DAG, once, and skips the
+    tasks that follow. By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a
+    logical date.
 
-    With a schedule of assets, an event names its partition in `extra["ds"]`, as the events of
-    `BatchLLMCommitOperator` do. Airflow gives several events to one run, and may leave others
-    until the next event. So a run that has events does no work: for each partition it starts a
-    run of the same DAG, once, and skips the tasks that follow.
-
-    By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a logical date.
-
-    Args:
-        assets: input tables whose events name the partitions.
-        group_id: prefix of the three tasks' ids.
-
-    Returns:
-        The partition of the run, as `batchllm_task_group(..., ds=...)` takes it.
+    Returns the partition of the run, as `batchllm_task_group(..., ds=...)` takes it.
     """
     # Imported here because it loads Airflow's database models.
     from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
@@ -57,10 +50,6 @@ class BatchLLMArrivalOperator(BaseOperator):
     XComs: `ds` is the partition, empty for a run that starts others; the return value has the
     arguments of a `TriggerDagRunOperator` for each partition among the run's events and later ones.
     A run id is made of the partition and the time of its latest event.
-
-    Args:
-        assets: input tables whose events name the partitions.
-        kwargs: Airflow's.
     """
 
     ui_color = "#cfe3ea"
@@ -70,11 +59,7 @@ class BatchLLMArrivalOperator(BaseOperator):
         self.assets = tuple(assets)
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
-        """Return the runs to start, and push the run's partition.
-
-        Raises:
-            AirflowFailException: an event has no `ds`, or nothing says which partition.
-        """
+        """Return the runs to start, and push the run's partition."""
         run = context["dag_run"]
         key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
         given = (run.conf or {}).get(DS_KEY) or context["params"].get(DS_KEY) or key

@@ -24,10 +24,7 @@ _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator")
 
 
 class CommandRunner:
-    """Runs `batchllm` commands, one at a time, as child processes of the task.
-
-    They get the task's environment, overridden by `env`, overridden by the credentials.
-    """
+    """Runs `batchllm` commands, one at a time, with the task's environment and credentials."""
 
     def __init__(
         self, log: Any, env: Mapping[str, str] | None, credentials: Credentials, kill_grace_s: float
@@ -41,8 +38,8 @@ class CommandRunner:
         """Run `batchllm <command> <arguments>` and return its result.
 
         Raises:
-            AirflowFailException: the spec, the table or the plan is wrong, too many rows
-                failed, or the command speaks another result version; a retry won't help.
+            AirflowFailException: a retry won't help: the spec, the table or the plan is wrong, too
+                many rows failed, or the command speaks another result version.
             AirflowException: the command failed in any other way, or was stopped.
         """
         is_json = [False, *(argument == "--job-json" for argument in arguments)]
@@ -54,10 +51,7 @@ class CommandRunner:
     def verify(self, *arguments: str) -> dict[str, Any] | str:
         """Run `batchllm verify`: returns the result, or a text on what is missing.
 
-        Output is logged only if the command fails.
-
-        Raises:
-            AirflowException: the check failed; see `run`.
+        Output is logged only if the command fails; then it raises as `run`.
         """
         lines: list[str] = []
         result = self._run("verify", arguments, lines.append)
@@ -76,7 +70,6 @@ class CommandRunner:
     def _run(
         self, command: str, arguments: Sequence[str], log: Callable[[str], None]
     ) -> dict[str, Any] | ChildOutcome:
-        """The command's result, or how it failed."""
         with TemporaryDirectory(prefix="batchllm-") as folder:
             path = Path(folder) / "result.json"
             own = ("--result", str(path), "--die-with-parent", str(os.getpid()))

@@ -28,11 +28,8 @@ class BatchLLMCommitOperator(BatchLLMPlannedOperator):
 
     Each `Asset` among the task's `outlets` gets an event with the partition (`ds`), the rows
     in, out and failed, the saving ratio and the URIs of plan, report and table. Every success sends
-    one, even if nothing had to be done, because a task that died after publishing has sent none.
-    Two events for one `ds` with the same `plan_uri` stand for the same rows.
-
-    Args:
-        kwargs: `plan_uri`; see `BatchLLMJobOperator`; `outlets` is Airflow's.
+    one, because a task that died after publishing has sent none: two events for one `ds` with the
+    same `plan_uri` stand for the same rows. Arguments: `plan_uri`, and see `BatchLLMJobOperator`.
     """
 
     ui_color = "#e2d5ef"

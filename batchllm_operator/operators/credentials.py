@@ -73,13 +73,10 @@ class Credentials:
     def from_connection(cls, conn_id: str, connection: Any) -> Credentials:
         """The `AWS_*` variables of a connection; the Amazon provider isn't needed.
 
-        Its fields are those of the Amazon provider: login and password (or `aws_access_key_id` and
+        Its fields are that provider's: login and password (or `aws_access_key_id` and
         `aws_secret_access_key` in extra), and in extra `aws_session_token`, `region_name` and
-        `endpoint_url`. Absent or empty fields are left to the worker's environment. Without the
-        Amazon provider Airflow stores such a connection as `generic`.
-
-        Raises:
-            AirflowFailException: its type is wrong, or its fields contradict each other.
+        `endpoint_url`. Absent ones are left to the worker's environment. Raises
+        `AirflowFailException` if its type is wrong, or its fields contradict each other.
         """
         where = f"Airflow connection {conn_id!r}"
         if connection.conn_type not in ("aws", "generic"):

@@ -90,9 +90,8 @@ class BatchLLMGenerateOperator(BatchLLMPlannedOperator):
     def look(self, context: Context, end: JobEnd) -> bool:
         """Whether the plan is whole; scales the Job if `num_workers` or what is left has changed.
 
-        A Job in a queue isn't scaled: Kueue would stop all of its pods, and queue it again. This
-        task's live workers count as others', and most shards are judged by their reports: the
-        parts are checked once, at the end.
+        A Job in a queue isn't scaled: Kueue would stop all of its pods, and queue it again. Shards
+        are judged by their reports: the parts are checked once, at the end.
         """
         num_pods = self.num_pods()
         share = ["--worker", "0", "--num-workers", str(max(1, num_pods))]

@@ -114,12 +114,9 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
 
 
 def spark_plan_operator(**arguments: Any) -> Any:
-    """The operator for `runner="spark"`.
+    """The operator for `runner="spark"`: for a SparkApplication if one is given, else spark-submit.
 
-    `BatchLLMSparkKubernetesPlanOperator` if a SparkApplication is given (`application_file`,
-    `template_spec`), else `BatchLLMSparkSubmitPlanOperator`.
-
-    Raises `ImportError`: it would be the latter, and Airflow's provider for Spark isn't installed.
+    Raises `ImportError` if that needs Airflow's provider for Spark, which isn't installed.
     """
     if arguments.keys() & {"application_file", "template_spec"}:
         return BatchLLMSparkKubernetesPlanOperator(**arguments)

@@ -28,9 +28,9 @@ _VERIFY_PAUSES_S: Final = (2.0, 10.0)
 class BatchLLMStageOperator(BatchLLMJobTask):
     """Runs one `batchllm` command in the worker, or in the pods of one Job.
 
-    A Job's end, exit codes and logs don't decide: the task succeeds when a command in the worker,
-    which therefore needs to read the lake, finds the complete results there. A try adopts the Job
-    that an earlier one left behind, but never one that has ended.
+    The task succeeds when a command in the worker, which therefore needs to read the lake, finds
+    the complete results there. A try adopts a Job that an earlier one left behind, unless it has
+    ended.
     """
 
     # For subclasses
@@ -44,10 +44,7 @@ class BatchLLMStageOperator(BatchLLMJobTask):
 
     @abstractmethod
     def verified(self, context: Context, end: JobEnd | None) -> dict[str, Any] | str:
-        """The results in the lake, or a text on what they lack.
-
-        `end` is that of the Job which ran; None before there is one.
-        """
+        """The results in the lake, or a text on what they lack; `end` is None before a Job ran."""
 
     @abstractmethod
     def finish(self, context: Context, result: Mapping[str, Any]) -> Any:
@@ -100,10 +97,7 @@ class BatchLLMStageOperator(BatchLLMJobTask):
     def resume_execution(
         self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context
     ) -> Any:
-        """Delete the Job when Airflow itself ends the deferral.
-
-        It does so when the trigger raised, and when the triggerer didn't end it in time.
-        """
+        """Delete the Job when Airflow itself ends the deferral: the trigger raised, or is late."""
         if next_method == _DEFERRAL_FAILED and self.runner != "local":
             self._release(context)
         return super().resume_execution(next_method, next_kwargs, context)
@@ -172,12 +166,7 @@ class BatchLLMStageOperator(BatchLLMJobTask):
 
 
 class BatchLLMPlannedOperator(BatchLLMStageOperator):
-    """A stage of a plan that exists.
-
-    Args:
-        plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        kwargs: see `BatchLLMJobOperator`.
-    """
+    """A stage of a plan that exists: its `plan_uri` is a URI (templated), or an XCom with it."""
 
     template_fields = ("plan_uri", *BatchLLMStageOperator.template_fields)
 

@@ -59,20 +59,16 @@ def batchllm_task_group(
             the Airflow worker, on its hardware.
         gpu_count: GPUs of a pod.
         runner: where shards are generated, if `gpu` doesn't decide it; see `BatchLLMJobOperator`.
-        env: extra environment of all four commands; see `BatchLLMCommandOperator`.
-        aws_conn_id: Airflow connection that all four take their AWS credentials from.
-        connection_env: further variables from connections for all four.
+        env: environment of all four commands; see `BatchLLMCommandOperator` for it and the next
+            two, which take credentials from connections.
         pool: Airflow pool of generate, over all runs and DAGs, with a slot for each pod if
             `num_workers` is a number, else one. If it doesn't exist, the task waits forever; if it
             doesn't count deferred tasks (`include_deferred`), it bounds nothing while the triggerer
             watches the Job.
         output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator`.
         plan_args: arguments of the plan task that override those above, such as
-            `{"runner": "kubernetes"}`. With `{"runner": "spark"}` it plans on Spark; see
-            `spark_plan_operator` for the operator.
-        generate_args: the same for generate, such as a namespace.
-        commit_args: the same for commit.
-        report_args: the same for report.
+            `{"runner": "kubernetes"}`, or `{"runner": "spark"}` for `spark_plan_operator`. The next
+            three are the same for the other tasks, such as a namespace for generate.
 
     Raises:
         ValueError: a task refuses an argument.

@@ -64,9 +64,8 @@ class Cluster:
 class ClusterCalls:
     """A connection to a cluster, whose calls are repeated for `patience_s` each.
 
-    Passing reasons are no connection, 429, 5xx and an expired token: a restart of the API server
-    goes unnoticed. After a failure the configuration is read again; else Airflow is asked once for
-    its connection. An asynchronous context manager, which may be entered again.
+    So a restart of the API server goes unnoticed. After a failure the configuration is read again;
+    else Airflow is asked once for its connection. It may be entered again.
     """
 
     def __init__(self, cluster: Cluster, *, log: logging.Logger | Any, patience_s: float) -> None:
@@ -112,8 +111,7 @@ class ClusterCalls:
 
         Raises:
             AirflowFailException: the cluster is configured in two ways.
-            ApiException: the cluster refuses, its error has lasted too long, or a change is based
-                on an outdated version.
+            ApiException: the cluster refuses, or a change is based on an outdated version.
             ClientError, OSError, NoConnectionError: it hasn't answered in time.
         """
         give_up_at = time.monotonic() + min(patience_s, self.patience_s)
@@ -139,10 +137,9 @@ class ClusterCalls:
 
 
 def _complete(hook: AsyncKubernetesHook, extras: Mapping[str, Any]) -> None:
-    """Do what the provider's synchronous hook does, and its asynchronous one doesn't.
+    """What only the provider's synchronous hook does: no verification, this process's cluster.
 
-    Certificates aren't verified if the connection says so, and this process's own cluster is used
-    if nothing else is configured. Raises `AirflowFailException` if two ways are.
+    Raises `AirflowFailException` if the cluster is named in two ways.
     """
     given = {name.removeprefix("extra__kubernetes__") for name, value in extras.items() if value}
     if "disable_verify_ssl" in given:

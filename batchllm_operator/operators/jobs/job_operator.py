@@ -194,11 +194,9 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
         """The arguments of `batchllm` in a pod; `ValueError` if the pod is unfit for them."""
 
     def num_pods(self) -> int:
-        """How many workers there are; 0 if there is nothing to do."""
         return 1
 
     def stage_labels(self) -> dict[str, str]:
-        """Labels that describe the Job's work, for people."""
         return {}
 
     # The request
@@ -206,21 +204,13 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
     def build_pod_request_obj(
         self, context: Context | None = None, *, dry_run: bool = False
     ) -> k8s.V1Pod:
-        """The pods' template: our defaults, the user's over them, single arguments over both.
-
-        Raises:
-            ValueError: the template is missing, or asks for another number of GPUs.
-        """
+        """Our defaults, the user's templates over them, single arguments over both."""
         return built_pod(self, pod_of(self)[0], context, dry_run=dry_run)
 
     def request(
         self, context: Context, attempt: Attempt, secret_keys: Sequence[str]
     ) -> dict[str, Any]:
-        """The Job to create; its Secret has variables of those names.
-
-        Raises:
-            AirflowFailException: a template is missing or unfit.
-        """
+        """The Job to create, whose Secret has such keys; `AirflowFailException` if it is unfit."""
         name = self.job_name(context, attempt)
         try:
             pod, num_gpus = pod_of(self)

@@ -62,10 +62,7 @@ class BatchLLMJobTask(BatchLLMJobOperator):
         """The job's output table, and a text that identifies the Job's work."""
 
     def on_kill(self) -> None:
-        """Interrupt what `execute` waits for; `execute` then deletes the Job.
-
-        The cluster isn't called here: Airflow calls this from a signal handler.
-        """
+        """Interrupt, from a signal handler, what `execute` waits for; that then deletes the Job."""
         if self._killed_at is None:
             self._killed_at = time.monotonic()
         if self._runner is not None:

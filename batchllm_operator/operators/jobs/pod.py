@@ -130,7 +130,6 @@ def pod_of(task: Any) -> tuple[dict[str, Any], int]:
 
 
 def _own_arguments(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What our arguments say of the main container, and of the pod."""
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
 
@@ -166,7 +165,7 @@ def _own_arguments(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _provider_arguments(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments that the provider would not merge field by field, or would add a second time."""
+    """Those that the provider would not merge field by field, or would add a second time."""
     env = task.env_vars if isinstance(task.env_vars, list) else variables(task.env_vars)
     main = {
         "env": [*variables(task.env or {}), *plain(env)],
@@ -204,10 +203,7 @@ def built_pod(
 
 
 def check_grace_of_templates(task: Any) -> None:
-    """Raise `ValueError` if a template's grace period is too short; see `check_grace`.
-
-    A file that isn't on this machine, or isn't YAML, is left to the one that makes the Job.
-    """
+    """`check_grace` for the templates, but for files that this machine hasn't or can't read."""
     spec: dict[str, Any] = {}
     try:
         for template in _templates(task):
@@ -222,11 +218,11 @@ def check_grace_of_templates(task: Any) -> None:
 
 
 def merged(below: Any, above: Any, key: str = "") -> Any:
-    """Parts of an object of the API, `above` over `below`; values of None say nothing.
+    """Parts of an object of the API, `above` over `below`, field by field; None says nothing.
 
-    Mappings are merged field by field, a container with the one of its name. A volume, variable or
-    mount replaces the one of its name or path, and a node selector the whole one; other lists of
-    objects are joined, and those of texts and numbers replaced.
+    A container is merged with the one of its name. A volume, variable or mount replaces the one of
+    its name or path, and a node selector the whole one; other lists of objects are joined, and
+    those of texts and numbers replaced.
     """
     if isinstance(below, Mapping) and isinstance(above, Mapping) and key != "nodeSelector":
         given = {name: value for name, value in above.items() if value is not None}
@@ -299,10 +295,7 @@ def with_gpus(
 
 
 def check_grace(name: str, seconds: Any) -> None:
-    """Raise `ValueError` if a pod would have no time to finish its open parts.
-
-    None, or a text that Airflow renders first, is no number of seconds yet.
-    """
+    """Raise `ValueError` if a pod has no time to finish open parts; a template is no number yet."""
     try:
         number = float(seconds)
     except (TypeError, ValueError):
