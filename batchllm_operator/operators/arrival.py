@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException, AirflowSkipException
-from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg, task
+from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
 
 DS_KEY: Final = "ds"
 _NOT_IN_RUN_IDS: Final = re.compile(r"[^A-Za-z0-9_.~:+-]")
@@ -39,7 +39,8 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
             trigger_dag_id="{{ dag.dag_id }}",
             skip_when_already_exists=True,  # by an earlier try or another run
         ).expand_kwargs(events.output)
-        return _partition(XComArg(events, key=DS_KEY))
+        partition = _PartitionOperator(task_id="partition", ds=XComArg(events, key=DS_KEY))
+    return partition.output
 
 
 class BatchLLMArrivalOperator(BaseOperator):
@@ -97,12 +98,20 @@ class BatchLLMArrivalOperator(BaseOperator):
         return arrived
 
 
-@task(task_id="partition")
-def _partition(ds: Any) -> str:
-    """The run's partition; skips the tasks that follow in a run that starts others."""
-    if not ds:
-        raise AirflowSkipException("each partition that has arrived has a run of its own")
-    return str(ds)
+class _PartitionOperator(BaseOperator):
+    """Returns the run's partition; skips the tasks that follow in a run that starts others."""
+
+    template_fields: Sequence[str] = ("ds",)
+    ui_color = BatchLLMArrivalOperator.ui_color
+
+    def __init__(self, *, ds: XComArg, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ds: Any = ds
+
+    def execute(self, context: Context) -> str:
+        if not self.ds:
+            raise AirflowSkipException("each partition that has arrived has a run of its own")
+        return str(self.ds)
 
 
 def _named(ds: str) -> str:
