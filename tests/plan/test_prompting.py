@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from prompts.test_tokenizer import CHAT_TEMPLATE, END, START, build_tokenizer
@@ -156,6 +157,31 @@ def test_ids_of_a_cut_prompt_are_those_of_its_text(model: Path, form: str, cut: 
         whole = pa.record_batch({"document": [document]})
         again = Prompter(spec, tokenizer, None).prompts(whole).tokens
         assert again.prompt(0).tolist() == ids, tail
+
+
+@pytest.mark.parametrize(
+    ("template", "cut", "side"),
+    [
+        ("{document}", "end", "right"),
+        ("{document}", "start", "left"),
+        ("q: {document}", "end", "right"),
+    ],
+)
+def test_vectors_of_cut_texts_have_the_ids_of_sentence_transformers(
+    model: Path, template: str, cut: str, side: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    prompt = {"system": None, "template": template, "truncate": {"document": cut}}
+    spec, tokenizer = with_model(model, task="embed", prompt=prompt)
+    values = [LONG[skip:] for skip in range(11)] + ["short"]
+    found = Prompter(spec, tokenizer, None).prompts(pa.record_batch({"document": values}))
+    own = AutoTokenizer.from_pretrained(model, truncation_side=side)
+    whole = [template.format(document=each) for each in values]
+    wanted = own(whole, truncation=True, max_length=40)
+    assert found.tokens.to_lists() == wanted["input_ids"]
+    assert found.num_truncated == 11
+    assert np.max(found.tokens.lengths) == 40
 
 
 @pytest.mark.parametrize("cut", [None, "end", "middle", "start"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from string import Formatter
 from typing import Final
 
 import numpy as np
@@ -51,7 +52,8 @@ class Prompter:
 
     With `prompt.truncate`, a prompt that leaves the answer too little room is cut: a value of n
     tokens to its share of those that are left, of which the text is then tokenized with the rest of
-    the prompt, and cut again if that doesn't fit.
+    the prompt, and cut again if that doesn't fit. Vectors of a text whose end (or start) is cut are
+    those of sentence-transformers, which cuts token ids.
     """
 
     def __init__(self, spec: JobSpec, tokenizer: Tokenizer, adapters: RowAdapters | None) -> None:
@@ -64,6 +66,7 @@ class Prompter:
         if self._cuts and not spec.is_pooled:
             room = min(spec.sampling.max_tokens, tokenizer.max_model_len // 2)
             self._most = min(self._most, tokenizer.max_model_len - room)
+        self._id_cut = _id_cut(spec) if adapters is None else None
 
     def prompts(self, rows: pa.RecordBatch) -> Prompts:
         """The prompts of rows, which have all columns of the spec's prompt.
@@ -76,7 +79,11 @@ class Prompter:
         prompts = self._made(rows)
         long = np.flatnonzero(prompts.tokens.lengths > self._most)
         if len(long):
-            new_ids, old = self._shortened(rows, prompts, long), prompts.tokens
+            old = prompts.tokens
+            if self._id_cut is not None:
+                new_ids = self._cut_ids(old, long, self._id_cut)
+            else:
+                new_ids = self._shortened(rows, prompts, long)
             ids = (new_ids.get(idx, old.prompt(idx)) for idx in range(len(old)))
             prompts = replace(prompts, tokens=TokenTable.from_lists(ids))
         idxs = prompts.rendered.idxs
@@ -124,6 +131,21 @@ class Prompter:
                 is_cut[chosen] = True
         return rows, is_cut
 
+    def _cut_ids(self, tokens: TokenTable, long: Int64s, cut: Cut) -> dict[int, Int32s]:
+        """The prompts at `long` without their last or first ids, but with special ones around."""
+        nothing, some = self._tokenizer.encode(["", "a"]).to_lists()
+        same = [a == b for a, b in zip(nothing, some, strict=False)]
+        before = same.index(False) if False in same else len(same)
+        after, most = len(nothing) - before, self._most
+        new_ids = {}
+        for idx in long.tolist():
+            ids = tokens.prompt(idx)
+            kept = (ids[: most - after], ids[len(ids) - after :])
+            if cut == "start":
+                kept = (ids[:before], ids[len(ids) - most + before :])
+            new_ids[idx] = np.concatenate(kept)
+        return new_ids
+
     def _shortened(self, rows: pa.RecordBatch, prompts: Prompts, long: Int64s) -> dict[int, Int32s]:
         """Ids of shorter prompts for those at `long`, as far as they can be cut."""
         row_idxs, rows = prompts.rendered.idxs[long], rows.select(self._columns)
@@ -159,6 +181,21 @@ class Prompter:
             left = made[~is_last]
             number += 1
         return new_ids
+
+
+def _id_cut(spec: JobSpec) -> Cut | None:
+    """How token ids are cut: of vectors, where all that is cut lies at the text's end or start."""
+    prompt = spec.prompt
+    if not spec.is_pooled or prompt.chat_template or len(prompt.truncate) != 1:
+        return None
+    ((column, cut),) = prompt.truncate.items()
+    places = list(Formatter().parse(prompt.template or ""))
+    if sum(name == column for _, name, *_ in places) > 1:
+        return None
+    if cut == "end" and places[-1][1] == column:
+        return cut
+    is_first = places[0][0] == "" and places[0][1] == column and not prompt.system
+    return cut if cut == "start" and is_first else None
 
 
 def _kept(num: int, cut: Cut) -> tuple[int, int]:
