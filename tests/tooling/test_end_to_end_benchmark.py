@@ -303,12 +303,8 @@ def test_processes_of_a_benchmark_find_it_from_a_checkout(tmp_path: Path) -> Non
     command = "import sys; from benchmarks.end_to_end.processes import *; sys.exit(run_logged("
     command += "[sys.executable, '-P', '-c', 'import benchmarks'], Path(sys.argv[1]), {}, None))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(
-        [sys.executable, "-c", command, str(tmp_path / "log")],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-    )
+    call = [sys.executable, "-c", command, str(tmp_path / "log")]
+    subprocess.run(call, cwd=ROOT, env=environment, check=True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,71 +30,42 @@ def run_benchmark(folder: Path, *args: str) -> tuple[int, dict[str, Any] | None,
     return done.returncode, json.loads(last) if last else None, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A whole run of two policies."""
-    folder = tmp_path_factory.mktemp("end-to-end")
-    names = ("stock_as_given", "batchllm_stock_attention")
-    code, report, printed = run_benchmark(
-        folder,
-        *("--model", "tiny", "--workloads", "case_1", "no_sharing", "--policies", *names),
-        *("--settings", "default", "--json", "result.json"),
-    )
-    assert code == 0, printed
-    assert report is not None
-    return folder, report
+TINY = ("--model", "tiny", "--workloads", "case_1", "no_sharing", "--settings", "default")
+POLICIES = ("stock_as_given", "batchllm_stock_attention")
 
 
-def test_a_run_measures_every_policy_on_the_same_work(tiny: tuple[Path, dict[str, Any]]) -> None:
-    folder, report = tiny
-    runs = json.loads((folder / "result.json").read_text())["runs"]
-    assert {(each["policy"], each["workload"]) for each in runs} == {
-        (policy, workload)
-        for policy in ("stock_as_given", "batchllm_stock_attention")
-        for workload in ("case_1", "no_sharing")
-    }
+def test_a_run_measures_every_policy_on_the_same_work_and_goes_on_where_it_stopped(
+    tmp_path: Path,
+) -> None:
+    args = (*TINY, "--policies", *POLICIES)
+    code, report, printed = run_benchmark(tmp_path, *args, "--json", "result.json")
+    assert code == 0 and report is not None, printed
+    assert (report["targets"], report["missing"]) == (None, {})
+    runs = json.loads((tmp_path / "result.json").read_text())["runs"]
+    by_name = {(run["policy"], run["workload"]): run for run in runs}
+    assert by_name.keys() == set(product(POLICIES, ("case_1", "no_sharing")))
     for workload in ("case_1", "no_sharing"):
-        alike = [each for each in runs if each["workload"] == workload]
+        stock, ours = (by_name[policy, workload] for policy in POLICIES)
         for name in ("num_requests", "num_prompt_tokens", "num_output_tokens"):
-            assert len({each[name] for each in alike}) == 1
-    by_name = {(each["policy"], each["workload"]): each for each in runs}
-    ours = by_name["batchllm_stock_attention", "case_1"]
-    assert ours["plan_s"] > 0
+            assert stock[name] == ours[name]
     assert by_name["stock_as_given", "case_1"]["plan_s"] == 0
+    assert by_name["batchllm_stock_attention", "no_sharing"]["saving_ratio"] == 0
+    ours = by_name["batchllm_stock_attention", "case_1"]
+    assert ours["plan_s"] > 0 and ours["saving_ratio"] > 0.4 and ours["device"] == "cpu"
     assert ours["total_s"] == pytest.approx(ours["plan_s"] + ours["generate_s"], abs=1e-3)
     assert 0 < ours["tecd_s"] < ours["total_s"]
     assert sum(ours["steps"]["num_tokens"]) == (
         ours["num_prefill_tokens"] + ours["num_output_tokens"] - ours["num_requests"]
     )
-    assert ours["saving_ratio"] > 0.4
-    assert by_name["batchllm_stock_attention", "no_sharing"]["saving_ratio"] == 0
-    assert ours["device"] == "cpu"
-    assert report["targets"] is None
-    assert report["missing"] == {}
-
-
-def test_the_same_command_goes_on_where_it_stopped(tiny: tuple[Path, dict[str, Any]]) -> None:
-    folder, report = tiny
-    rows = (folder / "rows.jsonl").read_text()
-    again = folder / "again"
-    again.mkdir()
-    lines = rows.splitlines(keepends=True)
     # The last run was cut off while it wrote its row.
-    (again / "rows.jsonl").write_text("".join(lines[:-1]) + lines[-1][:50])
-    names = ("stock_as_given", "batchllm_stock_attention")
-    code, second, printed = run_benchmark(
-        again,
-        *("--model", "tiny", "--workloads", "case_1", "no_sharing", "--policies", *names),
-        *("--settings", "default"),
-    )
-    assert code == 0, printed
-    assert second is not None
+    rows = (tmp_path / "rows.jsonl").read_text()
+    *lines, last = rows.splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(lines) + last[:50])
+    code, second, printed = run_benchmark(tmp_path, *args)
+    assert code == 0 and second is not None, printed
     assert printed.count("== ") == 1
-    assert [each["policy"] for each in second["rows"]] == [
-        each["policy"] for each in report["rows"]
-    ]
-    kept = [each for each in second["rows"] if each in report["rows"]]
-    assert len(kept) == 3  # and one that was measured anew
+    kept = [row for row in second["rows"] if row in report["rows"]]
+    assert (len(second["rows"]), len(kept)) == (4, 3)  # and one that was measured anew
 
 
 def test_an_engine_that_cannot_start_fails_the_benchmark(tmp_path: Path) -> None:
@@ -114,4 +86,5 @@ def test_an_engine_gets_no_time_that_is_not_left(tmp_path: Path) -> None:
     )
     assert code == 3, printed
     assert report is not None
-    assert {each["reason"] for each in report["missing"].values()} == {"no time was left"}
+    reasons = {missing["reason"] for missing in report["missing"].values()}
+    assert reasons == {"no time was left"}
