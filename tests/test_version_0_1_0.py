@@ -60,11 +60,8 @@ def test_a_committed_plan_is_read_by_all_that_looks_at_it(plan: StoredPlan) -> N
     assert (status.is_committed, status.done.num_rows, status.notes) == (True, 9, ())
     assert {shard.state for shard in status.shards} == {"finished"}
     report = load_report(plan.folder.uri)
-    assert (report.plan.num_rows, report.num_rows_out, report.errors_by_kind) == (
-        10,
-        9,
-        {"null_value": 1},
-    )
+    counts = (report.plan.num_rows, report.num_rows_out, report.errors_by_kind)
+    assert counts == (10, 9, {"null_value": 1})
     [failed] = find_failed_rows(plan.folder.uri, 9).rows
     assert (failed.key, failed.kind) == ({"row_key": "null"}, "null_value")
     engines = Engines()

@@ -12,7 +12,7 @@ from batchllm_operator.prefixes import PrefixGroups
 benchmark = load("shards")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), min_size=1), st.data())
 def test_a_shard_finds_what_its_own_prompts_share(
     prompts: list[list[int]], data: st.DataObject

@@ -37,12 +37,9 @@ def test_two_settings_together(row: Row) -> None:
     check_row(row)
 
 
-def test_members_that_prefill_in_chunks() -> None:
+def test_members_that_prefill_in_chunks_and_a_group_larger_than_two_tiles() -> None:
     groups = [Group(128, ((0, 4), (30, 3), (5, 4), (64, 3), (2, 4))), Group(64, ((1, 2), (0, 2)))]
     assert num_prefix_tiles(check(make_case(SHAPE, groups, seed=12))) >= 2
-
-
-def test_group_larger_than_two_tiles() -> None:
     groups = [Group(96, tuple((own, 1) for own in range(17)))]
     assert num_prefix_tiles(check(make_case(SHAPE, groups, seed=13))) >= 3
 
