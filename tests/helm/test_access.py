@@ -18,7 +18,7 @@ from helm_chart.rendering import (
 
 WORKER = {
     "jobs.batch": {"create", "get", "patch", "delete"},
-    "pods": {"list", "delete"},
+    "pods": {"list", "patch", "delete"},
     "pods/log": {"get"},
     "events": {"list"},
 }

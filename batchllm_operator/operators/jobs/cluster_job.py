@@ -26,6 +26,8 @@ from batchllm_operator.operators.jobs.calls import (
 )
 from batchllm_operator.operators.jobs.owner import LABEL, QUEUE, Attempt
 
+_TRACKING: Final = "batch.kubernetes.io/job-tracking"
+_MERGE_PATCH: Final = "application/merge-patch+json"
 ENDING_MARGIN_S: Final = 60.0
 """Time after the grace period that a kubelet may take to report a pod's end."""
 _LONGEST_WAIT_S: Final = 8.0
@@ -262,7 +264,9 @@ class ClusterJob(ClusterCalls):
     async def remove_stuck_pods(self) -> None:
         """Remove by force pods that are long past their grace period: their node doesn't answer.
 
-        The time counts from when this was first seen, because the cluster's clock may differ.
+        The Job controller replaces a pod once it has ended or is gone, and its finalizer keeps one
+        whose end is never reported. The time counts from when this was first seen, because the
+        cluster's clock may differ.
         """
         now, since = time.monotonic(), self._ending_since
         self._ending_since = {}
@@ -277,6 +281,10 @@ class ClusterJob(ClusterCalls):
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": metadata.uid}}
             where = (metadata.name, self.namespace)
             await self._call_if_there(CoreV1Api, "delete_namespaced_pod", *where, body=options)
+            others = [name for name in metadata.finalizers or () if name != _TRACKING]
+            patch = {"metadata": {"finalizers": others}}
+            call = "patch_namespaced_pod"
+            await self._call_if_there(CoreV1Api, call, *where, patch, _content_type=_MERGE_PATCH)
 
     @property
     def has_ending_pods(self) -> bool:

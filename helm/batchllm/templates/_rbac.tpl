@@ -6,7 +6,7 @@
   verbs: [create, get, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: {{ if .Values.spark.enabled }}[get, list, patch, delete]{{ else }}[list, delete]{{ end }}
+  verbs: {{ if .Values.spark.enabled }}[get, list, patch, delete]{{ else }}[list, patch, delete]{{ end }}
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
@@ -41,7 +41,7 @@
   verbs: [get, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, delete]
+  verbs: [list, patch, delete]
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
