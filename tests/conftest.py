@@ -62,10 +62,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which API server tests of pods use: by default a double of one, with a node agent."""
+    """Which cluster tests of pods use: by default a double of one."""
     group = parser.getgroup("kubernetes")
-    group.addoption("--kubeconfig", metavar="FILE", help="use this API server, not the double")
-    group.addoption("--kube-nodes", action="store_true", help="that cluster has nodes of its own")
+    group.addoption("--kubeconfig", metavar="FILE", help="use this cluster, not the double")
+    group.addoption(
+        "--kube-nodes",
+        action="store_true",
+        help="that cluster has nodes, which run on this machine",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

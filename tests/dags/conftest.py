@@ -11,8 +11,12 @@ from support.browser import chromium
 from support.demo_job import wait_until
 from support.fake_job import JobFolder
 from support.fork_server import ForkServer
-from support.kubernetes.cluster import Backend, python_image
-from support.kubernetes.fixtures import kubernetes_backend, opened_cluster
+from support.kubernetes.cluster import (
+    Backend,
+    kubernetes_backend,
+    opened_cluster,
+    python_image,
+)
 from support.pod_arguments import pod_arguments
 from support.pod_runs import KEY, KEY_ID
 from support.standalone import POLL_S, Standalone, bundle, free_port, script_env

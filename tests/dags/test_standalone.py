@@ -292,7 +292,7 @@ def test_a_pod_that_is_evicted_is_replaced(
 
 def test_neither_database_nor_logs_hold_a_credential(standalone: Standalone) -> None:
     """After all the runs above."""
-    tokens = [standalone.cluster.double.access.user_token, KEY]
+    tokens = [standalone.cluster.proxy.token, KEY]
     files = [*standalone.home.glob("airflow.db*"), *standalone.home.rglob("*.log")]
     assert len(files) > 10
     for file in files:

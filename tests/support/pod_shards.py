@@ -110,6 +110,11 @@ class Shards:
         (job,) = self.jobs()
         return job
 
+    def has_ended(self) -> bool:
+        """Whether the Job has."""
+        conditions = {condition.type for condition in self.job().status.conditions or ()}
+        return bool(conditions & {"Complete", "Failed"})
+
     def live(self) -> list[Any]:
         return [pod for pod in self.cluster.pods() if pod.metadata.deletion_timestamp is None]
 

@@ -156,7 +156,7 @@ def check_triggers(airflow: Standalone) -> None:
     assert len(triggers) == 2
     for arguments in triggers:
         assert arguments["config_file"] == str(airflow.cluster.kubeconfig)
-        for secret in (airflow.cluster.double.access.user_token, KEY):
+        for secret in (airflow.cluster.proxy.token, KEY):
             assert secret not in repr(arguments)
 
 

@@ -9,8 +9,7 @@ import pytest
 from support.fake_job import JobFolder, document_rows
 from support.fork_server import ForkServer
 from support.forked_children import fork_children
-from support.kubernetes.cluster import Cluster
-from support.kubernetes.fixtures import cluster, kubernetes_backend
+from support.kubernetes.cluster import Cluster, cluster, kubernetes_backend
 from support.pod_shards import Shards
 from support.task_runs import TaskInstance
 

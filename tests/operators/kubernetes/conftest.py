@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from support.fork_server import ForkServer
 from support.forked_children import fork_children
-from support.kubernetes.cluster import Cluster
-from support.kubernetes.fixtures import cluster, kubernetes_backend
-from support.kubernetes.wire import Wire
+from support.kubernetes.cluster import Cluster, cluster, kubernetes_backend
 from support.pod_shards import MODES, Shards
 
 from batchllm_operator.operators.jobs import watch
 
-__all__ = ["api", "cluster", "kubernetes_backend", "shards"]
+__all__ = ["cluster", "kubernetes_backend", "shards"]
 
 
 @pytest.fixture(params=MODES)
@@ -32,11 +30,3 @@ def shards(
     made = Shards(cluster, tmp_path / "lake", request.param)
     yield made
     made.close()
-
-
-@pytest.fixture
-def api(cluster: Cluster) -> Iterator[Wire]:
-    """Plain requests; nothing happens to the pods but what they ask for."""
-    cluster.agent.hold_scheduling()
-    yield Wire(cluster)
-    cluster.agent.release_scheduling()

@@ -16,7 +16,7 @@ from helm_chart.rendering import render
 from kubernetes.client import ApiClient
 from operators.kubernetes.test_cluster_job import LATER, body
 from support.kubernetes.cluster import Cluster, python_image
-from support.kubernetes.status import ApiError
+from support.kubernetes.objects import ApiError
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance
 
@@ -57,12 +57,12 @@ def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]
     pod = shards.cluster.pod(name)
     (owner,) = secret.metadata.owner_references
     assert (owner.kind, owner.uid) == ("Job", job.metadata.uid)
-    (pid,) = shards.cluster.agent.processes(name)[:1]
+    pid = shards.cluster.agent.pid(name)
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
     assert all(canary in environment for canary in CANARIES)  # the pod has them
 
     spec = json.dumps(ApiClient().sanitize_for_serialization([pod, job]))
-    events = "".join(shards.cluster.events(name))
+    events = str(shards.cluster.api.list_namespaced_event(shards.cluster.namespace))
     shards.wait(lambda: run.is_deferred, "the trigger")
     stored = json.dumps(run.trigger.serialize())
     (user,) = yaml.safe_load(shards.cluster.kubeconfig.read_text())["users"]
@@ -138,14 +138,14 @@ def test_a_secret_is_renewed_and_no_value_of_it_is_logged(
 @pytest.mark.parametrize("status", [401, 429, 503])
 def test_a_secret_is_put_again_after_a_passing_error(cluster: Cluster, status: int) -> None:
     """Its answer isn't read, but errors are."""
-    cluster.double.fail_next("POST", "secrets", ApiError(status, "Passing", "try again"))
+    cluster.proxy.fail_next("create", "secrets", ApiError(status, "Passing", "try again"))
     put_secrets(cluster, "first")
     assert held_secret(cluster) == "first"
 
 
 def test_room_for_a_secret_in_a_quota_is_waited_for(cluster: Cluster) -> None:
     message = 'secrets "s" is forbidden: exceeded quota: q, requested: secrets=1, used: secrets=9'
-    cluster.double.fail_next("POST", "secrets", ApiError(403, "Forbidden", message))
+    cluster.proxy.fail_next("create", "secrets", ApiError(403, "Forbidden", message))
     put_secrets(cluster, "first")
     assert held_secret(cluster) == "first"
 
@@ -180,7 +180,7 @@ def test_existing_secrets_are_only_referred_to(shards: Shards) -> None:
     shards.cluster.create_secret("s3-lake", {"AWS_SECRET_ACCESS_KEY": KEY})
     run = shards.start(secret_names=["s3-lake"])
     name = shards.pod()
-    environment = Path(f"/proc/{shards.cluster.agent.processes(name)[0]}/environ").read_text()
+    environment = Path(f"/proc/{shards.cluster.agent.pid(name)}/environ").read_text()
     assert KEY in environment
     pod = shards.cluster.pod(name)
     assert KEY not in json.dumps(ApiClient().sanitize_for_serialization(pod))

@@ -11,7 +11,7 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from support.fork_server import ForkServer
 from support.kubernetes.cluster import python_image
-from support.kubernetes.images import Image
+from support.kubernetes.pod_worker import Image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance
 
@@ -73,7 +73,7 @@ def test_a_pod_that_vanished_after_finishing_is_a_success(shards: Shards) -> Non
 @in_triggerer
 def test_a_job_that_ended_well_without_results_is_a_failure(shards: Shards) -> None:
     shards.plan()
-    shards.cluster.agent.add_image("job:1", Image(replaced_command=["echo", "all is well"]))
+    shards.cluster.agent.add_image("job:1", Image(command=["echo", "all is well"]))
     error = shards.start().failure()
     assert isinstance(error, AirflowException) and not isinstance(error, AirflowFailException)
     assert "ended well, but its results aren't in the lake" in str(error)
@@ -124,7 +124,7 @@ def test_the_last_lines_of_a_failed_pod_are_logged_where_they_stay(
     """In the triggerer, and in the worker, because the triggerer's file is emptied."""
     shards.plan()
     command = ["sh", "-c", "echo before the end; exit 1"]
-    shards.cluster.agent.add_image("job:1", Image(replaced_command=command))
+    shards.cluster.agent.add_image("job:1", Image(command=command))
     shards.start().failure()
     log = "".join(capfd.readouterr())
     assert len(re.findall(r"  before the end", log)) == 2
@@ -216,7 +216,7 @@ def test_a_job_that_the_cluster_refuses_is_not_tried_again(shards: Shards) -> No
     missing = shards.start(namespace="no-such-namespace").failure()
     assert isinstance(missing, AirflowFailException)
     assert 'namespaces "no-such-namespace" not found' in str(missing)
-    shards.cluster.double.deny("create", "jobs")
+    shards.cluster.proxy.deny("create", "jobs")
     forbidden = shards.start().failure()
     assert isinstance(forbidden, AirflowFailException)
     assert "the cluster refuses the Job or its Secret: 403" in str(forbidden)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from airflow.providers.common.compat.sdk import TaskDeferred
-from support.kubernetes.images import Image
+from support.kubernetes.pod_worker import Image
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance, TaskRun
 
@@ -18,7 +18,7 @@ def test_a_refused_secret_leaves_no_job(shards: Shards, monkeypatch: pytest.Monk
     """The chart's default Role has no right to Secrets; the failure is final, so nobody comes."""
     lake = {"conn_type": "aws", "login": "AKIACANARY", "password": "canary-secret"}
     monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps(lake))
-    shards.cluster.double.deny("create", "secrets")
+    shards.cluster.proxy.deny("create", "secrets")
     shards.plan()
     shards.start(aws_conn_id="lake").failure()
     shards.check_nothing_left()
@@ -34,7 +34,7 @@ def test_what_a_pod_says_of_its_secret_is_masked_in_the_event(
     monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps(lake))
     shards.plan()
     command = ["sh", "-c", "echo bad signature for $AWS_SECRET_ACCESS_KEY >&2; exit 1"]
-    shards.cluster.agent.add_image("job:1", Image(replaced_command=command))
+    shards.cluster.agent.add_image("job:1", Image(command=command))
     task = shards.task(aws_conn_id="lake")
     run = TaskRun.__new__(TaskRun)
     run.ti = TaskInstance()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
-from support.kubernetes.images import Image
+from support.kubernetes.pod_worker import Image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance
 
@@ -47,7 +47,7 @@ def lake(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> Lake:
     lake = Lake()
     shards.plan_uri = PLAN
     monkeypatch.setattr(CommandRunner, "verify", lambda _, *each: lake.verify(*each))
-    shards.cluster.agent.add_image("job:1", Image(replaced_command=["sleep", "600"]))
+    shards.cluster.agent.add_image("job:1", Image(command=["sleep", "600"]))
     return lake
 
 
@@ -117,7 +117,7 @@ def test_a_worker_that_finds_nothing_left_lets_the_task_look_at_once(
 ) -> None:
     """Others may hang, or wait for a node."""
     script = 'if [ "$JOB_COMPLETION_INDEX" = 1 ]; then exit 0; else sleep 600; fi'
-    shards.cluster.agent.add_image("job:1", Image(replaced_command=["sh", "-c", script]))
+    shards.cluster.agent.add_image("job:1", Image(command=["sh", "-c", script]))
     run = shards.start(num_workers=2, look_interval=timedelta(hours=1))
     lake.says = lambda: DONE if run.num_deferrals else FREE
     assert run.wait() == DONE
@@ -210,7 +210,7 @@ def test_a_look_that_fails_does_not_end_the_task(
 def test_a_job_that_ends_while_a_shard_is_free_fails_the_try_and_the_next_makes_another(
     shards: Shards, lake: Lake
 ) -> None:
-    shards.cluster.agent.add_image("job:1", Image(replaced_command=["true"]))
+    shards.cluster.agent.add_image("job:1", Image(command=["true"]))
     error = shards.start(num_workers=2).failure()
     assert isinstance(error, AirflowException) and not isinstance(error, AirflowFailException)
     assert FREE in str(error)

@@ -1,167 +1,138 @@
-"""An API server in memory, for tests: the part of the Kubernetes API that running pods takes.
+"""A double of the Kubernetes API server, with its controllers and its scheduler.
 
-It has no scheduler, no kubelets and no controllers: those are in `node_agent` and `controllers`,
-and reach it through the API only.
+Kubelets are in `node_agent`, and reach it through the API only.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import urllib3
 import yaml
-from aiohttp import web
-from support.kubernetes.access import AccessRules
-from support.kubernetes.certificates import make_identity
-from support.kubernetes.https_server import HttpsServer
-from support.kubernetes.loop_thread import LoopThread
-from support.kubernetes.operations import Operations
-from support.kubernetes.pod_log import answer_log
-from support.kubernetes.selectors import Match, matcher
-from support.kubernetes.status import ApiError, Object, method_not_allowed, no_such_path
-from support.kubernetes.store import RESOURCES, Store, Target
-from support.kubernetes.watching import WatchRequest, watch
-
-_PATH = re.compile(
-    r"^/(?:api/v1|apis/batch/v1)(?:/namespaces/(?P<namespace>[^/]+)(?=/[^/]+))?"
-    r"/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+)(?:/(?P<subresource>binding|log|status))?)?$"
-)
-_MERGES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
-_MAX_BODY = 3 * 2**20
-_TRUE = ("true", "True", "1")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from support.kubernetes.controllers import Controllers
+from support.kubernetes.http_server import HttpServer, Request
+from support.kubernetes.objects import RESOURCES, ApiError, Object, Target, selects
+from support.kubernetes.store import Store
 
 
 class ApiServer:
-    """The server, in a thread of its own from construction until `close`.
+    """Serves from construction until `close`."""
 
-    `folder` receives its certificates. What tests change from outside (`access`) is read at the
-    next request.
-    """
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self._store = Store()
-        self.access = AccessRules()
-        self._identity = make_identity(folder, "kube-apiserver")
-        self._operations = Operations(self._store)
-        self._closing = False
-        self._thread = LoopThread("kube-apiserver")
-        self.url = self._thread.run(self._serve())
-
-    async def _serve(self) -> str:
-        app = web.Application(middlewares=[self._answer_errors], client_max_size=_MAX_BODY)
-        app.router.add_route("*", "/{path:.*}", self._dispatch)
-        self._server = HttpsServer(app)
-        await self._server.start(self._identity.server_context())
-        return f"https://127.0.0.1:{self._server.port}"
+        self._controllers = Controllers(self._store)
+        self._server = HttpServer(self._answer)
 
     def close(self) -> None:
-        """End all requests and the thread."""
-        self._closing = True
-        self._thread.run(self._server.close())
-        self._thread.close()
+        """End everything; raise what went wrong in a controller."""
+        self._server.close()
+        self._store.close()
+        self._controllers.close()
 
-    def write_kubeconfig(self, path: Path, token: str) -> Path:
-        """Write a kubeconfig for `token`."""
-        cluster = {"server": self.url, "certificate-authority": str(self._identity.authority)}
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "double", "cluster": cluster}],
-            "users": [{"name": "user", "user": {"token": token}}],
-            "contexts": [{"name": "double", "context": {"cluster": "double", "user": "user"}}],
-            "current-context": "double",
-        }
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        return path
+    def write_kubeconfig(self, path: Path) -> Path:
+        return write_kubeconfig(path, self._server.url)
 
-    def deny(self, verb: str, resource: str) -> None:
-        """Forbid the user's token a verb (`*`: all) on a resource such as `pods` or `pods/log`."""
-        self.access.denied.add((verb, resource))
+    def _answer(self, request: Request) -> None:
+        path = request.path.partition("?")[0]
+        if path in ("/api/v1", "/apis/batch/v1"):
+            request.send_object(200, _discovery(path.split("/", 2)[2]))
+            return
+        target = Target.of(request.command, request.path)
+        if target is None or target.plural not in RESOURCES:
+            raise ApiError(404, "NotFound", "the server could not find the requested resource")
+        if target.verb == "watch":
+            request.send_stream(self._events(target, request.query))
+        elif target.subresource == "log":
+            self._send_log(request, target)
+        else:
+            body = json.loads(request.body) if request.body else {}
+            code = 201 if target.verb == "create" else 200
+            request.send_object(code, self._perform(target, request.query, body))
 
-    def allow_all(self) -> None:
-        """Take back what was denied or made to fail."""
-        self.access.denied.clear()
-        self.access.failures.clear()
-
-    def fail_next(self, method: str, resource: str, error: ApiError) -> None:
-        """Answer the next such request of the user's token with an error."""
-        self.access.failures.append((method, resource, error))
-
-    def forget_history(self) -> None:
-        """Make every resourceVersion from before too old for a watch."""
-        self._thread.loop.call_soon_threadsafe(self._store.forget_history)
-
-    @web.middleware
-    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except ApiError as error:
-            headers = {"Retry-After": "1"} if error.code == 429 else {}
-            return web.json_response(error.body(), status=error.code, headers=headers)
-
-    async def _dispatch(self, request: web.Request) -> web.StreamResponse:
-        if request.path in ("/api/v1", "/apis/batch/v1"):
-            return web.json_response(_discovery(request.path.partition("/api")[2].lstrip("s/")))
-        is_admin = self.access.is_admin(request.headers.get("Authorization", ""))
-        target = _target(request.path)
-        if not is_admin:
-            self.access.authorize(_verb(request, target), target)
-            self.access.check_failures(request.method, target.resource.plural)
-        if target.subresource == "log":
-            return await answer_log(self._store, self._operations.get(target), request)
-        if _verb(request, target) == "watch":
-            return await self._watch(request, target)
-        text = await request.read()
-        code, answer = self._perform(request, target, json.loads(text) if text else {})
-        return web.json_response(answer, status=code)
-
-    def _perform(self, request: web.Request, target: Target, body: Object) -> tuple[int, Object]:
-        """Do what a request asks for; return the code and the object of its answer."""
-        match request.method:
-            case "GET" if target.name:
-                return 200, self._operations.get(target)
-            case "GET":
-                limit = int(request.query.get("limit") or 0)
-                return 200, self._operations.list(target, _match(request), limit)
-            case "POST" if not target.name:
-                return 201, self._operations.create(target, body)
-            case "POST" if target.subresource == "binding":
-                self._operations.bind(target, body["target"]["name"])
-                return 201, {"kind": "Status", "apiVersion": "v1", "status": "Success"}
-            case "PATCH" if target.name:
-                if request.content_type not in _MERGES:
-                    raise ApiError(415, "UnsupportedMediaType", "415: Unsupported Media Type", {})
-                return 200, self._operations.patch(target, body)
-            case "DELETE" if target.name:
-                if seconds := request.query.get("gracePeriodSeconds"):
-                    body.setdefault("gracePeriodSeconds", int(seconds))
-                if policy := request.query.get("propagationPolicy"):
+    def _perform(self, target: Target, query: Mapping[str, str], body: Object) -> Object:
+        """Do what a request asks for; returns the object of its answer."""
+        store, where = self._store, (target.plural, target.namespace, target.name)
+        match target.verb:
+            case "get":
+                return store.get(*where)
+            case "list":
+                return self._list(target, query)
+            case "create" if target.subresource == "binding":
+                store.bind(target.namespace, target.name, body["target"]["name"])
+                return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+            case "create" if not target.name:
+                return store.create(target.plural, target.namespace, body)
+            case "patch":
+                return store.patch(*where, body, target.subresource)
+            case "delete":
+                if grace_s := query.get("gracePeriodSeconds"):
+                    body.setdefault("gracePeriodSeconds", int(grace_s))
+                if policy := query.get("propagationPolicy"):
                     body.setdefault("propagationPolicy", policy)
-                return 200, self._operations.delete(target, body)
-        raise method_not_allowed()
+                if target.name:
+                    return store.delete(*where, body)
+                with store.changed:
+                    for name in self._names(target):
+                        store.delete(*where[:2], name, body)
+                return {"kind": "Status", "status": "Success"}
+        raise ApiError(405, "MethodNotAllowed", "the server does not allow this method")
 
-    async def _watch(self, request: web.Request, target: Target) -> web.StreamResponse:
-        query = request.query
-        revision = int(query.get("resourceVersion") or 0)
-        timeout_s = int(query.get("timeoutSeconds") or 1800)
-        asked = WatchRequest(target, _match(request), revision, timeout_s)
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
+    def _names(self, target: Target) -> list[str]:
+        bodies = self._store.items(target.plural, target.namespace)
+        return [body["metadata"]["name"] for body in bodies]
 
-        def is_over() -> bool:
-            transport = request.transport
-            return self._closing or transport is None or transport.is_closing()
+    def _list(self, target: Target, query: Mapping[str, str]) -> Object:
+        resource = RESOURCES[target.plural]
+        is_selected = selects(query.get("labelSelector", ""), query.get("fieldSelector", ""))
+        with self._store.changed:
+            items = [
+                body
+                for body in self._store.items(target.plural, target.namespace)
+                if is_selected(body)
+            ]
+            revision = str(self._store.revision)
+        return {
+            "kind": f"{resource.kind}List",
+            "apiVersion": resource.version,
+            "metadata": {"resourceVersion": revision},
+            "items": items[: int(query.get("limit", 0)) or None],
+        }
 
-        try:
-            async for each in watch(self._store, asked, is_over):
-                await response.write(each)
-            await response.write_eof()
-        except ConnectionError:  # the client went away
-            return response
-        return response
+    def _send_log(self, request: Request, target: Target) -> None:
+        """Pass a log on from the kubelet of the pod's node."""
+        pod = self._store.get("pods", target.namespace, target.name)
+        node = self._store.get("nodes", "", pod["spec"].get("nodeName", ""))
+        port = node["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"]
+        path, query = f"{target.namespace}/{target.name}/base", urlsplit(request.path).query
+        url = f"http://127.0.0.1:{port}/containerLogs/{path}?{query}"
+        answer = urllib3.request("GET", url)
+        request.send_bytes(answer.status, answer.data, answer.headers["Content-Type"])
+
+    def _events(self, target: Target, query: Mapping[str, str]) -> Iterator[bytes]:
+        """The lines of a watch."""
+        revision = int(query.get("resourceVersion") or self._store.revision)
+        limit_s = float(query.get("timeoutSeconds") or 1800)
+        for change in self._store.changes(target.plural, target.namespace, revision, limit_s):
+            event: Any = {"type": "ERROR", "object": ApiError(410, "Expired", "too old").body()}
+            if change is not None:
+                event = {"type": change.type, "object": change.body}
+            yield json.dumps(event).encode() + b"\n"
+
+
+def write_kubeconfig(path: Path, url: str, token: str = "") -> Path:
+    """Write a kubeconfig for a server on this machine."""
+    parts = {
+        "clusters": [{"name": "it", "cluster": {"server": url}}],
+        "users": [{"name": "it", "user": {"token": token} if token else {}}],
+        "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
+    }
+    config = {"apiVersion": "v1", "kind": "Config", **parts, "current-context": "it"}
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
 
 
 def _discovery(version: str) -> Object:
@@ -172,23 +143,3 @@ def _discovery(version: str) -> Object:
         if each.version == version
     ]
     return {"kind": "APIResourceList", "groupVersion": version, "resources": types}
-
-
-def _target(path: str) -> Target:
-    found = _PATH.match(path)
-    resource = RESOURCES.get(found["plural"]) if found else None
-    if found is None or resource is None:
-        raise no_such_path()
-    return Target(resource, *(found[part] or "" for part in ("namespace", "name", "subresource")))
-
-
-def _verb(request: web.Request, target: Target) -> str:
-    if request.method == "GET":
-        watches = not target.name and request.query.get("watch") in _TRUE
-        return "watch" if watches else "get" if target.name else "list"
-    verbs = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
-    return verbs.get(request.method, "")
-
-
-def _match(request: web.Request) -> Match:
-    return matcher(request.query.get("labelSelector", ""), request.query.get("fieldSelector", ""))

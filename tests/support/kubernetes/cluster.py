@@ -1,6 +1,6 @@
 """A cluster for one test: a namespace, a node agent, and a proxy that can fail.
 
-The API server is the double, or a real one whose kubeconfig the tests were given.
+The API server is the double, or that of a real control plane whose kubeconfig the tests were given.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import yaml
 from kubernetes import client as kube
 from kubernetes import config as kube_config
 from support.fork_server import ForkServer
+from support.kubernetes.api_client import ApiClient
 from support.kubernetes.api_server import ApiServer
-from support.kubernetes.controllers import Controllers
-from support.kubernetes.flaky_proxy import FlakyProxy
-from support.kubernetes.images import DEFAULT_PATH, Image
-from support.kubernetes.node import NodeSettings
 from support.kubernetes.node_agent import NodeAgent
+from support.kubernetes.pod_worker import Image
+from support.kubernetes.proxy import Proxy
 from support.kubernetes.real_nodes import RealNodes
 
 T = TypeVar("T")
@@ -36,12 +34,45 @@ _RESOURCES = ("jobs", "pods", "pods/log", "pods/status", "secrets", "events", "c
 
 @dataclass(frozen=True)
 class Backend:
-    """Where tests find an API server: `double` is None for a real one."""
+    """Where tests find an API server: the double, or a real one, maybe with nodes of its own."""
 
     admin_kubeconfig: Path
-    double: ApiServer | None = None
-    has_controllers: bool = False
+    is_double: bool = False
     has_nodes: bool = False
+
+
+@pytest.fixture(scope="session")
+def kubernetes_backend(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Backend]:
+    """The API server that all tests share: the double, or a real one named by `--kubeconfig`."""
+    if given := request.config.getoption("--kubeconfig"):
+        yield Backend(Path(given), has_nodes=request.config.getoption("--kube-nodes"))
+        return
+    server = ApiServer()
+    path = tmp_path_factory.mktemp("api-server") / "kubeconfig"
+    yield Backend(server.write_kubeconfig(path), is_double=True)
+    server.close()
+
+
+@contextlib.contextmanager
+def opened_cluster(
+    backend: Backend, folder: Path, commands: ForkServer | None = None
+) -> Iterator[Cluster]:
+    """A namespace with a node that knows the image `job:1`; see `python_image`."""
+    cluster = Cluster(backend, folder)
+    try:
+        cluster.agent.add_image("job:1", python_image(commands))
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(kubernetes_backend: Backend, tmp_path: Path, commands: ForkServer) -> Iterator[Cluster]:
+    """A cluster of the test's own."""
+    with opened_cluster(kubernetes_backend, tmp_path, commands) as opened:
+        yield opened
 
 
 def python_image(commands: ForkServer | None = None, **environment: str) -> Image:
@@ -50,19 +81,19 @@ def python_image(commands: ForkServer | None = None, **environment: str) -> Imag
     `commands` saves its `batchllm` the imports.
     """
     known = {
-        "PATH": f"{Path(sys.executable).parent}:{DEFAULT_PATH}",
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "LANG": "C.UTF-8",
     }
-    return Image(environment={**known, **environment}, commands=commands)
+    return Image({**known, **environment}, commands=commands)
 
 
 class Cluster:
     """What a test has of the cluster.
 
-    `kubeconfig` is for what is tested: it goes through `proxy`, with the rights of a user. `api`
-    goes past the proxy, with an administrator's. `agent` plays the nodes; with `has_nodes` the
-    cluster's own run pods, and `agent` does to these what it can.
+    `kubeconfig` is for what is tested: it goes through `proxy`, with the rights of a user. `api`,
+    `batch` and `plain` go past the proxy, with an administrator's. `agent` plays the nodes; with
+    `has_nodes` the cluster's own run pods, and `agent` does to these what it can.
     """
 
     def __init__(self, backend: Backend, folder: Path) -> None:
@@ -71,121 +102,78 @@ class Cluster:
         self.client = kube_config.new_client_from_config(str(backend.admin_kubeconfig))
         self.api = kube.CoreV1Api(self.client)
         self.batch = kube.BatchV1Api(self.client)
+        self.plain = ApiClient(backend.admin_kubeconfig)
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
-            self._create_namespace()
-            stack.callback(self._delete_namespace)
-            self.proxy = FlakyProxy(backend.admin_kubeconfig, folder)
+            stack.callback(self.plain.close)
+            self.api.create_namespace({"metadata": {"name": self.namespace}})
+            stack.callback(self.api.delete_namespace, self.namespace)
+            if backend.is_double:  # a real cluster puts this, and an account, into each namespace
+                authority = {"metadata": {"name": "kube-root-ca.crt"}, "data": {"ca.crt": ""}}
+                self.api.create_namespaced_config_map(self.namespace, authority)
+            else:
+                self.wait_for(self._has_account, "the account of its pods")
+            self.proxy = Proxy(backend.admin_kubeconfig)
             stack.callback(self.proxy.close)
-            token = backend.double.access.user_token if backend.double else ""
-            self.kubeconfig = self.proxy.write_kubeconfig(folder / "kubeconfig", token)
-            if not backend.has_controllers:
-                controllers = Controllers(backend.admin_kubeconfig, self.namespace)
-                stack.callback(controllers.close)
-            node = NodeSettings(f"node-{self.namespace}")
-            self.agent: Any = (
-                RealNodes(self.api, self.namespace)
-                if backend.has_nodes
-                else NodeAgent(backend.admin_kubeconfig, self.namespace, node)
-            )
+            self.kubeconfig = self.proxy.write_kubeconfig(folder / "kubeconfig")
+            self.agent: Any = self._node_agent()
             stack.callback(self.agent.close)
-            if backend.double:
-                stack.callback(backend.double.allow_all)
+            stack.callback(self._delete_all)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
         """Remove everything; raise what went wrong in the background."""
         self._stack.close()
 
-    @property
-    def double(self) -> ApiServer:
-        """The API server itself; skips the test if it is a real one."""
-        if self.backend.double is None:
-            pytest.skip("needs the test double of the API server")
-        return self.backend.double
+    def _node_agent(self) -> NodeAgent | RealNodes:
+        if self.backend.has_nodes:
+            return RealNodes(self.api, self.namespace)
+        admin, serves_logs = self.backend.admin_kubeconfig, not self.backend.is_double
+        return NodeAgent(admin, self.namespace, serves_logs=serves_logs)
 
     def allow_only(self, rules: list[dict[str, Any]]) -> None:
         """Give `kubeconfig` these rights, as a Role has them, and no others in the namespace.
 
-        With a real API server it then leads past the proxy, whose own rights are too many.
+        A real API server applies them itself, to a service account.
         """
-        if self.backend.double is not None:
+        if self.backend.is_double:
             granted = {
-                (verb, each)
+                (verb, resource)
                 for rule in rules
-                for each in rule["resources"]
+                for resource in rule["resources"]
                 for verb in rule["verbs"]
             }
-            for verb, each in {(v, r) for v in _VERBS for r in _RESOURCES} - granted:
-                self.backend.double.deny(verb, each)
+            for verb, resource in {(v, r) for v in _VERBS for r in _RESOURCES} - granted:
+                self.proxy.deny(verb, resource)
             return
         roles = kube.RbacAuthorizationV1Api(self.client)
         name = {"metadata": {"name": "only"}}
-        group = "rbac.authorization.k8s.io"
         roles.create_namespaced_role(self.namespace, {**name, "rules": rules})
         account = {"kind": "ServiceAccount", "name": "default", "namespace": self.namespace}
-        role = {"apiGroup": group, "kind": "Role", "name": "only"}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "only"}
         binding = {**name, "roleRef": role, "subjects": [account]}
         roles.create_namespaced_role_binding(self.namespace, binding)
-        config = yaml.safe_load(self.kubeconfig.read_text("utf-8"))
-        server = self.client.configuration
-        for each in config["clusters"]:
-            where = {"server": server.host, "certificate-authority": server.ssl_ca_cert}
-            each["cluster"] = {key: value for key, value in where.items() if value}
-            each["cluster"]["insecure-skip-tls-verify"] = not server.verify_ssl
-        for each in config["users"]:
-            each["user"] = {"token": self.service_account_token()}
-        self.kubeconfig.write_text(yaml.safe_dump(config), encoding="utf-8")
-
-    def service_account_token(self) -> str:
-        """A token of the namespace's service account, which a real API server gives."""
         wanted = {"spec": {"expirationSeconds": 3600}}
-        made = self.api.create_namespaced_service_account_token("default", self.namespace, wanted)
-        return str(made.status.token)
+        make_token = self.api.create_namespaced_service_account_token
+        self.proxy.act_as(make_token("default", self.namespace, wanted).status.token)
 
-    def _create_namespace(self) -> None:
-        self.api.create_namespace({"metadata": {"name": self.namespace}})
-        # A cluster's controllers make these two; a bare API server has no controllers, and the
-        # double has no service accounts.
-        with contextlib.suppress(kube.ApiException):
-            account = {"metadata": {"name": "default"}}
-            self.api.create_namespaced_service_account(self.namespace, account)
-        with contextlib.suppress(kube.ApiException):
-            authority = {"metadata": {"name": "kube-root-ca.crt"}, "data": {"ca.crt": ""}}
-            self.api.create_namespaced_config_map(self.namespace, authority)
+    def _has_account(self) -> bool:
+        return bool(self.api.list_namespaced_service_account(self.namespace).items)
 
-    def _delete_namespace(self) -> None:
-        for job in self.batch.list_namespaced_job(self.namespace).items:
-            with contextlib.suppress(kube.ApiException):  # it is gone already
-                self.batch.delete_namespaced_job(
-                    job.metadata.name, self.namespace, propagation_policy="Background"
-                )
-        for pod in self.pods():
-            with contextlib.suppress(kube.ApiException):  # it is gone already
-                self.api.delete_namespaced_pod(
-                    pod.metadata.name, self.namespace, grace_period_seconds=0
-                )
-        self.api.delete_namespace(self.namespace)
-        if self.backend.double or self.backend.has_controllers:
-            return
-        with contextlib.suppress(kube.ApiException):  # it is gone already
-            left = self.api.read_namespace(self.namespace)
-            left.spec.finalizers = []
-            self.api.replace_namespace_finalize(self.namespace, left)
+    def _delete_all(self) -> None:
+        """Remove Jobs and pods while there is a node agent to end them."""
+        policy = {"propagation_policy": "Background"}
+        self.batch.delete_collection_namespaced_job(self.namespace, **policy)
+        self.api.delete_collection_namespaced_pod(self.namespace, grace_period_seconds=0)
 
     def pods(self, selector: str = "") -> list[Any]:
         """The namespace's pods, as the client's V1Pod."""
         listed = self.api.list_namespaced_pod(self.namespace, label_selector=selector)
         return list(listed.items)
 
-    def pod(self, name: str) -> Any | None:
+    def pod(self, name: str) -> Any:
         """A pod, or None if there is none of this name."""
-        try:
-            return self.api.read_namespaced_pod(name, self.namespace)
-        except kube.ApiException as error:
-            if error.status == 404:
-                return None
-            raise
+        return next((pod for pod in self.pods() if pod.metadata.name == name), None)
 
     def phase(self, name: str) -> str:
         """A pod's phase; "Gone" if there is no such pod."""
@@ -197,7 +185,7 @@ class Cluster:
         deadline = time.monotonic() + 90
         while not (found := predicate()):
             if time.monotonic() > deadline:
-                pods = {each.metadata.name: each.status.phase for each in self.pods()}
+                pods = {pod.metadata.name: pod.status.phase for pod in self.pods()}
                 pytest.fail(f"gave up waiting for {what}; pods: {pods}")
             time.sleep(pause_s)
         return found
@@ -214,25 +202,12 @@ class Cluster:
         waiting = states[0].state.waiting if states else None
         return str(waiting.reason) if waiting else ""
 
-    def events(self, name: str, reason: str = "") -> list[str]:
-        """Messages of a pod's Events, those with this reason only if one is named."""
-        selector = f"involvedObject.name={name}"
-        listed = self.api.list_namespaced_event(self.namespace, field_selector=selector)
-        return [each.message for each in listed.items if reason in ("", each.reason)]
-
-    def log(self, name: str, **options: Any) -> str:
-        """What a pod's container has written."""
-        options["_preload_content"] = False  # else the client gives the text of a bytes object
-        answer = self.api.read_namespaced_pod_log(name, self.namespace, **options)
-        return bytes(answer.data).decode()
-
     def run_pod(self, name: str, command: list[str], **changes: Any) -> Any:
         """Create a plain pod of one container `base`; `changes` go into its spec."""
         container = {"name": "base", "image": "job:1", "command": command}
         container |= changes.pop("container", {})
         spec = {"restartPolicy": "Never", "containers": [container], **changes}
-        labels = spec.pop("labels", {})
-        body = {"metadata": {"name": name, "labels": labels}, "spec": spec}
+        body = {"metadata": {"name": name, "labels": spec.pop("labels", {})}, "spec": spec}
         return self.api.create_namespaced_pod(self.namespace, body)
 
     def create_secret(self, name: str, data: Mapping[str, str]) -> None:

@@ -1,25 +1,30 @@
-"""The Job controller's rules that the operators rely on, for API servers that run without it.
+"""The Job controller's rules for Indexed Jobs that the operators rely on.
 
-Of Indexed Jobs: which pods there are, which failures count, and how the Job ends. Left out are
-finalizers of pods (a pod that vanishes counts as it was seen last), back-off and TTL.
+As in Kubernetes 1.36, but for the back-off between failures, which tests needn't wait for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
-from support.kubernetes.api_client import ApiClient, RequestFailedError
-from support.kubernetes.status import Object
-from support.kubernetes.store import now_text
+from support.kubernetes.objects import (
+    ApiError,
+    Object,
+    has_condition,
+    has_ended,
+    is_being_deleted,
+    now_text,
+    seconds_since,
+    with_condition,
+)
+from support.kubernetes.store import Store
 
-INDEX = "batch.kubernetes.io/job-completion-index"
-_ENDED = ("Succeeded", "Failed")
+_LABEL = "batch.kubernetes.io/"
+INDEX = f"{_LABEL}job-completion-index"
+_TRACKING = f"{_LABEL}job-tracking"
 
 
 @dataclass
@@ -31,217 +36,220 @@ class Tally:
     num_failed: int = 0
     verdict: tuple[str, str] | None = None
     """Reason and message of a failure of the whole Job."""
-    alive: dict[int, Object] = field(default_factory=dict)
-    """Pods that haven't ended, terminating ones too, by index."""
+
+    def failed_indexes(self, spec: Object) -> set[int]:
+        limit = spec.get("backoffLimitPerIndex", 6)
+        return {i for i, count in self.failures.items() if count > limit} - self.succeeded
 
 
 class JobController:
-    """Brings the Jobs of a namespace and their pods together."""
+    """Brings Jobs and their pods together. Called with the store's lock."""
 
-    def __init__(self, api: ApiClient, namespace: str) -> None:
-        self._api, self._namespace = api, namespace
-        self._gone: dict[str, Object] = {}
-        self._removed: set[str] = set()  # by this controller: no failures
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tallies: dict[str, Tally] = {}
 
-    def note_gone(self, body: Object) -> None:
-        """Keep the last state of an object that is gone, if it was a Job's pod."""
-        if owner_uid(body) and INDEX in body["metadata"].get("labels", {}):
-            self._gone[body["metadata"]["uid"]] = body
+    def sync(self) -> None:
+        """Take the next steps for all Jobs."""
+        pods: dict[str, list[Object]] = {}
+        for pod in self._store.items("pods"):
+            if _TRACKING in pod["metadata"].get("finalizers", []):
+                pods.setdefault(_owner_uid(pod), []).append(pod)
+        for job in self._store.items("jobs"):
+            own = pods.pop(job["metadata"]["uid"], [])
+            if is_being_deleted(job) or has_condition(job, "Complete", "Failed"):
+                self._release(own)
+                self._expire(job)
+            else:
+                self._sync(job, own)
+        for own in pods.values():  # the Job is gone
+            self._release(own)
 
-    async def reconcile(self, job: Object, pods: Iterable[Object]) -> None:
-        """Take the next steps for a Job that isn't being deleted and hasn't ended."""
-        uid, spec = job["metadata"]["uid"], job["spec"]
-        own = [each for each in (*self._gone.values(), *pods) if owner_uid(each) == uid]
-        by_uid = {each["metadata"]["uid"]: each for each in own}
-        tally = _tally(spec, by_uid, self._gone.keys(), self._removed)
-        started = job.get("status", {}).get("startTime", now_text())
-        suspended = bool(spec.get("suspend"))
-        verdict = tally.verdict or _verdict(spec, tally, started)
-        stop = verdict is not None or suspended
-        await self._remove_surplus(spec, tally, stop=stop)
-        if not stop:
-            await self._create_missing(job, tally)
-        await self._write_status(job, tally, started, verdict, suspended=suspended)
+    def _release(self, pods: list[Object]) -> None:
+        for pod in pods:
+            self._store.release("pods", pod, _TRACKING)
 
-    async def _remove_surplus(self, spec: Object, tally: Tally, *, stop: bool) -> None:
-        live = {i: p for i, p in tally.alive.items() if "deletionTimestamp" not in p["metadata"]}
-        surplus = [i for i in live if stop or i >= spec["completions"]]
-        left = sorted(live.keys() - set(surplus), key=lambda i: (is_ready(live[i]), -i))
-        surplus += left[: max(0, len(left) - spec["parallelism"])]
-        for index in surplus:
-            self._removed.add(live[index]["metadata"]["uid"])
-            await self._api.delete(f"{self._pods}/{live[index]['metadata']['name']}")
+    def _expire(self, job: Object) -> None:
+        ttl_s = job["spec"].get("ttlSecondsAfterFinished")
+        if ttl_s is None or is_being_deleted(job):
+            return
+        ended_at = max(each["lastTransitionTime"] for each in job["status"]["conditions"])
+        if seconds_since(ended_at) >= ttl_s:
+            where = job["metadata"]["namespace"], job["metadata"]["name"]
+            self._store.delete("jobs", *where, {"propagationPolicy": "Foreground"})
 
-    async def _create_missing(self, job: Object, tally: Tally) -> None:
-        spec = job["spec"]
-        busy = tally.succeeded | tally.alive.keys() | _failed_indexes(spec, tally)
-        missing = [index for index in range(spec["completions"]) if index not in busy]
-        for index in missing[: max(0, spec["parallelism"] - len(tally.alive))]:
-            pod = _pod(job, index)
-            try:
-                tally.alive[index] = await self._api.request("POST", self._pods, pod)
-            except RequestFailedError as error:
-                if error.code == 403:
-                    await self._tell_refusal(job, pod, str(error))
-                elif error.code != 404:
-                    raise
-                return
-
-    async def _tell_refusal(self, job: Object, pod: Object, message: str) -> None:
-        metadata = {"name": f"{job['metadata']['name']}.failed", "namespace": self._namespace}
-        involved = {"kind": "Job", "name": job["metadata"]["name"], "namespace": self._namespace}
-        event = {"metadata": metadata, "involvedObject": involved, "reason": "FailedCreate"}
-        with contextlib.suppress(RequestFailedError):  # it was told before
-            told = {**event, "type": "Warning", "message": message, "lastTimestamp": now_text()}
-            path = f"/api/v1/namespaces/{self._namespace}/events"
-            await self._api.request("POST", path, told)
-
-    async def _write_status(
-        self,
-        job: Object,
-        tally: Tally,
-        started: str,
-        verdict: tuple[str, str] | None,
-        *,
-        suspended: bool,
-    ) -> None:
-        alive, spec = list(tally.alive.values()), job["spec"]
-        ending = [pod for pod in alive if "deletionTimestamp" in pod["metadata"]]
-        status: Object = {
-            "active": len(alive) - len(ending),
-            "ready": sum(is_ready(pod) for pod in alive if pod not in ending),
-            "terminating": len(ending),
+    def _sync(self, job: Object, pods: list[Object]) -> None:
+        spec, old = job["spec"], job["status"]
+        tally = self._tallies.setdefault(job["metadata"]["uid"], Tally())
+        ended = [pod for pod in pods if has_ended(pod)]
+        for pod in ended:
+            _count(spec, pod, tally)
+        self._release(ended)
+        is_suspended = bool(spec.get("suspend"))
+        started = None if is_suspended else old.get("startTime") or now_text()
+        tally.verdict = tally.verdict or _verdict(spec, tally, started)
+        alive = [pod for pod in pods if not has_ended(pod)]
+        active = [pod for pod in alive if not is_being_deleted(pod)]
+        surplus = active if tally.verdict or is_suspended else _surplus(spec, tally, active)
+        for pod in surplus:
+            self._store.delete("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], {})
+        active = [pod for pod in active if pod not in surplus]
+        num_ending = len(alive) - len(active)
+        if not surplus and not tally.verdict and not is_suspended:
+            active += self._create(job, tally, alive)
+        status = {
+            "active": len(active),
+            "ready": sum(has_condition(pod, "Ready") for pod in active),
+            "terminating": num_ending,
             "succeeded": len(tally.succeeded),
             "failed": tally.num_failed,
-            "startTime": None if suspended else started,
-            "conditions": [],
+            **({"startTime": started} if started else {}),
+            **({"conditions": old["conditions"]} if "conditions" in old else {}),
         }
-        if suspended:
-            status["conditions"] = [_condition("Suspended", "JobSuspended", "Job suspended")]
-        elif not alive and verdict is not None:
-            status["conditions"] = [_condition("Failed", *verdict)]
-        elif len(tally.succeeded) == spec["completions"]:
-            reached = "Reached expected number of succeeded pods"
-            status["conditions"] = [_condition("Complete", "CompletionsReached", reached)]
-        old = {**job.get("status", {})}
-        if _timeless(old) != _timeless(status):
-            path = f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{job['metadata']['name']}"
-            await self._api.patch(f"{path}/status", {"status": status})
+        status = _judged(status, spec, tally, is_suspended=is_suspended)
+        self._store.set_status("jobs", job, status)
 
-    @property
-    def _pods(self) -> str:
-        return f"/api/v1/namespaces/{self._namespace}/pods"
+    def _create(self, job: Object, tally: Tally, alive: list[Object]) -> list[Object]:
+        """Create pods for indexes that have none, as many as may run."""
+        spec, namespace = job["spec"], job["metadata"]["namespace"]
+        busy = tally.succeeded | tally.failed_indexes(spec) | {_index(pod) for pod in alive}
+        missing = [index for index in range(spec["completions"]) if index not in busy]
+        made: list[Object] = []
+        for index in missing[: max(0, spec["parallelism"] - len(alive))]:
+            pod = _pod(job, index)
+            try:
+                made.append(self._store.create("pods", namespace, pod))
+            except ApiError as error:
+                self._tell_refusal(job, f"Error creating: {error.message}")
+                break
+        return made
 
-
-def owner_uid(pod: Object) -> str:
-    owners = pod["metadata"].get("ownerReferences", [])
-    return next((str(each["uid"]) for each in owners if each["kind"] == "Job"), "")
-
-
-def has_finished(job: Object) -> bool:
-    conditions = job.get("status", {}).get("conditions", [])
-    return any(each["type"] in ("Complete", "Failed") for each in conditions)
-
-
-def is_ready(pod: Object) -> bool:
-    conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", [])}
-    return conditions.get("Ready") == "True"
-
-
-def _tally(
-    spec: Object, pods: Mapping[str, Object], gone: Container[str], removed: Container[str]
-) -> Tally:
-    tally = Tally()
-    for uid, pod in pods.items():
-        index, phase = int(pod["metadata"]["labels"][INDEX]), pod["status"].get("phase")
-        if phase not in _ENDED and uid not in gone:
-            tally.alive[index] = pod
-        elif phase == "Succeeded":
-            tally.succeeded.add(index)
-        elif uid not in removed:
-            tally.num_failed += 1
-            _judge(spec, pod, index, tally)
-    return tally
+    def _tell_refusal(self, job: Object, message: str) -> None:
+        namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+        if self._store.find("events", namespace, f"{name}.failed") is None:
+            event = {
+                "metadata": {"name": f"{name}.failed", "namespace": namespace},
+                "involvedObject": {"kind": "Job", "name": name, "namespace": namespace},
+                "type": "Warning",
+                "reason": "FailedCreate",
+                "message": message,
+                "lastTimestamp": now_text(),
+            }
+            self._store.create("events", namespace, event)
 
 
-def _judge(spec: Object, pod: Object, index: int, tally: Tally) -> None:
-    """Apply the pod failure policy to a pod that has failed: the first rule that matches counts."""
+def _owner_uid(pod: Object) -> str:
+    return next((str(owner["uid"]) for owner in pod["metadata"].get("ownerReferences", [])), "")
+
+
+def _index(pod: Object) -> int:
+    return int(pod["metadata"]["labels"][INDEX])
+
+
+def _surplus(spec: Object, tally: Tally, active: list[Object]) -> list[Object]:
+    """Pods to remove: of indexes that are no more, then those that don't run, the last first."""
+    wanted = min(spec["parallelism"], spec["completions"] - len(tally.succeeded))
+
+    def order(pod: Object) -> tuple[bool, ...]:
+        is_index = _index(pod) < spec["completions"]
+        return is_index, bool(pod["spec"].get("nodeName")), has_condition(pod, "Ready")
+
+    by_index = sorted(active, key=_index, reverse=True)
+    outside = sum(_index(pod) >= spec["completions"] for pod in active)
+    return sorted(by_index, key=order)[: max(outside, len(active) - wanted)]
+
+
+def _count(spec: Object, pod: Object, tally: Tally) -> None:
+    """Count a pod that has ended, by the pod failure policy: the first rule that matches."""
+    index = _index(pod)
+    if index >= spec["completions"]:
+        return
+    if pod["status"]["phase"] == "Succeeded":
+        tally.succeeded.add(index)
+        return
     name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
     for number, rule in enumerate(spec.get("podFailurePolicy", {}).get("rules", [])):
         code = _matching_code(rule.get("onExitCodes"), pod)
-        if code is None and not _has_condition(rule.get("onPodConditions", []), pod):
+        if code is None and not _has_pattern(rule.get("onPodConditions", []), pod):
             continue
+        if rule["action"] == "Ignore":
+            return
         if rule["action"] == "FailJob":
             container = rule["onExitCodes"]["containerName"]
             why = f"Container {container} for pod {name} failed with exit code {code}"
-            tally.verdict = "PodFailurePolicy", f"{why} matching FailJob rule at index {number}"
-        if rule["action"] in ("FailJob", "Ignore"):
-            return
+            why += f" matching FailJob rule at index {number}"
+            tally.verdict = tally.verdict or ("PodFailurePolicy", why)
         break
+    tally.num_failed += 1
     tally.failures[index] += 1
 
 
 def _matching_code(rule: Any, pod: Object) -> int | None:
-    for each in pod["status"].get("containerStatuses", []) if rule else ():
-        ended = each.get("state", {}).get("terminated")
-        is_named = rule.get("containerName", each["name"]) == each["name"]
-        if ended and is_named and ended["exitCode"]:
-            found = ended["exitCode"] in rule["values"]
-            if found is (rule["operator"] == "In"):
-                return int(ended["exitCode"])
+    for container in pod["status"].get("containerStatuses", []) if rule else ():
+        terminated = container.get("state", {}).get("terminated")
+        is_named = rule.get("containerName", container["name"]) == container["name"]
+        if terminated and is_named and terminated["exitCode"]:
+            is_listed = terminated["exitCode"] in rule["values"]
+            if is_listed is (rule["operator"] == "In"):
+                return int(terminated["exitCode"])
     return None
 
 
-def _has_condition(patterns: list[Any], pod: Object) -> bool:
-    conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", [])}
-    return any(conditions.get(each["type"]) == each["status"] for each in patterns)
+def _has_pattern(patterns: list[Object], pod: Object) -> bool:
+    conditions = {each["type"]: each["status"] for each in pod["status"]["conditions"]}
+    return any(conditions.get(pattern["type"]) == pattern["status"] for pattern in patterns)
 
 
-def _failed_indexes(spec: Object, tally: Tally) -> set[int]:
-    limit = spec.get("backoffLimitPerIndex", 6)
-    return {index for index, count in tally.failures.items() if count > limit} - tally.succeeded
-
-
-def _verdict(spec: Object, tally: Tally, started: str) -> tuple[str, str] | None:
-    began = datetime.strptime(started, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+def _verdict(spec: Object, tally: Tally, started: str | None) -> tuple[str, str] | None:
     limit_s = spec.get("activeDeadlineSeconds")
-    if limit_s is not None and (datetime.now(UTC) - began).total_seconds() > limit_s:
+    if started and limit_s is not None and seconds_since(started) >= limit_s:
         return "DeadlineExceeded", "Job was active longer than specified deadline"
-    failed = _failed_indexes(spec, tally)
+    failed = tally.failed_indexes(spec)
     if failed and len(failed | tally.succeeded) >= spec["completions"]:
         return "FailedIndexes", "Job has failed indexes"
     return None
 
 
-def _condition(kind: str, reason: str, message: str) -> Object:
-    told = {"type": kind, "status": "True", "reason": reason, "message": message}
-    return {**told, "lastTransitionTime": now_text()}
-
-
-def _timeless(status: Object) -> Object:
-    kinds = [each["type"] for each in status.get("conditions", [])]
-    return {**{n: v for n, v in status.items() if v is not None}, "conditions": kinds}
+def _judged(status: Object, spec: Object, tally: Tally, *, is_suspended: bool) -> Object:
+    """The status with the Job's conditions; it has ended once no pod is left."""
+    is_idle = not status["active"] and not status["terminating"]
+    if tally.verdict is not None:
+        why = dict(zip(("reason", "message"), tally.verdict, strict=True))
+        status = with_condition(status, "FailureTarget", **why)
+        return with_condition(status, "Failed", **why) if is_idle else status
+    if len(tally.succeeded) >= spec["completions"] and not status["active"]:
+        why = {
+            "reason": "CompletionsReached",
+            "message": "Reached expected number of succeeded pods",
+        }
+        status = with_condition(status, "SuccessCriteriaMet", **why)
+        return with_condition(status, "Complete", **why) if is_idle else status
+    if is_suspended:
+        return with_condition(status, "Suspended", reason="JobSuspended", message="Job suspended")
+    if any(condition["type"] == "Suspended" for condition in status.get("conditions", [])):
+        return with_condition(status, "Suspended", "False", reason="JobResumed")
+    return status
 
 
 def _pod(job: Object, index: int) -> Object:
     """The pod of an index, as the controller completes the template."""
     metadata, template = job["metadata"], job["spec"]["template"]
-    name, uid = metadata["name"], metadata["uid"]
-    own = {"job-name": name, "controller-uid": uid, "job-completion-index": str(index)}
-    labels = {f"batch.kubernetes.io/{key}": value for key, value in own.items()}
-    given = template.get("metadata", {})
-    variable = {"name": "JOB_COMPLETION_INDEX", "value": str(index)}
-    spec = {**template["spec"]}
-    spec["containers"] = [
-        {**each, "env": [*each.get("env", []), variable]} for each in spec["containers"]
+    name, given, spec = metadata["name"], template.get("metadata") or {}, template["spec"]
+    own = {"job-name": name, "controller-uid": metadata["uid"], "job-completion-index": str(index)}
+    field = {"fieldPath": f"metadata.labels['{INDEX}']"}
+    variable = {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": field}}
+    containers = [
+        {**container, "env": [*(container.get("env") or []), variable]}
+        for container in spec["containers"]
     ]
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid, "controller": True}
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": metadata["uid"]}
     return {
         "metadata": {
             "name": f"{name}-{index}-{uuid.uuid4().hex[:5]}",
-            "labels": {**(given.get("labels") or {}), **labels},
+            "labels": (given.get("labels") or {}) | {_LABEL + key: own[key] for key in own},
             "annotations": {**(given.get("annotations") or {}), INDEX: str(index)},
-            "ownerReferences": [{**owner, "blockOwnerDeletion": True}],
+            "ownerReferences": [{**owner, "controller": True, "blockOwnerDeletion": True}],
+            "finalizers": [_TRACKING],
         },
-        "spec": {**spec, "hostname": f"{name}-{index}"},
+        "spec": {**spec, "containers": containers, "hostname": f"{name}-{index}"},
     }

@@ -1,314 +1,303 @@
-"""One pod on a node: from its volumes to its containers' ends, and its removal."""
+"""One pod on a node, as a kubelet runs it: a container that is a process of this machine.
+
+It runs in a session of its own, whose processes end with it. There is no mount namespace: paths
+below a mount of an `emptyDir` are replaced in the values of variables.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import contextlib
-import uuid
-from dataclasses import dataclass
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-from support.kubernetes.container_environment import (
-    MissingReferenceError,
-    expand,
-    resolve_environment,
-)
-from support.kubernetes.container_log import ContainerLog
-from support.kubernetes.containers import START_ERROR, Command, Container, StartError
-from support.kubernetes.image_pull import POLL_S, ImagePull
-from support.kubernetes.images import DEFAULT_PATH, Image, PullFailure
-from support.kubernetes.pod_status import PodStatus
-from support.kubernetes.status import Object
-from support.kubernetes.volumes import PathMap, Volumes
+from support.fork_server import ForkedProcess, ForkServer
+from support.kubernetes.api_client import MERGE_PATCH
+from support.kubernetes.objects import Object, has_ended, now_text, with_condition
 
-_MESSAGE_BYTES = 4096
-_LOG_MESSAGE_LINES, _LOG_MESSAGE_BYTES = 80, 2048
+if TYPE_CHECKING:
+    from support.kubernetes.node_agent import NodeAgent
 
-
-class Host(Protocol):
-    """What a pod needs of its node."""
-
-    def image(self, name: str, policy: str) -> Image | PullFailure | None:
-        """The image; None while its pull takes."""
-
-    def start_delay(self) -> float:
-        """Seconds that a pod takes before its images are looked for."""
-
-    async def read(self, plural: str, name: str) -> Object | None:
-        """An object of the pod's namespace."""
-
-    async def report(self, pod: Object, patch: Object) -> None:
-        """Patch the pod's status, if there still is this pod."""
-
-    async def remove(self, pod: Object) -> None:
-        """Delete the pod's object at once."""
-
-    async def record(
-        self, pod: Object, kind: str, reason: str, message: str, container: str
-    ) -> None:
-        """Create an Event."""
-
-    def takes_before_saying(self, pod: Object) -> bool:
-        """Whether a pod that has exited 0 is to vanish before that is reported."""
+_POLL_S = 0.03
+_IMAGE_NAME = re.compile(r"[a-z0-9./:@_-]+")
+_REFERENCE = re.compile(r"\$(?:\$|\((?P<name>[^()]+)\))")
+_FIELD = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
+_LOG_BYTES = 2048  # of the end of the log, in a termination message
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Why a pod has to stop, and what becomes of it."""
+class Image:
+    """What an image brings. `command` runs whatever the pod says; its `batchllm` is forked from
+    `commands`, if there are any.
+    """
 
-    grace_s: float
-    reason: str = ""
-    message: str = ""
-    removes: bool = False  # the pod's object goes when the containers have ended
-    silent: bool = False  # its end isn't reported
-    forgets: bool = False  # the node has nothing to do with the pod any more
+    environment: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] | None = None
+    commands: ForkServer | None = None
+
+
+class _StopError(Exception):
+    """The pod is to end before its container has been started."""
 
 
 class PodWorker:
-    """Runs a pod that is bound to this node.
+    """Runs a pod that is bound to a node in a `thread`, and reports its status, until its end."""
 
-    As with restartPolicy Never, whatever it is, a container that has ended isn't run again.
+    def __init__(self, agent: NodeAgent, pod: Object, folder: Path) -> None:
+        self.pod, self._agent, self._folder = pod, agent, folder
+        self.name, self.uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        self.log = folder / "log"
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self.is_out_of_memory = False
+        self._is_silent = False
+        self._kill_at = float("inf")
+        self._final: Object = {}
+        """Parts of the status at its end: reason, message, condition."""
+        self._stopping, self._lock = threading.Event(), threading.Lock()
+        folder.mkdir(parents=True)
+        self.log.touch()
+        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
-    `run` ends when the pod's object is gone or the node forgets it; then no process of it and no
-    folder is left.
-    """
+    # From other threads
 
-    def __init__(self, pod: Object, host: Host, folder: Path, claims: Path, pod_ip: str) -> None:
-        self.pod = pod
-        self.status = PodStatus(pod, "127.0.0.1", pod_ip)
-        self.containers: dict[str, Container] = {}
-        self.logs: dict[str, ContainerLog] = {}
-        self._host = host
-        self._folder = folder
-        self._volumes = Volumes(folder / "volumes", claims)
-        self._ends: asyncio.Queue[End] = asyncio.Queue()
-        self._grace_ends = float("inf")
+    def stop(self, grace_s: float) -> None:
+        """Ask the container to end, and kill it after this time, which only gets shorter."""
+        with self._lock:
+            if not self._stopping.is_set() and grace_s > 0 and self.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.process.pid, signal.SIGTERM)
+            self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
+            self._stopping.set()
 
-    def stop(self, end: End) -> None:
-        """Ask for the pod's end; a later call may shorten the grace."""
-        now = asyncio.get_running_loop().time()
-        self._grace_ends = min(self._grace_ends, now + end.grace_s)
-        self._ends.put_nowait(end)
+    def evict(self, message: str, *, is_disrupted: bool) -> None:
+        """End the pod at once, and leave its object, Failed."""
+        self._final = {"reason": "Evicted", "message": message}
+        if is_disrupted:
+            why = {"reason": "TerminationByKubelet", "message": message}
+            self._final |= with_condition({}, "DisruptionTarget", **why)
+        self.stop(0)
 
-    async def run(self) -> None:
-        life = asyncio.create_task(self._live())
-        clock = asyncio.create_task(self._watch_deadline())
-        next_end = None
+    def abandon(self) -> None:
+        """End its processes, and report nothing any more: the pod or the node is gone."""
+        self._is_silent = True
+        self.stop(0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes of the container; it must be running."""
+        if self.process is None:
+            raise LookupError(f"pod {self.name} runs no container")
+        os.killpg(self.process.pid, number)
+
+    # In its own
+
+    def _run(self) -> None:
+        container = self.pod["spec"]["containers"][0]
         try:
-            forgotten = False
-            while not forgotten:
-                next_end = asyncio.create_task(self._ends.get())
-                await asyncio.wait({life, next_end}, return_when=asyncio.FIRST_COMPLETED)
-                if life.done() and not life.cancelled():
-                    life.result()  # what went wrong in it goes to the agent
-                end = await next_end
-                await _cancelled(life)
-                await self._finish(end)
-                forgotten = end.forgets
-        finally:
-            for task in filter(None, (life, clock, next_end)):
-                await _cancelled(task)
-            await self._clean()
-
-    async def _clean(self) -> None:
-        for container in self.containers.values():
-            container.kill()
-            await container.exited
-        for log in self.logs.values():
-            await log.close()
-        self._volumes.remove()
-
-    async def _live(self) -> None:
-        """Everything that happens until the pod is ended."""
-        await self._report()
-        await self._mount()
-        await asyncio.sleep(self._host.start_delay())
-        for spec, state in zip(
-            self.pod["spec"].get("initContainers", []), self.status.init, strict=True
-        ):
-            await self._start(spec)
-            await self._wait_for(spec)
-            if state.exit_code != 0:
-                self.status.phase = "Failed"
-                await self._report()
-                return
-        for state in self.status.main:
-            state.waits("ContainerCreating")
-        specs = self.pod["spec"]["containers"]
-        await asyncio.gather(*(self._start(spec) for spec in specs))
-        await asyncio.gather(*(self._wait_for(spec) for spec in specs))
-        succeeded = all(state.exit_code == 0 for state in self.status.main)
-        self.status.phase = "Succeeded" if succeeded else "Failed"
-        if succeeded and self._host.takes_before_saying(self.pod):
-            await self._host.remove(self.pod)
+            self._report("Pending", {"waiting": {"reason": "ContainerCreating"}})
+            image = self._pulled(container["image"])
+            environment = self._environment(container)
+            with self._lock:  # from here on a stop is a signal
+                if self._stopping.is_set():
+                    raise _StopError
+                self.process = self._started(container, image, environment)
+        except _StopError:
+            self._report("Failed", {"terminated": _terminated(137, "Error", "", now_text())})
+        except OSError as error:
+            state = _terminated(128, "StartError", f"exec: {error}", now_text())
+            self._report("Failed", {"terminated": state})
         else:
-            await self._report()
+            self._follow(self.process)
 
-    async def _report(self) -> None:
-        await self._host.report(self.pod, self.status.as_patch())
-
-    async def _record(self, kind: str, reason: str, message: str, container: str = "") -> None:
-        await self._host.record(self.pod, kind, reason, message, container)
-
-    async def _mount(self) -> None:
-        told = ""
+    def _follow(self, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
+        """Report that the container runs, and then how it has ended."""
+        started = now_text()
+        self._report("Running", {"running": {"startedAt": started}})
         while True:
             try:
-                await self._volumes.prepare(self.pod, self._host.read)
-                return
-            except MissingReferenceError as error:
-                if told != str(error):
-                    told = str(error)
-                    await self._record("Warning", "FailedMount", told)
-            await asyncio.sleep(POLL_S)
-
-    async def _start(self, spec: Object) -> None:
-        """Start a container, once there is everything that it takes."""
-        name, state = spec["name"], self.status.of(spec["name"])
-        image = await ImagePull(spec, state, self._host, self._record, self._report).run()
-        while True:
-            try:
-                environment = await resolve_environment(spec, self.pod, self._host.read)
+                code = process.wait(_POLL_S)
                 break
-            except MissingReferenceError as error:
-                if state.waits("CreateContainerConfigError", str(error)):
-                    await self._report()
-                    await self._record("Warning", "Failed", f"Error: {error}", name)
-            await asyncio.sleep(POLL_S)
-        await self._record("Normal", "Created", f"Container created: {name}", name)
-        log = self.logs[name] = ContainerLog()
-        command = self._command(spec, image, environment)
-        try:
-            await self._start_process(name, command, log)
-        except StartError as error:
-            await log.close()
-            state.ends(START_ERROR, "StartError", str(error))
-            await self._record("Warning", "Failed", f"Error: {error}", name)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= self._kill_at:
+                    _kill(process.pid)
+        _kill(process.pid)  # a container ends with its first process
+        code = code if code >= 0 else 128 - code
+        if code == 0 and self._agent.is_to_vanish():
+            self._report("Failed", {})
+            self._agent.remove(self.pod)
             return
-        state.runs()
-        if state in self.status.main:
-            self.status.phase = "Running"
-        await self._report()
-        await self._record("Normal", "Started", f"Container started: {name}", name)
+        message = self.log.read_bytes()[-_LOG_BYTES:].decode(errors="replace") if code else ""
+        reason = "OOMKilled" if self.is_out_of_memory else "Error" if code else "Completed"
+        phase = "Failed" if code or self._final else "Succeeded"
+        self._report(phase, {"terminated": _terminated(code, reason, message, started)})
 
-    async def _start_process(self, name: str, command: Command, log: ContainerLog) -> None:
-        """Start a process that `self` knows of, even if this is cancelled meanwhile."""
-        starting = asyncio.create_task(Container.start(command, log))
-        try:
-            await asyncio.wait({starting})
-        finally:
-            if not starting.done():
-                await asyncio.wait({starting})
-            if starting.exception() is None:
-                self.containers[name] = starting.result()
-        starting.result()
-
-    def _command(self, spec: Object, image: Image, variables: dict[str, str]) -> Command:
-        mounts = self._volumes.mounts(spec, variables)
-        mounts[spec["terminationMessagePath"]] = self._message_file(spec)
-        here = PathMap(mounts)
-        own = {name: here(value) for name, value in variables.items()}
-        host_name = {"HOSTNAME": self.pod["metadata"]["name"]}
-        environment = {"PATH": DEFAULT_PATH, **host_name, **image.environment, **own}
-        arguments = [
-            here(expand(each, variables))
-            for each in image.command(spec.get("command", []), spec.get("args", []))
-        ]
-        root = self._folder / "rootfs" / spec["name"]
-        root.mkdir(parents=True, exist_ok=True)
-        folder = Path(here(spec.get("workingDir") or image.working_dir or str(root)))
-        if not folder.is_dir():  # a runtime makes it, in the container's own files
-            folder = root / folder.relative_to("/")
-            folder.mkdir(parents=True, exist_ok=True)
-        return Command(arguments, environment, folder, f"{uuid.uuid4()}", image.commands)
-
-    def _message_file(self, spec: Object) -> Path:
-        folder = self._folder / "messages"
-        folder.mkdir(parents=True, exist_ok=True)
-        file: Path = folder / spec["name"]
-        file.touch()
-        return file
-
-    async def _wait_for(self, spec: Object) -> None:
-        container = self.containers.get(spec["name"])
-        if container is not None:
-            await asyncio.shield(container.exited)
-            self._note_end(spec)
-            if len(self.status.main) > 1:
-                await self._report()
-
-    def _note_end(self, spec: Object) -> None:
-        """Put a container's end into the status."""
-        name = spec["name"]
-        container, state = self.containers[name], self.status.of(name)
-        if state.exit_code is not None:
-            return
-        code = container.exited.result()
-        reason = "OOMKilled" if container.out_of_memory else "Error" if code else "Completed"
-        file = self._message_file(spec)
-        message = file.read_bytes()[:_MESSAGE_BYTES].decode(errors="replace")
-        from_log = spec["terminationMessagePolicy"] == "FallbackToLogsOnError" and code != 0
-        if not message and from_log:
-            message = container.log.tail(_LOG_MESSAGE_LINES, _LOG_MESSAGE_BYTES)
-        state.ends(code, reason, message)
-
-    async def _watch_deadline(self) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        while not self.status.is_over():
-            deadline = self.pod["spec"].get("activeDeadlineSeconds")
-            if deadline is not None and loop.time() >= started + deadline:
-                message = "Pod was active on the node longer than the specified deadline"
-                await self._record("Normal", "DeadlineExceeded", message)
-                self.stop(End(self._grace_s(), "DeadlineExceeded", message))
+    def _report(self, phase: str, state: Object) -> None:
+        """Write the pod's status, as long as there is this pod."""
+        while not self._is_silent:
+            pod = self._agent.read("pods", self.name)
+            if pod is None or pod["metadata"]["uid"] != self.uid or has_ended(pod):
                 return
-            await asyncio.sleep(POLL_S)
+            container = self.pod["spec"]["containers"][0]
+            is_running = "running" in state
+            known = {"name": container["name"], "image": container["image"], "imageID": ""}
+            known |= {"ready": is_running, "restartCount": 0, "state": state}
+            final = {**self._final} if phase == "Failed" else {}
+            status = {**pod["status"], "phase": phase}
+            for condition in final.pop("conditions", []):
+                why = {key: condition[key] for key in ("reason", "message")}
+                status = with_condition(status, condition["type"], **why)
+            status = with_condition(status, "Ready", str(is_running)) | final
+            status |= {"containerStatuses": [known]} if state else {}
+            metadata = {"resourceVersion": pod["metadata"]["resourceVersion"]}
+            path = self._agent.path("pods", self.name, "status")
+            body = {"metadata": metadata, "status": status}
+            code, answer = self._agent.api.ask("PATCH", path, body, MERGE_PATCH)
+            if code in (200, 404):
+                return
+            assert code == 409, answer
 
-    def _grace_s(self) -> float:
-        return float(self.pod["spec"]["terminationGracePeriodSeconds"])
+    def _await(self, look: Callable[[], Any]) -> Any:
+        """What `look` returns, once that isn't a state to wait in; such states are reported."""
+        last: Object = {}
+        while True:
+            if self._stopping.is_set():
+                raise _StopError
+            found = look()
+            if not (isinstance(found, dict) and "waiting" in found):
+                return found
+            if found != last:
+                last = found
+                self._report("Pending", found)
+            self._stopping.wait(_POLL_S)
 
-    async def _finish(self, end: End) -> None:
-        """End the containers, and the pod as `end` says."""
-        was_over = self.status.is_over()
-        await self._end_containers(end)
-        if not end.silent:
-            for spec in [
-                *self.pod["spec"].get("initContainers", []),
-                *self.pod["spec"]["containers"],
-            ]:
-                if spec["name"] in self.containers:
-                    self._note_end(spec)
-            if not was_over:
-                succeeded = all(state.exit_code == 0 for state in self.status.main)
-                self.status.phase = "Succeeded" if succeeded and not end.reason else "Failed"
-                self.status.reason, self.status.message = end.reason, end.message
-                await self._report()
-        if end.removes:
-            await self._host.remove(self.pod)
+    def _pulled(self, name: str) -> Image:
+        num_failures = 0
 
-    async def _end_containers(self, end: End) -> None:
-        running = {name: c for name, c in self.containers.items() if not c.exited.done()}
-        if not running:
-            return
-        loop = asyncio.get_running_loop()
-        if end.grace_s > 0:
-            for name, container in running.items():
-                container.terminate()
-                if not end.silent:
-                    await self._record("Normal", "Killing", f"Stopping container {name}", name)
-        tasks = {container.exited for container in running.values()}
-        while tasks and loop.time() < self._grace_ends:
-            left = self._grace_ends - loop.time()
-            _, tasks = await asyncio.wait(tasks, timeout=min(left, POLL_S))
-        for container in running.values():
-            if not container.exited.done():
-                container.kill()
-        await asyncio.gather(*(container.exited for container in running.values()))
+        def look() -> Image | Object:
+            nonlocal num_failures
+            if self._agent.is_held(name):
+                return {"waiting": {"reason": "ContainerCreating"}}
+            if (image := self._agent.images.get(name)) is not None:
+                return image
+            num_failures += 1
+            reason = "ErrImagePull" if num_failures == 1 else "ImagePullBackOff"
+            message = f'failed to pull and unpack image "{name}": not found'
+            if not _IMAGE_NAME.fullmatch(name):
+                reason, message = "InvalidImageName", f'couldn\'t parse image name "{name}"'
+            return {"waiting": {"reason": reason, "message": message}}
+
+        image: Image = self._await(look)
+        return image
+
+    def _environment(self, container: Object) -> dict[str, str]:
+        """All variables of a container, once the Secrets that they come from are there."""
+
+        def look() -> Object:
+            try:
+                return {"environment": self._resolved(container)}
+            except LookupError as error:
+                why = {"reason": "CreateContainerConfigError", "message": str(error.args[0])}
+                return {"waiting": why}
+
+        environment: dict[str, str] = self._await(look)["environment"]
+        return environment
+
+    def _resolved(self, container: Object) -> dict[str, str]:
+        """Variables by name; later ones and `env` win.
+
+        Raises:
+            LookupError: a Secret or a key isn't there, in the kubelet's words.
+        """
+        resolved: dict[str, str] = {}
+        for source in container.get("envFrom") or []:
+            resolved |= self._secret(source["secretRef"]["name"])
+        for variable in container.get("env") or []:
+            origin = variable.get("valueFrom") or {}
+            if "secretKeyRef" in origin:
+                name, key = origin["secretKeyRef"]["name"], origin["secretKeyRef"]["key"]
+                secret = self._secret(name)
+                if key not in secret:
+                    raise LookupError(f"couldn't find key {key} in Secret {name}")
+                value = secret[key]
+            elif "fieldRef" in origin:
+                value = self._field(origin["fieldRef"]["fieldPath"])
+            else:
+                value = expand(variable.get("value") or "", resolved)
+            resolved[variable["name"]] = value
+        return resolved
+
+    def _secret(self, name: str) -> dict[str, str]:
+        found = self._agent.read("secrets", name)
+        if found is None:
+            raise LookupError(f'secret "{name}" not found')
+        return {key: base64.b64decode(text).decode() for key, text in found["data"].items()}
+
+    def _field(self, path: str) -> str:
+        if match := _FIELD.fullmatch(path):
+            return str(self.pod["metadata"].get(match[1], {}).get(match[2], ""))
+        return str(self.pod["metadata"][path.removeprefix("metadata.")])
+
+    def _started(
+        self, container: Object, image: Image, variables: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        """The container's process.
+
+        Raises:
+            OSError: there is no such program.
+        """
+        own = {name: self._mapped(container, value) for name, value in variables.items()}
+        environment = {"HOSTNAME": self.name, **image.environment, **own}
+        words = image.command or [*(container.get("command") or []), *(container.get("args") or [])]
+        program, *arguments = [expand(word, variables) for word in words]
+        with self.log.open("ab") as output:
+            descriptors = {"stdout": output.fileno(), "stderr": output.fileno()}
+            options: Any = {"env": environment, "cwd": self._folder, **descriptors}
+            if image.commands is not None and program == "batchllm":
+                return image.commands.start("batchllm_operator", arguments, **options)
+            path = shutil.which(program, path=environment.get("PATH"))
+            if path is None:
+                raise FileNotFoundError(f'"{program}": executable file not found in $PATH')
+            return subprocess.Popen(
+                [path, *arguments], stdin=subprocess.DEVNULL, start_new_session=True, **options
+            )
+
+    def _mapped(self, container: Object, value: str) -> str:
+        """A variable's value, with the real path of the volume that it begins with."""
+        volumes = {volume["name"]: volume for volume in self.pod["spec"].get("volumes") or []}
+        mounts = container.get("volumeMounts") or []
+        for mount in sorted(mounts, key=lambda mount: -len(mount["mountPath"])):
+            path = mount["mountPath"]
+            if f"{value}/".startswith(f"{path}/"):
+                if "hostPath" in volumes[mount["name"]]:
+                    return value
+                real = self._folder / mount["name"]
+                real.mkdir(exist_ok=True)
+                return f"{real}{value.removeprefix(path)}"
+        return value
 
 
-async def _cancelled(task: asyncio.Task[End | None] | asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end; a failure of it has been seen or isn't one any more."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace `$(NAME)`; `$$` is an escaped `$`, and unknown names stay as they are."""
+
+    def replacement(match: re.Match[str]) -> str:
+        return variables.get(match["name"], match[0]) if match["name"] else "$"
+
+    return _REFERENCE.sub(replacement, text)
+
+
+def _terminated(code: int, reason: str, message: str, started: str) -> Object:
+    times = {"startedAt": started, "finishedAt": now_text()}
+    return {"exitCode": code, "reason": reason, "message": message, **times}
+
+
+def _kill(session: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import pytest
 from kubernetes import client as kube
-from support.kubernetes.images import Image
-from support.kubernetes.quantities import quantity
+from support.kubernetes.admission import quantity
+from support.kubernetes.pod_worker import Image
 
 _ENVIRONMENT = {"PATH", "PYTHONPATH", "LANG"}
 _EATER = "import time; eaten = [b'1' * (1 << 24) for _ in range(1 << 12)]; time.sleep(60)"
@@ -42,7 +42,7 @@ class RealNodes:
 
     def add_image(self, name: str, image: Image) -> None:
         """Skip the test unless the nodes have it."""
-        if name != "job:1" or image.replaced_command or image.environment.keys() - _ENVIRONMENT:
+        if name != "job:1" or image.command or image.environment.keys() - _ENVIRONMENT:
             pytest.skip(f"real nodes have no such image {name}")
 
     def processes(self, pod: str) -> list[int]:
@@ -55,6 +55,9 @@ class RealNodes:
                 if uid in (folder / "cgroup").read_text() and not isnt_its_own:
                     found.append(int(folder.name))
         return sorted(found)
+
+    def pid(self, pod: str) -> int:
+        return self.processes(pod)[0]
 
     def freeze(self, pod: str) -> None:
         self._signal(pod, signal.SIGSTOP)

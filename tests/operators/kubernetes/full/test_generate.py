@@ -10,7 +10,6 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 from operators.kubernetes.test_generate import check_adopted
 from support.fork_server import ForkServer
 from support.kubernetes.cluster import python_image
-from support.kubernetes.node import NodeSettings
 from support.pod_shards import Shards, in_triggerer, in_worker
 
 from batchllm_operator.operators.jobs import cluster_job
@@ -50,7 +49,7 @@ def test_a_lost_node(shards: Shards) -> None:
     name = shards.pod()
     shards.wait_for_parts(1)
     agent.lose_node()
-    agent.add_node(NodeSettings("spare"))
+    agent.add_node("spare")
     agent.mark_node_unreachable()
     assert shards.cluster.phase(name) == "Running"
     agent.delete_pods_of_lost_node()
@@ -70,7 +69,7 @@ def test_a_lost_node_whose_pods_are_not_collected(
     run = shards.start()
     shards.wait_for_parts(1)
     agent.lose_node()
-    agent.add_node(NodeSettings("spare"))
+    agent.add_node("spare")
     agent.mark_node_unreachable()
     agent.delete_pods_of_lost_node()
     run.wait()
@@ -79,15 +78,15 @@ def test_a_lost_node_whose_pods_are_not_collected(
 
 @in_worker
 def test_a_watcher_that_may_not_read_the_job_says_so(shards: Shards) -> None:
-    double = shards.cluster.double
+    proxy = shards.cluster.proxy
     shards.plan(delay_s=0.05)
     run = shards.start(api_timeout=timedelta(seconds=0.5))
     name = shards.pod()
     shards.wait_until_watched(run)
     shards.cluster.agent.freeze(name)
-    double.deny("get", "jobs")
+    proxy.deny("get", "jobs")
     assert "may not read it" in str(run.failure())
-    double.allow_all()
+    proxy.allow_all()
     check_adopted(shards, name)
 
 
@@ -178,7 +177,7 @@ def test_restarts_of_the_api_server_go_unnoticed(shards: Shards) -> None:
 @in_triggerer
 def test_a_create_whose_answer_was_lost_makes_one_job(shards: Shards) -> None:
     shards.plan(delay_s=0.2)  # its pod still runs when the request is repeated
-    shards.cluster.proxy.lose_next_response("POST")
+    shards.cluster.proxy.lose_next_response("create", "jobs")
     run = shards.start()
     run.wait()
     assert shards.report()["num_resumed_parts"] == 0
@@ -187,11 +186,11 @@ def test_a_create_whose_answer_was_lost_makes_one_job(shards: Shards) -> None:
 
 @in_triggerer
 def test_a_token_that_expired_is_read_again(shards: Shards) -> None:
-    double = shards.cluster.double
+    proxy = shards.cluster.proxy
     shards.plan(delay_s=0.1)
     run = shards.start()
     shards.pod()
-    token = double.access.user_token = "a-new-token"
+    token = proxy.token = "a-new-token"
     before = len(shards.parts())
     shards.wait_for_parts(before + 1)
     path = shards.cluster.kubeconfig

@@ -94,7 +94,54 @@ def test_a_disrupted_pod_is_replaced_and_does_not_count(cluster: Cluster) -> Non
         (name,) = [p.metadata.name for p in cluster.pods() if p.status.phase == "Running"]
         cluster.agent.evict(name)
     cluster.wait_for(lambda: indexes(cluster) == ["0"], "a pod that runs")
-    assert status(cluster).conditions in (None, [])
+    assert status(cluster).conditions is None
+    assert not status(cluster).failed
+
+
+def test_a_pod_is_replaced_once_it_has_ended(cluster: Cluster) -> None:
+    create(cluster, "trap 'sleep 2; exit 1' TERM; sleep 60 & wait", num_pods=1)
+    cluster.wait_for(lambda: indexes(cluster) == ["0"], "a pod that runs")
+    (pod,) = cluster.pods()
+    cluster.api.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=9)
+    cluster.wait_for(lambda: status(cluster).terminating == 1, "it to be terminating")
+    assert len(cluster.pods()) == 1 and not status(cluster).active
+    cluster.wait_for(lambda: indexes(cluster) == ["0"], "another pod that runs")
+    assert status(cluster).failed == 1
+
+
+def test_a_pod_that_is_removed_by_force_stays_until_it_has_ended(cluster: Cluster) -> None:
+    """Its finalizer keeps it, so a lost node's pods aren't replaced by deleting them."""
+    create(cluster, "sleep 60", num_pods=1)
+    cluster.wait_for(lambda: indexes(cluster) == ["0"], "a pod that runs")
+    (pod,) = cluster.pods()
+    cluster.agent.lose_node()
+    cluster.api.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
+    cluster.wait_for(lambda: status(cluster).terminating == 1, "it to be terminating")
+    assert [each.metadata.uid for each in cluster.pods()] == [pod.metadata.uid]
+    cluster.agent.collect_lost_pods()
+    cluster.wait_for(lambda: status(cluster).active == 1, "another pod")
+
+
+def test_a_quota_leaves_a_job_without_pods_and_says_why(cluster: Cluster) -> None:
+    cluster.set_quota({"pods": "0"})
+    create(cluster, "true")
+
+    def told() -> list[str]:
+        selector = "involvedObject.name=job"
+        listed = cluster.api.list_namespaced_event(cluster.namespace, field_selector=selector)
+        return [event.message for event in listed.items if event.reason == "FailedCreate"]
+
+    message = cluster.wait_for(told, "the Event")[0]
+    assert message.startswith("Error creating: pods ") and "exceeded quota: quota" in message
+    cluster.api.delete_namespaced_resource_quota("quota", cluster.namespace)
+    assert end(cluster)[0] == "Complete"
+
+
+def test_a_job_that_has_ended_is_removed_in_time(cluster: Cluster) -> None:
+    create(cluster, "true", ttlSecondsAfterFinished=1)
+    gone = lambda: not cluster.batch.list_namespaced_job(cluster.namespace).items  # noqa: E731
+    cluster.wait_for(gone, "the Job to go")
+    cluster.wait_for(lambda: not cluster.pods(), "its pods to go")
 
 
 def test_a_suspended_job_has_no_pods_until_it_is_admitted(cluster: Cluster) -> None:

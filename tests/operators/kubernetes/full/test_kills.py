@@ -122,7 +122,7 @@ def test_a_job_of_an_earlier_try_that_has_failed_is_never_adopted(shards: Shards
     name = shards.abandoned_pod()
     before = shards.job().metadata.uid
     shards.cluster.agent.oom_kill(name)
-    shards.wait(lambda: shards.job().status.conditions, "the Job to fail")
+    shards.wait(shards.has_ended, "the Job to fail")
     run = shards.start(TaskInstance(try_number=2))
     shards.wait(lambda: shards.jobs() and shards.job().metadata.uid != before, "another Job")
     run.wait()
@@ -134,7 +134,7 @@ def test_a_job_of_an_earlier_try_that_has_failed_is_never_adopted(shards: Shards
 def test_a_job_that_finished_meanwhile_is_deleted_and_its_results_count(shards: Shards) -> None:
     shards.plan(delay_s=0.02)
     shards.abandoned_pod()
-    shards.wait(lambda: shards.job().status.conditions, "the Job to end")
+    shards.wait(shards.has_ended, "the Job to end")
     result = shards.start(TaskInstance(try_number=2)).wait()
     assert result["num_rows"] == NUM_ROWS
     shards.check_whole()

@@ -1,0 +1,248 @@
+"""How nodes treat pods, and what goes wrong with them: the node agent, for any control plane."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from kubernetes import client as kube
+from kubernetes import config as kube_config
+from support.kubernetes.cluster import Cluster
+from support.kubernetes.objects import ApiError
+from support.kubernetes.pod_worker import Image
+from urllib3.exceptions import HTTPError
+
+GPU = "nvidia.com/gpu"
+ONE_GPU = {"resources": {"limits": {GPU: "1"}}}
+IGNORES_SIGTERM = "trap '' TERM; echo up; while :; do sleep 0.05; done"
+
+
+def conditions(cluster: Cluster, name: str) -> dict[str, tuple[str, str, str]]:
+    """A pod's conditions by type: status, reason and message."""
+    found = cluster.pod(name).status.conditions or []
+    return {each.type: (each.status, each.reason or "", each.message or "") for each in found}
+
+
+def log(cluster: Cluster, name: str, **options: Any) -> str:
+    options["_preload_content"] = False  # else the client gives the text of a bytes object
+    answer = cluster.api.read_namespaced_pod_log(name, cluster.namespace, **options)
+    return bytes(answer.data).decode()
+
+
+def start(cluster: Cluster, script: str = "echo up; sleep 60") -> None:
+    cluster.run_pod("job", ["sh", "-c", script])
+    cluster.wait_for(lambda: cluster.phase("job") == "Running" and log(cluster, "job"), "its start")
+
+
+def ended(cluster: Cluster, name: str, phase: str) -> Any:
+    """How a pod's container has ended."""
+    pod = cluster.wait_for_phase(name, phase)
+    return pod.status.container_statuses[0].state.terminated
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_pod_runs_to_its_end(cluster: Cluster) -> None:
+    cluster.run_pod("job", ["sh", "-c", "echo out; echo err >&2; printf last"])
+    assert ended(cluster, "job", "Succeeded").exit_code == 0
+    assert log(cluster, "job") == "out\nerr\nlast"
+    assert log(cluster, "job", tail_lines=1) == "last"
+    assert log(cluster, "job", limit_bytes=5) == "out\ne"
+
+
+def test_a_failure_says_why(cluster: Cluster) -> None:
+    policy = {"terminationMessagePolicy": "FallbackToLogsOnError"}
+    cluster.run_pod("job", ["sh", "-c", "echo reason; exit 3"], container=policy)
+    end = ended(cluster, "job", "Failed")
+    assert (end.exit_code, end.reason, end.message) == (3, "Error", "reason\n")
+    cluster.run_pod("absent", ["no-such-program"])
+    end = ended(cluster, "absent", "Failed")
+    assert end.exit_code == 128 and '"no-such-program": executable file not found' in end.message
+
+
+def test_the_environment_of_a_container(cluster: Cluster) -> None:
+    cluster.agent.add_image("tool:2", Image({"FROM_IMAGE": "yes", "A": "image"}))
+    env = [
+        {"name": "A", "value": "spec"},
+        {"name": "B", "value": "$(A)-$(UNKNOWN)-$$(A)"},
+        {"name": "T", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "TOKEN"}}},
+        {"name": "L", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['app']"}}},
+        {"name": "TMPDIR", "value": "/tmp/x"},
+    ]
+    container = {
+        "image": "tool:2",
+        "env": env,
+        "envFrom": [{"secretRef": {"name": "keys"}}],
+        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+    }
+    volumes = [{"name": "scratch", "emptyDir": {}}]
+    command = ["/usr/bin/env"]
+    cluster.run_pod("job", command, container=container, labels={"app": "x"}, volumes=volumes)
+    waits = "CreateContainerConfigError"
+    cluster.wait_for(lambda: cluster.waiting_reason("job") == waits, "it to miss its Secret")
+    cluster.create_secret("keys", {"TOKEN": "t0p", "OTHER": "o"})
+    cluster.wait_for_phase("job", "Succeeded")
+    found = dict(line.split("=", 1) for line in log(cluster, "job").splitlines())
+    assert found.pop("TMPDIR").endswith("/scratch/x") and found.pop("HOSTNAME") == "job"
+    secret = {"T": "t0p", "TOKEN": "t0p", "OTHER": "o"}
+    assert (
+        found == {"A": "spec", "B": "spec-$(UNKNOWN)-$(A)", "L": "x", "FROM_IMAGE": "yes"} | secret
+    )
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"), [("absent:1", "ImagePullBackOff"), ("Bad Name", "InvalidImageName")]
+)
+def test_images_that_cannot_be_had(cluster: Cluster, image: str, reason: str) -> None:
+    cluster.run_pod("job", ["true"], container={"image": image})
+    cluster.wait_for(lambda: cluster.waiting_reason("job") == reason, reason)
+    assert cluster.phase("job") == "Pending"
+    cluster.agent.add_image(image)
+    cluster.wait_for_phase("job", "Succeeded")
+
+
+def test_a_pull_that_takes(cluster: Cluster) -> None:
+    cluster.agent.hold_images("job:1")
+    cluster.run_pod("job", ["true"])
+    cluster.wait_for(lambda: cluster.waiting_reason("job") == "ContainerCreating", "the pull")
+    with pytest.raises(kube.ApiException, match="is waiting to start"):
+        log(cluster, "job")
+    cluster.agent.release_images("job:1")
+    cluster.wait_for_phase("job", "Succeeded")
+
+
+@pytest.mark.parametrize("grace_s", [None, 1, 0])
+def test_a_deletion_ends_all_processes(cluster: Cluster, grace_s: int | None) -> None:
+    start(cluster, "echo up; sleep 60 & wait" if grace_s is None else IGNORES_SIGTERM)
+    pid = cluster.agent.pid("job")
+    options = {} if grace_s is None else {"grace_period_seconds": grace_s}
+    deleted = cluster.api.delete_namespaced_pod("job", cluster.namespace, **options)
+    assert deleted.metadata.deletion_grace_period_seconds == (30 if grace_s is None else grace_s)
+    cluster.wait_for_phase("job", "Gone")
+    cluster.wait_for(lambda: not is_alive(pid), "its processes to end")
+
+
+def test_nothing_survives_the_agent(cluster: Cluster) -> None:
+    start(cluster, IGNORES_SIGTERM)
+    pid = cluster.agent.pid("job")
+    cluster.close()
+    assert not is_alive(pid)
+
+
+def test_a_gpu_that_appears_later(cluster: Cluster) -> None:
+    cluster.run_pod("one", ["sleep", "60"], container=ONE_GPU)
+
+    def scheduled() -> tuple[str, str, str]:
+        return conditions(cluster, "one").get("PodScheduled", ("", "", ""))
+
+    cluster.wait_for(lambda: scheduled()[1] == "Unschedulable", "the condition")
+    assert f"0/1 nodes are available: 1 Insufficient {GPU}." in scheduled()[2]
+    cluster.agent.set_capacity({GPU: "1"})
+    cluster.wait_for_phase("one", "Running")
+    cluster.run_pod("two", ["true"], container=ONE_GPU)
+    cluster.wait_for(lambda: conditions(cluster, "two"), "the second to wait")
+    assert cluster.phase("two") == "Pending"
+    cluster.api.delete_namespaced_pod("one", cluster.namespace)
+    cluster.wait_for_phase("two", "Succeeded")
+
+
+def test_a_node_that_is_selected(cluster: Cluster) -> None:
+    cluster.run_pod("stuck", ["true"], nodeSelector={"gpu": "h100"})
+    cluster.run_pod("job", ["true"], nodeSelector={"kubernetes.io/os": "linux"})
+    cluster.wait_for_phase("job", "Succeeded")
+    cluster.wait_for(lambda: conditions(cluster, "stuck"), "the condition")
+    message = conditions(cluster, "stuck")["PodScheduled"][2]
+    assert "1 node(s) didn't match Pod's node affinity/selector" in message
+
+
+def test_evictions(cluster: Cluster) -> None:
+    start(cluster)
+    cluster.agent.evict("job")
+    status = cluster.pod("job").status
+    assert (status.phase, status.reason) == ("Failed", "Evicted")
+    assert status.message.startswith("The node was low on resource: memory.")
+    assert conditions(cluster, "job")["DisruptionTarget"][:2] == ("True", "TerminationByKubelet")
+    assert status.container_statuses[0].state.terminated.exit_code == 137
+    cluster.run_pod("greedy", ["sleep", "60"])
+    cluster.wait_for_phase("greedy", "Running")
+    cluster.agent.evict_for_own_disk("greedy", "scratch", "50Gi")
+    assert cluster.pod("greedy").status.reason == "Evicted"
+    assert "DisruptionTarget" not in conditions(cluster, "greedy")
+
+
+def test_a_preemption(cluster: Cluster) -> None:
+    start(cluster, IGNORES_SIGTERM)
+    cluster.agent.preempt("job")
+    assert conditions(cluster, "job")["DisruptionTarget"][:2] == ("True", "PreemptionByScheduler")
+    assert cluster.pod("job").metadata.deletion_timestamp is not None
+
+
+def test_out_of_memory(cluster: Cluster) -> None:
+    start(cluster)
+    cluster.agent.oom_kill("job")
+    end = ended(cluster, "job", "Failed")
+    assert (end.exit_code, end.reason) == (137, "OOMKilled")
+
+
+def test_a_lost_node(cluster: Cluster) -> None:
+    start(cluster)
+    pid = cluster.agent.pid("job")
+    cluster.agent.lose_node()
+    assert cluster.phase("job") == "Running" and not is_alive(pid)
+    with pytest.raises(kube.ApiException):
+        log(cluster, "job")
+    cluster.agent.mark_node_unreachable()
+    cluster.agent.delete_pods_of_lost_node()
+    pod = cluster.pod("job")
+    assert pod.metadata.deletion_timestamp is not None and pod.status.phase == "Running"
+    assert conditions(cluster, "job")["DisruptionTarget"][1] == "DeletionByTaintManager"
+    cluster.agent.collect_lost_pods()
+    cluster.wait_for_phase("job", "Gone")
+
+
+@pytest.fixture
+def user_api(cluster: Cluster) -> kube.CoreV1Api:
+    """The API as a user has it, through the proxy, without retries."""
+    configuration = kube.Configuration()
+    kube_config.load_kube_config(str(cluster.kubeconfig), client_configuration=configuration)
+    configuration.retries = False
+    return kube.CoreV1Api(kube.ApiClient(configuration))
+
+
+def test_an_api_server_that_is_away_or_refuses(cluster: Cluster, user_api: kube.CoreV1Api) -> None:
+    def status() -> int:
+        """Of the answer to a list; 0 if there is none."""
+        try:
+            return int(user_api.list_namespaced_pod_with_http_info(cluster.namespace)[1])
+        except kube.ApiException as error:
+            return int(error.status)
+        except HTTPError:
+            return 0
+
+    proxy = cluster.proxy
+    assert status() == 200
+    proxy.down()
+    assert status() == 0
+    proxy.up()
+    proxy.deny("list", "pods")
+    assert status() == 403
+    proxy.allow_all()
+    proxy.fail_next("list", "pods", ApiError(429, "TooManyRequests", "slow down"))
+    assert [status(), status()] == [429, 200]
+    proxy.token = "rotated"
+    assert status() == 401
+
+
+def test_an_answer_that_is_lost(cluster: Cluster, user_api: kube.CoreV1Api) -> None:
+    body = {"metadata": {"name": "mine"}}
+    cluster.proxy.lose_next_response("create", "secrets")
+    with pytest.raises(HTTPError):
+        user_api.create_namespaced_secret(cluster.namespace, body)
+    assert cluster.api.read_namespaced_secret("mine", cluster.namespace)
