@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -18,10 +19,12 @@ from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.errors import PlanError
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.streams import batches_of
 
 BUCKET_ROWS: Final = 1 << 16
 _MAX_BUCKETS: Final = 256
 _SLICE_ROWS: Final = 1 << 14
+_SLICE_BYTES: Final = 32 << 20
 
 
 def _large(field: pa.Field) -> pa.Field:
@@ -76,8 +79,12 @@ def spread(
     schema = pa.schema([ROW_FIELD, *output_fields(parts)])
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(path, schema)) for path in paths]
-        for part in read_all(sources, ["row_idxs", *schema.names[1:]]):
-            for outputs in one_per_row(part, schema):
+        parts_read = read_all(sources, ["row_idxs", *schema.names[1:]])
+        rows = (_SLICE_ROWS, attrgetter("num_rows"))
+        size = (_SLICE_BYTES, pa.Table.get_total_buffer_size)
+        # A small table costs as much as a large one: a piece of each bucket.
+        for tables in batches_of(parts_read, rows, size):
+            for outputs in one_per_row(pa.concat_tables(tables), schema):
                 of_bucket = outputs["row_idx"].to_numpy() // bucket_rows
                 bucket_idxs, starts = np.unique(of_bucket, return_index=True)
                 ends = [*starts[1:], len(of_bucket)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanEr
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards import buckets
-from batchllm_operator.shards.parts import ShardFiles
+from batchllm_operator.shards.parts import PART_SCHEMA, ShardFiles
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -257,6 +258,21 @@ def test_one_request_may_stand_for_very_many_rows(
     report = commit_run(run_job(fake_spec(tmp_path)).folder.uri)
     assert (report.plan.num_requests, report.plan.num_duplicate_rows) == (1, 999)
     assert published(tmp_path)["generated_text"].to_pylist() == [expected_text(row)] * 1000
+
+
+def test_small_parts_are_sorted_in_few_pieces(tmp_path: Path) -> None:
+    """Each piece of a bucket costs a write and a read, whatever its size."""
+
+    class Small:
+        def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+            for idx in range(100):
+                row = {"request_idx": idx, "row_idxs": [99 - idx], "generated_text": "x"}
+                yield pa.Table.from_pylist([row], schema=PART_SCHEMA).select(columns)
+
+    [path], _ = buckets.spread([Small()], PART_SCHEMA, 100, tmp_path)
+    with pa.ipc.open_stream(path) as file:
+        assert file.read_all()["row_idx"].num_chunks == 1
+    assert buckets.read_bucket(path)["row_idx"].to_pylist() == list(range(100))
 
 
 def test_types_of_keys_and_carried_columns_survive(tmp_path: Path) -> None:
