@@ -47,7 +47,12 @@ def read_timeline(folder: Folder, began: ShardProgress) -> Timeline | None:
     readable one.
     """
     begins, traces = f"{attempt_name(began.attempt)}/trace-", []
-    for path in folder.find():
+    try:
+        paths = folder.find()
+    except StorageError as error:
+        _log.warning("%s: its traces aren't in the report: %s", folder.uri, error)
+        return None
+    for path in paths:
         if not (path.startswith(begins) and path.endswith(".parquet")):
             continue
         try:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.levels import examples
 from support.shard_progress import shard_progress
 
+from batchllm_operator.errors import StorageError
 from batchllm_operator.report import timelines
 from batchllm_operator.report.timelines import read_timeline
 from batchllm_operator.storage import Folder
@@ -200,6 +201,20 @@ def test_a_trace_with_what_no_step_has_is_none(
     with caplog.at_level(logging.WARNING):
         assert timeline(tmp_path) is None
     assert len(caplog.records) == 1
+
+
+def test_traces_that_cannot_be_listed_cost_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit has published by then, and must not fail."""
+
+    def fail(_: Folder) -> None:
+        raise StorageError("no access")
+
+    write_trace(tmp_path, [step(0, 0.0, 100)])
+    monkeypatch.setattr(Folder, "find", fail)
+    assert timeline(tmp_path) is None
+    assert "its traces aren't in the report: no access" in caplog.text
 
 
 def test_without_a_trace_there_is_no_timeline(tmp_path: Path) -> None:
