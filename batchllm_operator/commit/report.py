@@ -55,14 +55,7 @@ def describe_run(
 ) -> RunReport:
     """The report of a plan whose outputs are published; `shards` are in order."""
     manifest, spec = plan.manifest, plan.manifest.spec
-    try:
-        made = read_attempts(plan)
-    except StorageError as error:
-        _log.warning("plan %s: what its attempts took isn't known: %s", plan.folder.uri, error)
-        made = {}
-    for note in (note for begun in made.values() for note in begun.notes):
-        _log.warning("%s", note)
-    attempts = [made.get(shard_idx, ShardAttempts()) for shard_idx in range(len(shards))]
+    attempts = _attempts(plan)
     runs = tuple(
         ShardRun(
             shard_idx=shard_idx,
@@ -77,10 +70,6 @@ def describe_run(
             zip(shards, attempts, manifest.shards, strict=True)
         )
     )
-    try:
-        earlier = RunReport.read(plan.folder, REPORT_FILE)
-    except PlanError:
-        earlier = None
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
     answers = summarize_answers(spec, manifest.answers, [*shards, ReusedOutputs(plan)])
     for warning in answers.warnings:
@@ -93,9 +82,7 @@ def describe_run(
         table_uri=table.uri,
         report_uri=f"{plan.folder.uri}/{REPORT_FILE}",
         model=model_name(spec),
-        committed_at=earlier.committed_at
-        if earlier
-        else datetime.now(UTC),  # the first time counts
+        committed_at=_first_committed(plan.folder) or datetime.now(UTC),
         plan=manifest.counts,
         done=Counts.total(run.done for run in runs),
         errors_by_kind=dict(errors.counts),
@@ -109,6 +96,27 @@ def describe_run(
         answers=answers,
         sample_rows=_sample(table, manifest),
     )
+
+
+def _attempts(plan: StoredPlan) -> list[ShardAttempts]:
+    """What attempts have left of each shard; if that can't be read, only the bill is unknown."""
+    try:
+        made = read_attempts(plan)
+    except StorageError as error:
+        _log.warning("plan %s: what its attempts took isn't known: %s", plan.folder.uri, error)
+        made = {}
+    for note in (note for begun in made.values() for note in begun.notes):
+        _log.warning("%s", note)
+    return [made.get(idx, ShardAttempts()) for idx in range(len(plan.manifest.shards))]
+
+
+def _first_committed(folder: Folder) -> datetime | None:
+    """The time of the plan's first commit, which a repeated commit keeps."""
+    try:
+        report = RunReport.read(folder, REPORT_FILE)
+    except PlanError:
+        return None
+    return None if report is None else report.committed_at
 
 
 def store_page(folder: Folder, report: RunReport) -> None:

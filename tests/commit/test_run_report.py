@@ -30,7 +30,7 @@ from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Counts
-from batchllm_operator.stored_plan.run_report import PAGE_FILE, REPORT_FILE, RunReport, Timeline
+from batchllm_operator.stored_plan.run_report import PAGE_FILE, RunReport, Timeline
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 
@@ -189,16 +189,21 @@ def test_the_note_of_a_commit_is_written_after_the_report_and_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a commit that is killed before the note leaves out, the next one writes."""
-    write_bytes, before_note = Folder.write_bytes, list[bool]()
+    plan, write_bytes = planned(tmp_path, document_rows()), Folder.write_bytes
+    run_worker(plan)
 
     def write(folder: Folder, name: str, data: bytes) -> None:
         if name == COMMITTED_FILE:
-            before_note.extend(folder.exists(made) for made in (REPORT_FILE, PAGE_FILE))
+            raise KeyboardInterrupt
         write_bytes(folder, name, data)
 
-    monkeypatch.setattr(Folder, "write_bytes", write)
-    commit_job(tmp_path, document_rows())
-    assert before_note == [True, True]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Folder, "write_bytes", write)
+        commit_run(plan)
+    published = load_report(plan.folder.uri)
+    assert plan.folder.exists(PAGE_FILE)
+    assert commit_run(plan) == published
+    assert plan.folder.exists(COMMITTED_FILE)
 
 
 def test_a_page_that_is_as_it_should_be_is_not_written_again(tmp_path: Path) -> None:
