@@ -64,8 +64,9 @@ class OpenParts:
         row_idxs = part.row_idxs[request_idx]
         self._new_since = self._new_since if self._new else time.monotonic()
         new = self._new.setdefault(part_idx, PartOutputs())
-        part.outputs[request_idx] = new.outputs[request_idx] = output
+        # In this order, and in that of `close`, a signal leaves nothing that can't be spilled.
         new.row_idxs[request_idx] = row_idxs
+        part.outputs[request_idx] = new.outputs[request_idx] = output
         if output.is_served:
             self.suspects.clear()
         else:
@@ -73,15 +74,16 @@ class OpenParts:
         return len(row_idxs), part_idx if len(part.outputs) == len(part.row_idxs) else None
 
     def close(self, part_idx: int) -> None:
-        del self.parts[part_idx]
         self._new.pop(part_idx, None)
+        del self.parts[part_idx]
         self.in_engine.discard(part_idx)
 
     def stop(self) -> None:
         """Forget what no file holds, and what the engine works on."""
         for part_idx, new in self._new.items():
             for request_idx in new.outputs:
-                del self.parts[part_idx].outputs[request_idx]
+                # A signal may have ended an earlier call in the middle.
+                self.parts[part_idx].outputs.pop(request_idx, None)
         self._new.clear()
         self.in_engine.clear()
 
