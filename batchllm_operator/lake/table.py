@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,9 @@ class Snapshot:
     files: tuple[InputFile, ...]
     schema: pa.Schema
     """Columns of the partition, including the partition columns."""
-    outer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Values of the partition columns before this one in the table's layout, in the partition's
-    files: `year` and `month` where the partition is a `day` below them."""
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Values of the table's other partition columns in the partition's files: `year` and `month`
+    where the partition is a `day`."""
 
     @classmethod
     def of(
@@ -84,11 +83,11 @@ class Snapshot:
         column: str,
     ) -> Snapshot:
         """`column` is the partition column that names partitions."""
-        outer: dict[str, set[str]] = {}
+        others: dict[str, set[str]] = {}
         for file in files:
-            for name in takewhile(lambda name: name != column, file.values):
-                outer.setdefault(name, set()).add(str(file.values[name]))
-        ordered = {name: tuple(in_order(values)) for name, values in outer.items()}
+            for name in file.values.keys() - {column}:
+                others.setdefault(name, set()).add(str(file.values[name]))
+        ordered = {name: tuple(in_order(others[name])) for name in sorted(others)}
         return cls(partition, version, tuple(files), schema, ordered)
 
     @property

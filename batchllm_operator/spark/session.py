@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 import uuid
@@ -47,8 +48,9 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
 
     Raises:
         MissingLibraryError: pyspark or pandas isn't installed.
-        SpecError: Spark is too old, or executors lack this package, or have another release of it.
-        SparkJobError: there is no Java that Spark runs on, or the cluster can't be reached.
+        SpecError: there is no Java, or Spark is too old, or executors lack this package, or have
+            another release of it.
+        SparkJobError: Java is too old, or the cluster can't be reached.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_logs_of_py4j())
@@ -158,6 +160,14 @@ def _start(spec: JobSpec) -> tuple[SparkSession, bool]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     where = conf.get("spark.remote") or conf.get("spark.master", "the default master")
     above = "" if is_remote else "; it needs Java 17 or later, of which lines above say more"
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else "java"
+    # spark-submit has started Java itself.
+    if not is_remote and "PYSPARK_GATEWAY_PORT" not in os.environ and shutil.which(java) is None:
+        raise SpecError(
+            f"planner.engine: Spark runs on Java 17 or later, and there is no {java}; install one,"
+            " such as Debian's openjdk-17-jre-headless, or correct JAVA_HOME"
+        )
     with named_failures(f"Spark can't start on {where}{above}"):
         builder = SparkSession.builder.appName(f"batchllm {spec.name}")
         if not is_remote:

@@ -82,13 +82,15 @@ BY_DAY = ("year", "month", "day")
         (("event_year", "week"), [("2025", "05"), ("2026", "05")], "event_year '2025', '2026'"),
         (("jahr", "tag"), [("2025", "31"), ("2026", "31")], "jahr '2025', '2026'"),
         (("p_dt", "hour"), [("2026-01-30", "00"), ("2026-01-31", "00")], "p_dt '2026-01-30', "),
+        (("day", "hour", "month"), [("31", "04", "01"), ("31", "05", "03")], "month '01', '03', "),
     ],
 )
 def test_a_part_of_a_date_is_refused_where_it_lies_in_several_dates(
     lake: Lake, tmp_path: Path, columns: Values, partitions: list[Values], several: str
 ) -> None:
     write(lake, columns, partitions)
-    column, value = columns[-1], partitions[0][-1]
+    column = "day" if "day" in columns else columns[-1]
+    value = partitions[0][columns.index(column)]
     with pytest.raises(SpecError, match=rf"{column}={value} in {several}.*set input.filter to \["):
         plan_job(spec_of(lake, tmp_path, column), value)
 

@@ -340,6 +340,15 @@ def test_errors_of_tasks(spark: SparkSession) -> None:
         rows_of(tasks(spark, [0], int, fail))
 
 
+def test_a_machine_without_java_is_refused(
+    lake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(SpecError, match=r"Java 17 or later, and there is no .*/bin/java; install"):
+        session._start(fake_spec(lake))
+
+
 def test_a_stop_is_no_failure_of_spark() -> None:
     """Even if pyspark has met an error because of it."""
     with pytest.raises(Interrupted), named_failures("Spark's job failed"):

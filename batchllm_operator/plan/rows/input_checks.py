@@ -27,10 +27,14 @@ _MAX_NAMED: Final = 3  # partitions
 _IS_A_TIME: Final = re.compile(r"(19|20|21)[0-9]{2}([-_/]?([0-9]{2}|[WwQq][0-9])|$)")
 """Begins with a year, and ends there or goes on with a month, week or quarter, as dates do."""
 _WORDS: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_NAMES_A_TIME: Final = re.compile(
-    r"year|yr|y{1,4}|quarter|qtr|q|month|mon|mm?|week|wk|w|date|dt|ds|day|dd?|hour|hr|hh?",
-    re.IGNORECASE,
-)
+_UNITS_OF_TIME: Final = {
+    **dict.fromkeys(("year", "yr", "yyyy", "yy", "y"), 0),
+    **dict.fromkeys(("quarter", "qtr", "q"), 1),
+    **dict.fromkeys(("month", "mon", "mm", "m", "week", "wk", "w"), 2),
+    **dict.fromkeys(("date", "dt", "ds", "day", "dd", "d"), 3),
+    **dict.fromkeys(("hour", "hr", "hh", "h"), 4),
+}
+"""By length, the longest first."""
 _PLACED: Final = (
     "; only text, numbers, booleans, dates, times and lists of these can be placed: cast it to one"
     " of them in the table"
@@ -42,11 +46,11 @@ _MESSAGES: Final = (
 _log = logging.getLogger(__name__)
 
 
-def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
+def _check_others(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """Refuse to read, say, the 31st of several months as one partition.
 
-    Outer columns of other things, such as a region, may have any number of values: a partition is
-    in all.
+    Columns of other things, such as a region, and of shorter times may have any number of values: a
+    partition is in all.
 
     Raises `SpecError`: names the columns that tell the partitions apart.
     """
@@ -54,8 +58,9 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         return
     filtered = {term.column for term in spec.input.filter}
     shown, terms = [], []
-    for column, values in snapshot.outer.items():
-        if len(values) > 1 and column not in filtered and _are_times(column, values):
+    own = _unit(spec.input.partition_column)
+    for column, values in snapshot.others.items():
+        if len(values) > 1 and column not in filtered and _tell_apart(column, values, own):
             shown.append(f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}")
             is_number = pa.types.is_integer(snapshot.schema.field(column).type)
             value = values[-1] if is_number else f'"{values[-1]}"'
@@ -65,14 +70,23 @@ def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
             f"input.partition_column: table {table.uri} has partition"
             f" {spec.input.partition_column}={snapshot.partition} in {' and '.join(shown)}, which"
             f" would be read as one; set input.filter to [{', '.join(terms)}], let input.uri name"
-            " one of the outer folders, or give the table a column that tells them apart, such as"
+            " an outer folder, or give the table a column that tells them apart, such as"
             " ds=2026-01-31"
         )
 
 
-def _are_times(column: str, values: Sequence[str]) -> bool:
-    is_named = any(map(_NAMES_A_TIME.fullmatch, _WORDS.findall(column)))
-    return is_named or all(map(_IS_A_TIME.match, values))
+def _unit(column: str) -> int | None:
+    """Of the time that a column's name says; None if it says none."""
+    words = map(str.lower, _WORDS.findall(column))
+    return min((_UNITS_OF_TIME[word] for word in words if word in _UNITS_OF_TIME), default=None)
+
+
+def _tell_apart(column: str, values: Sequence[str], own: int | None) -> bool:
+    """Whether a column is of longer times than the partition's, of which the unit is `own`."""
+    unit = _unit(column)
+    if unit is None:
+        return all(map(_IS_A_TIME.match, values))
+    return own is None or unit < own
 
 
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
@@ -117,7 +131,7 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 raise SpecError(
                     f"{place}: column {column!r} of table {table.uri} holds {kind}{reason}"
                 )
-    _check_outer(spec, table, snapshot)
+    _check_others(spec, table, snapshot)
 
 
 def _is_text(kind: pa.DataType) -> bool:
