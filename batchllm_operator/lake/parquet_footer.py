@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import Final
 
 import pyarrow as pa
@@ -54,6 +55,15 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
     except (pa.ArrowException, OSError) as error:
         raise TableError(f"{broken}: {error}") from error
     return metadata, hashlib.sha256(footer).hexdigest()
+
+
+def is_parquet(folder: Folder, name: str, size_bytes: int) -> bool:
+    """Whether the file ends as Parquet files do, whatever its name is."""
+    if size_bytes < _TAIL_BYTES:
+        return False
+    with suppress(FileNotFoundError):
+        return folder.read_bytes(name, size_bytes - len(_MAGIC)) in (_MAGIC, _ENCRYPTED)
+    return False
 
 
 def file_schema(footer: pq.FileMetaData) -> pa.Schema:

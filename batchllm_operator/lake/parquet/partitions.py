@@ -10,6 +10,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from batchllm_operator.errors import TableError
+from batchllm_operator.lake.parquet_footer import is_parquet
 from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.storage import Folder
 
@@ -93,14 +94,20 @@ class Partitions:
         Of a table that has partitions, only folders of other columns are looked at.
         """
         columns = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
-        found: Iterable[str]
+        found: Iterable[tuple[str, dict[str, Any]]]
         if any(self.column in values for values in columns.values()):
             folders = [n for n, values in columns.items() if values and self.column not in values]
-            found = (f"{name}/{b}" for name in folders for b in self.folder.child(name).find())
+            found = (
+                (f"{name}/{below}", details)
+                for name in folders
+                for below, details in self.folder.child(name).find().items()
+            )
         else:
-            found = self.folder.find()
-        for name in found:
-            if is_visible(name) and _has_suffix(name):
+            found = self.folder.find().items()
+        for name, details in found:
+            if is_visible(name) and (
+                _has_suffix(name) or is_parquet(self.folder, name, int(details["size"]))
+            ):
                 raise TableError(
                     f"output {self.folder.uri}: holds {name!r}, but isn't partitioned by"
                     f" {self.column!r}; move it away or choose another output table"
