@@ -190,7 +190,7 @@ class Cluster:
             time.sleep(pause_s)
         return found
 
-    def wait_for_phase(self, name: str, phase: str) -> Any | None:
+    def wait_for_phase(self, name: str, phase: str) -> Any:
         """Wait until a pod is in a phase ("Gone": not there), and return it."""
         self.wait_for(lambda: self.phase(name) == phase, f"pod {name} to be {phase}")
         return self.pod(name)

@@ -32,7 +32,7 @@ def test_vllm_generates_in_a_pod_what_it_generates_here(
         planner={"num_shards": 1},
     )
     shards.plan_uri = plan_job(spec, DS).folder.uri
-    result = shards.start(memory="4Gi", env={"HF_HUB_OFFLINE": "1"}).wait(240)
+    result = shards.start(memory="4Gi", env={"HF_HUB_OFFLINE": "1"}).wait()
     assert result["num_rows"] == NUM_ROWS and result["num_failed_rows"] == 0
     assert result["num_cached_tokens"] > 0  # groups share their prefixes
     shards.check_whole()
@@ -42,7 +42,7 @@ def test_vllm_generates_in_a_pod_what_it_generates_here(
 
     output = spec.output.model_copy(update={"uri": str(shards.lake / "here")})
     shards.plan_uri = plan_job(spec.model_copy(update={"output": output}), DS).folder.uri
-    shards.start(runner="local").wait(240)
+    shards.start(runner="local").wait()
     commit_run(shards.plan_uri)
     assert texts(shards.lake / "here") == in_pod
 
