@@ -157,13 +157,9 @@ def main() -> None:
     ]
     if "batchllm" in args.policies:
         jobs += [
-            Job(
-                name,
-                tuple(("batchllm", estimates) for estimates in WRONG_ESTIMATES[name]),
-                args.seed,
-            )
-            for name in args.workloads
-            if name in WRONG_ESTIMATES
+            Job(name, tuple(("batchllm", estimates) for estimates in wrong), args.seed)
+            for name, wrong in WRONG_ESTIMATES.items()
+            if name in args.workloads
         ]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         rows = [row for rows in pool.map(run, jobs) for row in rows]

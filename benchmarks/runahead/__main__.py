@@ -228,17 +228,8 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
                 works = works_of(policy, sizes, num_groups, num_replicas, split, chosen)
                 outcomes[policy].append(run_once(replicas, works))
         wanted = {name: tokens for name, tokens in expected.items() if _group(name) < num_groups}
-        for policy, found in outcomes.items():
-            row = {
-                "groups": num_groups,
-                "policy": policy,
-                "makespan_s": round(statistics.median(each.makespan_s for each in found), 4),
-                "ttft_s": round(statistics.median(each.ttft_s for each in found), 4),
-                "tokens_equal": all(each.tokens == wanted for each in found),
-                "least_makespan_s": round(min(each.makespan_s for each in found), 4),
-                "most_makespan_s": round(max(each.makespan_s for each in found), 4),
-                "failures": sorted({reason for each in found for reason in each.failures}),
-            }
+        for policy, repeated in outcomes.items():
+            row = {"groups": num_groups, "policy": policy, **summary(repeated, wanted)}
             rows.append(row)
             print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
         choices[str(num_groups)] = {
@@ -254,6 +245,19 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
         "measured_link_bytes_per_s": measured,
         "num_outputs": len(expected),
         "num_distinct_outputs": len({tuple(tokens) for tokens in expected.values()}),
+    }
+
+
+def summary(outcomes: Sequence[Outcome], tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Of a policy's repetitions; `tokens` are those that each should have made."""
+    makespans = [outcome.makespan_s for outcome in outcomes]
+    return {
+        "makespan_s": round(statistics.median(makespans), 4),
+        "ttft_s": round(statistics.median(outcome.ttft_s for outcome in outcomes), 4),
+        "tokens_equal": all(outcome.tokens == tokens for outcome in outcomes),
+        "least_makespan_s": round(min(makespans), 4),
+        "most_makespan_s": round(max(makespans), 4),
+        "failures": sorted({reason for outcome in outcomes for reason in outcome.failures}),
     }
 
 
