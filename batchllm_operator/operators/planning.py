@@ -47,12 +47,12 @@ class Planning(BaseOperator):
         """As Airflow does; `AirflowFailException` for a `ds` that needs an absent logical date."""
         from jinja2 import UndefinedError
 
-        try:
-            super().render_template_fields(context, jinja_env)
-        except UndefinedError as error:
-            if context.get("logical_date") is not None:
-                raise
-            raise AirflowFailException(self._no_partition(str(error))) from None
+        if context.get("logical_date") is None:
+            try:
+                self.render_template(self.ds, context, jinja_env or self.get_template_env())
+            except UndefinedError as error:
+                raise AirflowFailException(self._no_partition(str(error))) from None
+        super().render_template_fields(context, jinja_env)
 
     def _no_partition(self, why: str) -> str:
         return (
@@ -66,7 +66,7 @@ class Planning(BaseOperator):
         """Refuse a run without a partition, and a number of workers that renders to none."""
         if self.ds.strip() in ("", "None"):
             raise AirflowFailException(self._no_partition(f"ds is {self.ds!r}"))
-        number_of_workers(self.num_workers or 1)
+        number_of_workers(self.num_workers or 1, at_least=1)
 
     def identity(self) -> tuple[str, str]:
         return self.spec.output.uri, " ".join(self.job_arguments)

@@ -9,6 +9,7 @@ import random
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -126,12 +127,15 @@ class BatchLLMStageOperator(BatchLLMJobTask):
 
     def _conclude(self, context: Context, end: JobEnd) -> Any:
         """The task's return value; else raises. The Job is deleted, unless its state is unknown."""
-        fault: AirflowException | None = None
+        fault: Exception | None = None
         try:
             results = self._verify(context, end)
         except AirflowException as error:
             fault = type(error)(f"{end.explanation()}. In the lake: {error}")
             fault.__cause__ = error
+        # Any error, such as a full disk: the Job has to go all the same.
+        except Exception as error:  # noqa: BLE001
+            fault = error
         else:
             if isinstance(results, str):
                 failure = AirflowFailException if end.is_final else AirflowException
@@ -187,10 +191,9 @@ class BatchLLMPlannedOperator(BatchLLMStageOperator):
         return {f"{LABEL}/job": job_of(str(self.plan_uri)), f"{LABEL}/plan": plan}
 
 
-def number_of_workers(rendered: Any) -> int:
-    """What a template of `num_workers` has rendered to; `AirflowFailException` if to no number."""
-    try:
-        return max(0, int(str(rendered)))
-    except ValueError:
-        message = f"num_workers is {rendered!r}; it must be an integer from 1"
-        raise AirflowFailException(message) from None
+def number_of_workers(rendered: Any, *, at_least: int = 0) -> int:
+    """What `num_workers` has rendered to; `AirflowFailException` if to no number, or too low."""
+    with suppress(ValueError):
+        if (number := max(0, int(str(rendered)))) >= at_least:
+            return number
+    raise AirflowFailException(f"num_workers is {rendered!r}; it must be an integer from 1")

@@ -14,6 +14,7 @@ from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from jsonschema import Draft7Validator
 from support.fake_job import job_fields
 from support.task_runs import TaskInstance
@@ -168,6 +169,15 @@ def test_a_run_without_a_logical_date_says_how_to_name_its_partition(
         task = BatchLLMPlanOperator(task_id="p", spec_path=write_spec(tmp_path, 1), ds=ds)
     with pytest.raises(AirflowFailException, match=r"no logical date.*dag_run.conf\['ds'\]"):
         task.render_template_fields(cast(Any, context))
+
+
+def test_a_template_of_another_field_is_not_taken_for_the_partitions(tmp_path: Path) -> None:
+    with DAG("job", schedule=None):
+        env = {"DAY": "{{ logical_date.day }}"}
+        spec = write_spec(tmp_path, 1)
+        task = BatchLLMPlanOperator(task_id="p", spec_path=spec, ds="{{ conf.ds }}", env=env)
+    with pytest.raises(UndefinedError):
+        task.render_template_fields(cast(Any, {"conf": {"ds": "2026-01-31"}}))
 
 
 @pytest.mark.parametrize("ds", ["", "None"])

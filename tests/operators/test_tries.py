@@ -217,6 +217,17 @@ def test_a_job_that_cannot_be_seen_is_left_to_the_next_try_if_there_is_one(
         task._conclude(context(is_last=is_last), JobEnd(EndKind.API_LOST, "j"))
 
 
+def test_a_job_goes_also_when_the_lake_cannot_be_looked_at_at_all(
+    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verified(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(task, "verified", verified)
+    with pytest.raises(ReleasedError):
+        task._conclude(context(), JobEnd(EndKind.STUCK, "j"))
+
+
 @pytest.mark.parametrize(
     ("action", "of_whole", "of_unfinished"),
     [

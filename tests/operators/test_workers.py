@@ -75,16 +75,25 @@ def test_a_number_of_workers_that_is_none_is_refused_when_the_dag_is_parsed(
         batchllm_task_group("job.yaml", num_workers=num_workers)
 
 
-@pytest.mark.parametrize("stage", ["plan", "generate"])
+@pytest.mark.parametrize(
+    ("stage", "rendered"),
+    [
+        *(("plan", rendered) for rendered in ("many", "None", "0", "-1")),
+        *(("generate", rendered) for rendered in ("many", "None", "", None)),
+    ],
+)
 def test_a_template_that_renders_to_no_number_fails_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, rendered: str | None
 ) -> None:
+    """Before anything is run: a plan without a worker would be no use."""
     ran = record_runs(monkeypatch, {"plan_uri": "s3://b/plan-1", "num_shards": 2})
-    task: Any = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan", num_workers="many")
     if stage == "plan":
         spec = write_spec(tmp_path, num_shards=2)
-        task = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="d", num_workers="many")
-    with pytest.raises(AirflowFailException, match="num_workers is 'many'"):
+        task: Any = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="d")
+    else:
+        task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan")
+    task.num_workers = rendered
+    with pytest.raises(AirflowFailException, match=f"num_workers is {rendered!r}; it must be"):
         execute(task, {"ti": TaskInstance()})
     assert ran == []
 
