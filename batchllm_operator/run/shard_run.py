@@ -89,7 +89,7 @@ class OpenParts:
 
     @property
     def is_spill_due(self) -> bool:
-        num_rows = sum(len(rows) for new in self._new.values() for rows in new.row_idxs.values())
+        num_rows = sum(sum(map(len, new.row_idxs.values())) for new in self._new.values())
         has_waited = bool(self._new) and time.monotonic() - self._new_since >= SPILL_S
         return has_waited or num_rows >= SPILL_ROWS
 
@@ -143,6 +143,8 @@ class ShardRun:
         self._num_resumed = len(self._entries)
         self.open_parts = OpenParts(self._files.spilled(self._entries))
         self._lock = threading.RLock()
+        self._last_output: EngineOutput | None = None
+        """Not in `open_parts` yet, if a signal came while `take` waited for the lock."""
         self.progress = LiveProgress(
             *(plan, shard_idx, attempt, holder, self.finished.counts, self._num_resumed),
             also=self._spill_while_waiting,
@@ -193,7 +195,10 @@ class ShardRun:
         is_trusted = isinstance(why, (KeyboardInterrupt, FailedRowsError))
         try:
             try:
-                self.spill(with_suspects=is_trusted)
+                with self._lock:
+                    if self._last_output is not None and self._last_output in self.open_parts:
+                        self.open_parts.add(self._last_output)
+                    self.spill(with_suspects=is_trusted)
             except KeyboardInterrupt:  # the signal came while it was written
                 self.spill(with_suspects=is_trusted)
         except (BatchLLMError, OSError) as error:
@@ -247,6 +252,7 @@ class ShardRun:
         if output.is_served and output.text is not None:
             fault = self._answers.fault(output.text, output.raw)
             output = output if fault is None else replace(output, error=fault)
+        self._last_output = output
         with self._lock:
             num_rows, whole_part = self.open_parts.add(output)
             if self.is_given_up:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,6 +287,42 @@ def test_a_signal_while_something_is_written_loses_nothing(
     rest = Engines()
     run_worker(plan, start=rest)
     assert engines.num_answers + rest.num_answers == NUM_ROWS
+    commit_run(plan.folder.uri)
+    check_published(plan)
+
+
+def test_a_signal_while_another_threads_spill_is_waited_for_loses_nothing(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INTERVAL_VARIABLE, "0.1")
+    is_spilling, is_taking = threading.Event(), threading.Event()
+    publish, take = Folder.publish_file, shard_run.ShardRun.take
+
+    def interrupted_upload(folder: Folder, source: Path, name: str) -> None:
+        if "/spill-" in name and not is_spilling.is_set():
+            is_spilling.set()
+            assert is_taking.wait(30)
+            time.sleep(0.1)  # until it waits
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.1)
+        publish(folder, source, name)
+
+    def noted_take(run: shard_run.ShardRun, output: EngineOutput) -> int:
+        if is_spilling.is_set():
+            is_taking.set()
+        return take(run, output)
+
+    def wait_for_spill() -> None:
+        monkeypatch.setattr(shard_run, "SPILL_S", 0.0)
+        assert is_spilling.wait(30)
+
+    monkeypatch.setattr(Folder, "publish_file", interrupted_upload)
+    monkeypatch.setattr(shard_run.ShardRun, "take", noted_take)
+    engines = Engines(8, wait_for_spill)
+    with pytest.raises(KeyboardInterrupt):
+        run_worker(plan, start=engines)
+    assert stored_rows(plan) == engines.num_answers == 9
+    run_worker(plan)
     commit_run(plan.folder.uri)
     check_published(plan)
 
