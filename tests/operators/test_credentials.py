@@ -211,7 +211,8 @@ def test_only_the_commands_environment_holds_the_values(
     code: ExitCode,
     error: type[Exception] | None,
 ) -> None:
-    lake(**KEYS, extra={"aws_session_token": TOKEN})
+    at = {"AWS_ENDPOINT_URL": "http://minio:9000"}
+    lake(**KEYS, extra={"aws_session_token": TOKEN, "endpoint_url": at["AWS_ENDPOINT_URL"]})
     script, seen_path = tmp_path / "blurt.py", tmp_path / "seen.json"
     script.write_text(BLURT)
     monkeypatch.setattr(command, "_COMMAND", (sys.executable, str(script)))
@@ -225,7 +226,7 @@ def test_only_the_commands_environment_holds_the_values(
             task.commands().run("plan")
         shown = "".join(traceback.format_exception(caught.value))
     seen = json.loads(seen_path.read_text())
-    assert seen["env"] == {**VARIABLES, "AWS_SESSION_TOKEN": TOKEN}
+    assert seen["env"] == {**VARIABLES, **at, "AWS_SESSION_TOKEN": TOKEN}
     assert os.environ == worker
     logged = "".join(capfd.readouterr())
     assert "refused: *** *** ***" in logged

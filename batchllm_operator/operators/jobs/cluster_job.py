@@ -27,6 +27,7 @@ from batchllm_operator.operators.jobs.calls import (
 from batchllm_operator.operators.jobs.owner import LABEL, QUEUE, Attempt
 
 _TRACKING: Final = "batch.kubernetes.io/job-tracking"
+_CLUSTERS_OWN: Final = frozenset({_TRACKING, "foregroundDeletion"})
 _MERGE_PATCH: Final = "application/merge-patch+json"
 ENDING_MARGIN_S: Final = 60.0
 """Time after the grace period that a kubelet may take to report a pod's end."""
@@ -135,6 +136,7 @@ class ClusterJob(ClusterCalls):
             f"{what.metadata.name} ({name})"
             for what in (job, *await self.pods())
             for name in what.metadata.finalizers or ()
+            if name not in _CLUSTERS_OWN
         }
         raise AirflowException(
             f"Job {self.name} in namespace {self.namespace} is being deleted, and stays: finalizers"

@@ -19,6 +19,7 @@ from batchllm_operator.operators.jobs.owner import LABEL, Attempt
 
 ATTEMPT = Attempt("owner", "work", "1")
 COMPLETE = {"type": "Complete", "status": "True"}
+FINALIZERS = ["batch.kubernetes.io/job-tracking", "other/keeps"]
 
 
 class StandIn(ClusterJob):
@@ -42,7 +43,7 @@ class StandIn(ClusterJob):
         if verb == "delete":
             self.deleted.append(kind)
         pod = SimpleNamespace(
-            metadata=SimpleNamespace(name="p", finalizers=["other/keeps"], deletion_timestamp=None)
+            metadata=SimpleNamespace(name="p", finalizers=FINALIZERS, deletion_timestamp=None)
         )
         return SimpleNamespace(items=[pod]) if verb == "list" else self.job
 
@@ -73,8 +74,9 @@ def test_a_job_that_finalizers_keep_is_waited_for_only_so_long(
 
     monkeypatch.setattr(cluster_job.asyncio, "sleep", sleep)
     monkeypatch.setattr(cluster_job.time, "monotonic", lambda: passed_s[0])
-    job = StandIn(ATTEMPT.labels, metadata={"deletionTimestamp": "2026-01-31T00:00:00Z"})
-    with pytest.raises(AirflowException, match=r"stays: finalizers of p \(other/keeps\)"):
+    going = {"deletionTimestamp": "2026-01-31T00:00:00Z", "finalizers": ["foregroundDeletion"]}
+    job = StandIn(ATTEMPT.labels, metadata=going)
+    with pytest.raises(AirflowException, match=r"stays: finalizers of p \(other/keeps\) keep it"):
         run(lambda: job.take({"metadata": {"labels": {}}}))
     assert 40 + 120 + 5 < passed_s[0] < 200
 
