@@ -142,21 +142,24 @@ def test_a_job_that_finished_meanwhile_is_deleted_and_its_results_count(shards: 
 
 @in_triggerer
 def test_a_job_that_does_other_work_is_replaced_once_its_pods_are_gone(shards: Shards) -> None:
-    """As when plan was cleared and made another plan."""
+    """As when the spec was renamed and plan was cleared: all Jobs of a task have one name."""
     shards.plan(delay_s=0.15)
-    name = shards.abandoned_pod()
-    shards.plan(delay_s=0.0, sampling={"max_tokens": 9})
+    name, job = shards.abandoned_pod(), shards.job()
+    shards.plan(delay_s=0.0, name="renamed")
     run = shards.start(TaskInstance(try_number=2))
     seen: set[tuple[str, ...]] = set()
+    jobs: dict[str, str] = {}
 
     def is_over() -> bool:
         seen.add(tuple(sorted(pod.metadata.name for pod in shards.cluster.pods())))
+        jobs.update((each.metadata.uid, each.metadata.name) for each in shards.jobs())
         return not run.is_alive
 
     shards.wait(is_over, "the task")
     run.wait()
     assert (name,) in seen
     assert all(len(names) <= 1 for names in seen), "two sets of pods at a time"
+    assert [*jobs.values()] == [job.metadata.name] * 2
     shards.check_whole()
 
 
