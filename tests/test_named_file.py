@@ -56,7 +56,8 @@ def test_a_file_that_cannot_be_replaced_is_written(
             raise OSError(errno.EBUSY, "Device or resource busy")
         if arguments == ("xb",):
             raise OSError(errno.EROFS, "Read-only file system")
-        return real_open(self, *arguments, **options)
+        opened: IO[Any] = real_open(self, *arguments, **options)
+        return opened
 
     monkeypatch.setattr(Path, method, refuse)
     write_file(parse_file(str(path)), b"new")

@@ -202,6 +202,13 @@ def test_a_plan_of_another_output_table_is_asked_about_there(tmp_path: Path) -> 
     assert list(plan.folder.find()) == KEPT
 
 
+def test_a_folder_without_a_manifest_goes(plan: StoredPlan) -> None:
+    plan.folder.remove("manifest.json")
+    [removed], _ = collect(plan.manifest.spec)
+    assert removed.what == "was never completed"
+    assert not plan.folder.exists()
+
+
 def test_a_published_plan_without_its_manifest_stays(plan: StoredPlan) -> None:
     run_and_commit(plan)
     plan.folder.remove("manifest.json")

@@ -92,11 +92,11 @@ def served(pages: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def client(served: Any) -> Any:
+def client(served: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same; it remembers nothing of earlier tests."""
     from batchllm_operator.web import lake_access
 
-    lake_access._LOOKS = lake_access.Kept(0.0)
+    monkeypatch.setattr(lake_access, "_LOOKS", lake_access.Kept(0.0))
     return served
 
 

@@ -27,10 +27,9 @@ def limits(
     queue_s: float = 6 * 3600, start_s: float = 1800, stuck_s: float = 600, **more: Any
 ) -> WatchedJob:
     """The Job's, with the default settings of operators unless a test says otherwise."""
-    of_job = ("job", "ns", "u", {}, "base")
-    return WatchedJob(
-        None, False, None, None, *of_job, queue_s, start_s, stuck_s, 900, 10.0, **more
-    )
+    fixed: tuple[Any, ...] = (None, False, None, None, "job", "ns", "u", {}, "base")
+    of_watch: tuple[Any, ...] = (queue_s, start_s, stuck_s, 900, 10.0)
+    return WatchedJob(*fixed, *of_watch, **more)
 
 
 LIMITS = limits()
@@ -123,6 +122,9 @@ class StandIn(ClusterJob):
             assert options["body"]["gracePeriodSeconds"] == 0
             self.removed.append(args[0])
             self.in_phase.clear()
+            return None
+        if method == "patch_namespaced_pod":
+            assert args == ("p", "ns", {"metadata": {"finalizers": []}})
             return None
         assert method == "read_namespaced_pod_log"
         return "worker 3: 12/30 rows\r" + "worker 3: 13/30 rows\n"

@@ -45,8 +45,8 @@ def test_requests_a_minute_do_not_depend_on_the_number_of_workers(
             all_there = lambda: len(cluster.pods()) == num_workers  # noqa: E731
             await asyncio.to_thread(cluster.wait_for, all_there, "all pods")
             monkeypatch.setattr(ClusterCalls, "call", counted)
-            of_job = ("job", cluster.namespace, made.metadata.uid, {}, "base")
-            limits = (3600, 3600, 3600, 60, 10 / FASTER, minutes * 60 / FASTER)
+            of_job: tuple[Any, ...] = ("job", cluster.namespace, made.metadata.uid, {}, "base")
+            limits: tuple[Any, ...] = (3600, 3600, 3600, 60, 10 / FASTER, minutes * 60 / FASTER)
             watched = WatchedJob(*astuple(where), *of_job, *limits)
             end = await JobWatch(job, watched, lambda _: None).until_end()
             return end.kind
