@@ -7,6 +7,7 @@ nothing here depends on who is faster.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,22 +70,21 @@ class PodRun:
 
         self.wait(lambda: state_now() == (state, try_number), f"try {try_number} is {state}")
 
-    def wait_until_parked(self) -> None:
-        """Wait until the task is deferred, and Airflow has found out.
+    def is_parked(self, try_number: int = 1) -> bool:
+        """Whether the task is deferred, and Airflow has found out.
 
         It fails a task that goes on before it has noted the end of its process, and asks no trigger
         to stop what hasn't begun.
         """
-        end = f"{self.dag_id}, task_id={GENERATE}, run_id={self.run_id},"
-        log = self.airflow.home / "airflow.log"
+        log = (self.airflow.home / "airflow.log").read_text(errors="replace")
+        end = f"TaskInstance Finished: dag_id={self.dag_id}, task_id={GENERATE}"
+        end += f", run_id={re.escape(self.run_id)},.* try_number={try_number},"
+        if not re.search(end, log) or self.task["state"] != "deferred":
+            return False
+        return any(line.startswith("Job ") for line in self.log(try_number))
 
-        def is_parked() -> bool:
-            ended = f"TaskInstance Finished: dag_id={end}" in log.read_text(errors="replace")
-            if not ended or self.task["state"] != "deferred":
-                return False
-            return any(line.startswith("Job ") for line in self.log())
-
-        self.wait(is_parked, "the task is deferred")
+    def wait_until_parked(self) -> None:
+        self.wait(self.is_parked, "the task is deferred")
 
     def mark(self, state: str) -> None:
         path = f"{self.path}/taskInstances/{GENERATE}"

@@ -177,7 +177,7 @@ def test_deferred_tasks_that_the_user_marks_or_clears(standalone: Standalone) ->
     assert marked.task["state"] == "failed"
     # Airflow may be so quick that the next try waits already: then it has adopted the Job.
     cleared.wait(
-        lambda: cleared.is_ending(0, pods[2]) or cleared.task["state"] == "deferred",
+        lambda: cleared.is_ending(0, pods[2]) or cleared.is_parked(try_number=2),
         "the cleared task's pods are stopped, or adopted",
     )
     for pod in pods[2:]:
