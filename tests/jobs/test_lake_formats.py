@@ -197,6 +197,8 @@ def test_an_older_plan_does_not_fill_what_a_newer_one_has_emptied(
     commit_in_between(monkeypatch, older, newer)
     with pytest.raises(ConflictError, match=newer.manifest.plan_id):
         commit_run(older.folder.uri)
+    again = commit_run(newer.folder.uri)
+    assert (again.plan.num_rows, again.sample_rows) == (0, ())
     assert read(lakes[1], ["row_key"]) == []
 
 

@@ -13,7 +13,7 @@ from support.run_reports import make_full_report, make_report, make_timeline
 from batchllm_operator.commit import report as run_report
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import sharing
-from batchllm_operator.report import format_summary, share, timelines
+from batchllm_operator.report import format_summary, share, summary, timelines
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import usd
 from batchllm_operator.shards import row_errors
@@ -170,6 +170,14 @@ def test_a_saving_that_nothing_predicted_is_not_claimed() -> None:
 )
 def test_prices(amount: float, printed: str) -> None:
     assert usd(amount) == printed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "printed"),
+    [(0.0, "0 s"), (0.0123, "0.0123 s"), (72.6, "72.6 s"), (141.6, "2.36 min"), (9000.0, "2.5 h")],
+)
+def test_predicted_times_have_a_unit_that_reads_well(seconds: float, printed: str) -> None:
+    assert summary._duration(seconds) == printed
 
 
 # docs/reports.md
