@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -484,6 +486,32 @@ def test_publishers_side_by_side(folder: Folder, tmp_path: Path) -> None:
     assert table.published(DS) == of_plan(winner)
     assert rows(table, ["n"]) == [{"n": int(winner[1])}]
     assert list(folder.find()) == [f"ds={DS}/data.parquet"]
+
+
+def test_a_reader_meanwhile_sees_a_whole_partition_each_time(
+    folder: Folder, table: LakeTable
+) -> None:
+    """Never a part, a mixture or nothing."""
+    publish(table, numbers(0), of_plan("p0"))
+    seen: list[list[int]] = []
+    is_over = threading.Event()
+
+    def read_all() -> None:
+        while not is_over.is_set():
+            data = folder.read_bytes(f"ds={DS}/data.parquet")
+            seen.append(pq.read_table(io.BytesIO(data))["n"].to_pylist())
+
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(read_all)
+        for last in range(1, 11):
+            publish(table, numbers(*range(last + 1)), of_plan(f"p{last}"))
+            num_seen = len(seen)
+            while len(seen) < num_seen + 2 and not reading.done():
+                time.sleep(0.001)
+        is_over.set()
+        reading.result()
+    assert all(read == [*range(len(read))] for read in seen)
+    assert {len(read) for read in seen} >= {*range(2, 12)}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from lake.test_parquet import (
     folder,
     table,
     test_a_partition_folder_without_data_is_an_empty_partition,
+    test_a_reader_meanwhile_sees_a_whole_partition_each_time,
     test_a_visible_file_of_another_kind_is_named,
     test_empty_files_without_the_suffix_are_not_data,
     test_files_are_known_by_their_content_not_by_their_names,
