@@ -103,6 +103,23 @@ def test_a_jobs_name_is_one_of_a_host_with_the_index_of_its_pods(stem: str) -> N
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and name[0] != "-"
 
 
+def test_a_jobs_name_stays_in_all_tries_and_is_no_other_tables_runs_or_tasks() -> None:
+    def name_of(ti: TaskInstance, table: str = "s3://b", work: str = "plan-1") -> str:
+        return BatchLLMGenerateOperator.job_name(cast(Any, {"ti": ti}), Attempt.of(ti, table, work))
+
+    first, again = TaskInstance(), TaskInstance(try_number=2)
+    assert name_of(again, work="plan-2") == name_of(first)
+    others = [
+        TaskInstance(task_id="group.generate"),
+        TaskInstance(dag_id="Job"),
+        TaskInstance(run_id="manual__2026-02-01"),
+        TaskInstance(map_index=0),
+    ]
+    names = {name_of(first), name_of(first, table="s3://c"), *map(name_of, others)}
+    assert len(names) == 2 + len(others)
+    assert {name.rpartition("-")[0] for name in names} == {"batchllm-job-generate"}
+
+
 @pytest.mark.parametrize("num_failed", [0, 1234])
 def test_commit_sends_each_asset_counts_and_uris_and_warns_of_failed_rows(
     monkeypatch: pytest.MonkeyPatch, num_failed: int
