@@ -83,8 +83,12 @@ class PodRun:
             return False
         return any(line.startswith("Job ") for line in self.log(try_number))
 
-    def wait_until_parked(self) -> None:
-        self.wait(self.is_parked, "the task is deferred")
+    def wait_until_parked(self, try_number: int = 1) -> None:
+        """Until `is_parked`, or the try has succeeded."""
+        self.wait(
+            lambda: self.is_parked(try_number) or self.task["state"] == "success",
+            f"try {try_number} is deferred",
+        )
 
     def mark(self, state: str) -> None:
         path = f"{self.path}/taskInstances/{GENERATE}"

@@ -168,6 +168,7 @@ def test_deferred_tasks_that_the_user_marks_or_clears(standalone: Standalone) ->
     for run in (marked, cleared):
         run.wait_until_parked()
     check_triggers(standalone)
+    standalone.cluster.agent.hold_images("job:1")  # pods of next tries begin when those are parked
     cleared.clear()
     marked.mark("failed")
     marked.wait(lambda: marked.is_ending(0, pods[0]), "the marked task's pods are stopped")
@@ -183,6 +184,9 @@ def test_deferred_tasks_that_the_user_marks_or_clears(standalone: Standalone) ->
     for pod in pods[2:]:
         cleared.thaw(pod)
     marked.clear()
+    for run in (marked, cleared):
+        run.wait_until_parked(try_number=2)
+    standalone.cluster.agent.release_images("job:1")
     for run in (marked, cleared):
         run.check_success()
         assert run.task["try_number"] == 2
