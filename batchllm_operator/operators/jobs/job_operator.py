@@ -212,15 +212,6 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
     ) -> dict[str, Any]:
         """The Job to create, whose Secret has such keys; `AirflowFailException` if it is unfit."""
         name = self.job_name(context, attempt)
-        try:
-            pod, num_gpus = pod_of(self)
-            main, deadline_s = main_container(pod), pod["spec"].pop("activeDeadlineSeconds", None)
-            grace_s = int(pod["spec"]["terminationGracePeriodSeconds"])
-            arguments = self.pod_command(context, grace_s, num_gpus)
-        except ValueError as error:
-            raise AirflowFailException(str(error)) from error
-        main |= {"command": ["batchllm"], "args": [escaped(text) for text in arguments]}
-        main["env"] = merged(main["env"], secret_variables(name, secret_keys), "env")
         labels = {
             **self.labels,
             "app.kubernetes.io/name": "batchllm",
@@ -229,7 +220,16 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
             **{key: make_safe_label_value(text) for key, text in self.stage_labels().items()},
             **attempt.labels,
         }
-        built = plain(built_pod(self, pod, context, name=name, labels=labels))
+        try:
+            pod, num_gpus = pod_of(self)
+            main, deadline_s = main_container(pod), pod["spec"].pop("activeDeadlineSeconds", None)
+            grace_s = int(pod["spec"]["terminationGracePeriodSeconds"])
+            arguments = self.pod_command(context, grace_s, num_gpus)
+            main |= {"command": ["batchllm"], "args": [escaped(text) for text in arguments]}
+            main["env"] = merged(main["env"], secret_variables(name, secret_keys), "env")
+            built = plain(built_pod(self, pod, context, name=name, labels=labels))
+        except ValueError as error:
+            raise AirflowFailException(str(error)) from error
         built["metadata"].pop("name", None)  # which a hook may have changed
         namespace = built["metadata"].pop("namespace")
         metadata = {"name": name, "namespace": namespace, **self._metadata(attempt)}

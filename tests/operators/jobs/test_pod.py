@@ -147,6 +147,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     (template({"containers": [{"image": "a"}]}), "no container named 'base'"),
     (template({"volumes": [{"emptyDir": {}}]}), "each of its volumes needs a name"),
     (template(volumeMounts=[{"name": "a"}]), "each of its volumeMounts needs a mountPath"),
+    (template(volumeMounts=[{"mountPath": "/a"}]), "Invalid value for `name`"),
 ]
 
 
