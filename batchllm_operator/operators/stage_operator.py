@@ -75,16 +75,17 @@ class BatchLLMStageOperator(BatchLLMJobTask):
                 results = self._verify(context, None)
                 if isinstance(results, str) and not self.num_pods():
                     raise AirflowFailException(f"num_workers is 0, but work is left: {results}")
+                if isinstance(results, str):
+                    self._take(context)
             except AirflowException as error:
                 if not self._is_over and not may_be_retried(context, error):
                     self._release(context)  # no later try will adopt an earlier try's Job
                 raise
-            if not isinstance(results, str):
-                self.log.info("The results are in the lake already: no Job is needed")
-                self._release(context, keeps_ended=self._keeps_ended(is_whole=True))
-                return self.finish(context, results)
-            self._take(context)
-            return self._follow(context)
+            if isinstance(results, str):
+                return self._follow(context)
+            self.log.info("The results are in the lake already: no Job is needed")
+            self._release(context, keeps_ended=self._keeps_ended(is_whole=True))
+            return self.finish(context, results)
 
     def resume(self, context: Context, event: Mapping[str, Any], watched: Mapping[str, Any]) -> Any:
         """Go on when the trigger has fired."""

@@ -217,6 +217,21 @@ def test_a_job_that_cannot_be_seen_is_left_to_the_next_try_if_there_is_one(
         task._conclude(context(is_last=is_last), JobEnd(EndKind.API_LOST, "j"))
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_try_whose_job_is_refused_leaves_an_earlier_ones_only_to_a_next_try(
+    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch, is_last: bool
+) -> None:
+    """As after a change of the template, while the Job of a worker that died still runs."""
+
+    def take(_: Any) -> None:
+        raise AirflowException("the cluster refuses the Job")
+
+    monkeypatch.setattr(task, "verified", lambda context, end: "shard 3 is missing")
+    monkeypatch.setattr(task, "_take", take)
+    with pytest.raises(ReleasedError if is_last else AirflowException):
+        execute(task, context(is_last=is_last))
+
+
 def test_a_job_goes_also_when_the_lake_cannot_be_looked_at_at_all(
     task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ class BatchLLMJobTask(BatchLLMJobOperator):
         try:
             uid, is_new = self._ask(take)
         except ApiException as error:
+            self._watched = None  # no Job is about to appear; an earlier try's may be there
             message = f"the cluster refuses the Job or its Secret: {message_of(error)}"
             is_final = error.status in (400, 403, 404, 422) and not is_over_quota(error)
             raise (AirflowFailException if is_final else AirflowException)(message) from error
