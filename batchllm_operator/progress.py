@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from batchllm_operator.amounts import counted
 
-_LINE_INTERVAL_S: Final = 10.0
+LINE_INTERVAL_S: Final = 10.0
+"""Between plain lines."""
 
 
 class Progress:
@@ -31,13 +32,14 @@ class Progress:
         unit: str = "rows",
         announce: bool = True,
         stream: TextIO | None = None,
-        line_interval_s: float = _LINE_INTERVAL_S,
+        line_interval_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._label, self._total, self._unit, self._announce = label, total, unit, announce
         self._done, self._note = 0, ""
         self._stream = stream if stream is not None else sys.stderr
-        self._clock, self._line_interval_s = clock, line_interval_s
+        self._clock = clock
+        self._line_interval_s = LINE_INTERVAL_S if line_interval_s is None else line_interval_s
         self._started_at = self._last_line_at = clock()
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():

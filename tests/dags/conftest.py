@@ -91,11 +91,8 @@ def standalone(
         **{f"BATCHLLM_AIRFLOW__{name}": value for name, value in settings.items()},
     )
     with opened_cluster(kubernetes_backend, tmp_path_factory.mktemp("cluster")) as cluster:
-        quick = {
-            "BATCHLLM_PROGRESS_INTERVAL_S": "0.1",
-            "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S": "0.1",
-        }
-        cluster.agent.add_image("job:1", python_image(commands, **quick))
+        image = python_image(commands, BATCHLLM_PROGRESS_OBJECT_INTERVAL_S="0.1")
+        cluster.agent.add_image("job:1", image)
         arguments = pod_arguments(cluster, job.path) | {"poll_interval": 0.2}
         del arguments["runner"]  # the group's
         spec = job.write_spec("job", engine={"extra_args": {"delay_s": 0.2, "max_in_flight": 1}})

@@ -28,9 +28,10 @@ from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _DRIVER: Final = """
 import sys
-from batchllm_operator import cli
+from batchllm_operator import cli, progress
 from batchllm_operator.spark import ranges, reading
 
+progress.LINE_INTERVAL_S = 0  # a line for each phase
 ranges.RANGE_BYTES, reading.PART_BYTES = 12_000, 500
 sys.exit(cli.main(["plan", "--ds", sys.argv[1], "--job-json", sys.argv[2], "--on", "spark"]))
 """
@@ -129,7 +130,7 @@ class Jobs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _DRIVER, DS, spec],
             cwd=folder,
-            env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "BATCHLLM_PROGRESS_INTERVAL_S": "0"},
+            env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

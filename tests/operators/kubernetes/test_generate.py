@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
-from support.fork_server import ForkServer
 from support.kubernetes.cluster import python_image
 from support.kubernetes.pod_worker import Image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance
+
+_WITH_QUICK_LINES = """
+import sys
+from batchllm_operator import cli, progress
+
+progress.LINE_INTERVAL_S = 0.1
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 def seen(shards: Shards, capfd: pytest.CaptureFixture[str], pattern: str) -> str:
@@ -44,11 +53,11 @@ def test_a_shard_is_generated_in_a_pod(shards: Shards, capfd: pytest.CaptureFixt
 
 @in_triggerer
 def test_progress_is_in_the_log_while_the_job_runs(
-    shards: Shards, commands: ForkServer, capfd: pytest.CaptureFixture[str]
+    shards: Shards, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shards.plan(delay_s=0.1)
-    image = python_image(commands, BATCHLLM_PROGRESS_INTERVAL_S="0.1")
-    shards.cluster.agent.add_image("job:1", image)
+    command = [sys.executable, "-P", "-c", _WITH_QUICK_LINES, "run", "--plan", shards.plan_uri]
+    shards.cluster.agent.add_image("job:1", replace(python_image(), command=command))
     run = shards.start()
     seen(shards, capfd, r"1 of 1 worker run; worker 0: \d+/30 rows .* tokens/s, .* ETA")
     run.wait()
