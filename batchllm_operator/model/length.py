@@ -13,7 +13,7 @@ from math import inf
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-from batchllm_operator.errors import ModelError, SpecError
+from batchllm_operator.errors import ModelError, SpecError, one_line
 from batchllm_operator.model.files import ModelFiles
 from batchllm_operator.spec import EngineSpec
 
@@ -77,10 +77,12 @@ def find_length(
 ) -> ModelLength | None:
     """The length that vLLM allows a model with this config of transformers; None if it says none.
 
-    Raises ModelError if a length in the model's files isn't a number of at least 2.
+    Raises ModelError if a length in the model's files isn't a number of at least 2, and SpecError
+    if the config can't have what `hf_overrides` says.
     """
     text = _text_config(config, engine.extra_args.get("hf_overrides"))
-    lengths = [(getattr(text, key, None), f"{key} of {_CONFIG}") for key in _KEYS]
+    names = text.attribute_map  # as the file has them
+    lengths = [(getattr(text, key, None), f"{names.get(key, key)} of {_CONFIG}") for key in _KEYS]
     if own := getattr(text, "model_max_length", None):
         lengths = [(own, f"model_max_length of {_CONFIG}")]
     if engine.extra_args.get("disable_sliding_window"):
@@ -117,7 +119,13 @@ def _text_config(config: Any, overrides: object) -> Any:
     text = copy(config.get_text_config())
     given = dict(overrides) if isinstance(overrides, Mapping) else {}
     of_text = given.pop("text_config", None)
-    text.update(given | (of_text if isinstance(of_text, dict) else {}))
+    given |= of_text if isinstance(of_text, Mapping) else {}
+    try:
+        text.update(given)
+    # A config's own checks and setters raise what they like.
+    except Exception as error:
+        fault = f"engine.extra_args: hf_overrides: {one_line(error)}"
+        raise SpecError(f"{fault}; leave out what the model can't have") from error
     return text
 
 

@@ -174,3 +174,29 @@ def test_vllms_own_switch_lifts_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert found is not None
     assert choose_length(found, 9000, "m") == 9000 == vllms(tmp_path, 9000, {}, is_pooled=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        ({"max_position_embeddings": "8k"}, "max_position_embeddings"),
+        ({"text_config": {"rope_scaling": 7}}, "rope_parameters"),
+    ],
+)
+def test_overrides_that_no_config_can_have_are_refused(
+    tmp_path: Path, overrides: dict[str, Any], fault: str
+) -> None:
+    files = write(tmp_path, LLAMA)
+    given, engine = (
+        AutoConfig.from_pretrained(tmp_path),
+        EngineSpec(extra_args={"hf_overrides": overrides}),
+    )
+    with pytest.raises(SpecError, match=rf"engine\.extra_args: hf_overrides: .*{fault}"):
+        find_length(given, files, engine, is_pooled=False)
+
+
+def test_a_limit_has_the_name_of_the_models_own_file(tmp_path: Path) -> None:
+    files = write(tmp_path, {"model_type": "gpt2", "n_positions": 1024})
+    given = AutoConfig.from_pretrained(tmp_path)
+    found = find_length(given, files, EngineSpec(), is_pooled=False)
+    assert found == (1024, 1024, "n_positions of config.json")
