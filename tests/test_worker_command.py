@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -96,6 +97,10 @@ def test_replicas_are_workers_in_one_pod(
     assert len({claim["owner"].rpartition("/")[0] for claim in claims}) == 1
     assert batchllm("commit", "--plan", uri).code == 0
     check_published(tmp_path)
+    shutil.rmtree(Path(uri) / "runs")  # as `gc` removes what a commit no longer needs
+    assert commands.run(CLI, run).returncode == 0
+    found = json.loads(result.read_text())
+    assert (found["num_finished"], found["shard_idxs"]) == (NUM_SHARDS, [])
 
 
 def test_replicas_that_all_fail_cost_nothing_once_others_have_run_all(

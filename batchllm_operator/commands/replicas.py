@@ -78,11 +78,15 @@ def _report(args: argparse.Namespace, uri: str, owner: str, codes: Sequence[int]
     """What the replicas have done, as of one worker."""
     from batchllm_operator.inspect.verify import verify_worker
     from batchllm_operator.run.shard_queue import ShardQueue
+    from batchllm_operator.shards.reports import find_committed
     from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
     failed = {rank: code for rank, code in enumerate(codes) if code}
     if not failed:
-        queue = ShardQueue(StoredPlan.open(uri), args.worker, args.num_workers, owner=owner)
+        plan = StoredPlan.open(uri)
+        if find_committed(plan) is not None:  # the shards' reports may have been removed
+            return verify_worker(uri, args.worker, args.num_workers, owner)
+        queue = ShardQueue(plan, args.worker, args.num_workers, owner=owner)
         queue.next_shard()  # looks at the lake
         return queue.report(queue.reports())
     code = next(iter(failed.values()))
