@@ -144,7 +144,7 @@ def test_a_held_prefix_gives_way_while_another_request_runs() -> None:
 
 
 def test_no_decode_waits_for_a_prefill_where_memory_is_short() -> None:
-    """Found by the suite's property test: `choose_victims` puts a prefill before decodes."""
+    """Found by the suite's property test: a choice of victims put a prefill before decodes."""
     engine = EngineSteps(num_blocks=40, chunk=16)
     sizes = [(1, 0, 1, 1), (1, 0, 1, 1), (1, 0, 1, 33), (1, 0, 36, 30), (4, 128, 1, 21)]
     for idx, (size, prefix, distinct, output) in enumerate([*sizes, (3, 0, 68, 14)]):
