@@ -14,74 +14,13 @@ from airflow.providers.common.compat.sdk import AirflowException, AirflowFailExc
 from airflow.sdk import BaseOperator, Context, XComArg
 
 from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
-from batchllm_operator.operators.child import ChildOutcome, ChildProcess
+from batchllm_operator.operators.child import ChildProcess
 from batchllm_operator.operators.credentials import Credentials
 
 RESULT_VERSION: Final = 1
 
 # -P: the working directory must not shadow packages (kernels/ would shadow Hugging Face's).
 _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator")
-
-
-class CommandRunner:
-    """Runs `batchllm` commands, one at a time, with the task's environment and credentials."""
-
-    def __init__(
-        self, log: Any, env: Mapping[str, str] | None, credentials: Credentials, kill_grace_s: float
-    ) -> None:
-        self._log = log
-        self._env = credentials.added_to({**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})})
-        self._masker, self._kill_grace_s = credentials.masker, kill_grace_s
-        self._child: ChildProcess | None = None
-
-    def run(self, command: str, *arguments: str) -> dict[str, Any]:
-        """Run `batchllm <command> <arguments>` and return its result.
-
-        Raises:
-            AirflowFailException: a retry won't help: the spec, the table or the plan is wrong, too
-                many rows failed, or the command speaks another result version.
-            AirflowException: the command failed in any other way, or was stopped.
-        """
-        is_json = [False, *(argument == "--job-json" for argument in arguments)]
-        shown = ("..." if hides else text for text, hides in zip(arguments, is_json, strict=False))
-        self._log.info("Running batchllm %s", " ".join((command, *shown)))
-        result = self._run(command, arguments, self._log.info)
-        return _raise_failure(command, result) if isinstance(result, ChildOutcome) else result
-
-    def verify(self, *arguments: str) -> dict[str, Any] | str:
-        """Run `batchllm verify`: returns the result, or a text on what is missing.
-
-        Output is logged only if the command fails; then it raises as `run`.
-        """
-        lines: list[str] = []
-        result = self._run("verify", arguments, lines.append)
-        if not isinstance(result, ChildOutcome):
-            return result
-        if result.exit_code == ExitCode.INCOMPLETE and result.stop_reason is None:
-            return result.error
-        for line in lines:
-            self._log.info(line)
-        _raise_failure("verify", result)
-
-    def stop(self, reason: str) -> None:
-        if self._child is not None:
-            self._child.stop(reason)
-
-    def _run(
-        self, command: str, arguments: Sequence[str], log: Callable[[str], None]
-    ) -> dict[str, Any] | ChildOutcome:
-        with TemporaryDirectory(prefix="batchllm-") as folder:
-            path = Path(folder) / "result.json"
-            own = ("--result", str(path), "--die-with-parent", str(os.getpid()))
-            child = self._child = ChildProcess(
-                (*_COMMAND, command, *arguments, *own),
-                env=self._env,
-                masker=self._masker,
-                kill_grace_s=self._kill_grace_s,
-            )
-            outcome = child.run(log)
-            is_done = outcome.exit_code == ExitCode.OK
-            return _read_result(path, command) if is_done else outcome
 
 
 class BatchLLMCommandOperator(BaseOperator):
@@ -116,21 +55,63 @@ class BatchLLMCommandOperator(BaseOperator):
         super().__init__(**kwargs)
         self.env, self.aws_conn_id, self.connection_env = env, aws_conn_id, connection_env
         self.kill_grace_s = kill_grace_s
-        self._runner: CommandRunner | None = None
+        self._child: ChildProcess | None = None
 
     def credentials(self) -> Credentials:
         """What the named connections hold; `AirflowFailException` if one is wrong."""
         return Credentials.of(self.aws_conn_id, self.connection_env)
 
-    def commands(self) -> CommandRunner:
-        """Runs commands until the task is killed; raises as `credentials`."""
-        self._runner = CommandRunner(self.log, self.env, self.credentials(), self.kill_grace_s)
-        return self._runner
+    def run_command(self, command: str, *arguments: str) -> dict[str, Any]:
+        """Run `batchllm <command> <arguments>` and return its result.
+
+        Raises:
+            AirflowFailException: a retry won't help: a connection, the spec, the table or the plan
+                is wrong, too many rows failed, or the command speaks another result version.
+            AirflowException: the command failed in any other way, or was stopped.
+        """
+        is_json = [False, *(argument == "--job-json" for argument in arguments)]
+        shown = ("..." if hides else text for text, hides in zip(arguments, is_json, strict=False))
+        self.log.info("Running batchllm %s", " ".join((command, *shown)))
+        result = self._run(command, arguments, self.log.info)
+        return _raise_failure(command, result) if isinstance(result, ChildProcess) else result
+
+    def run_verify(self, *arguments: str) -> dict[str, Any] | str:
+        """Run `batchllm verify`: returns the result, or a text on what is missing.
+
+        Output is logged only if the command fails; then it raises as `run_command`.
+        """
+        lines: list[str] = []
+        result = self._run("verify", arguments, lines.append)
+        if not isinstance(result, ChildProcess):
+            return result
+        if result.exit_code == ExitCode.INCOMPLETE and result.stop_reason is None:
+            return result.error
+        for line in lines:
+            self.log.info(line)
+        _raise_failure("verify", result)
+
+    def _run(
+        self, command: str, arguments: Sequence[str], log: Callable[[str], None]
+    ) -> dict[str, Any] | ChildProcess:
+        """The command's result, or the process that has failed."""
+        credentials = self.credentials()
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **(self.env or {})}
+        with TemporaryDirectory(prefix="batchllm-") as folder:
+            path = Path(folder) / "result.json"
+            own = ("--result", str(path), "--die-with-parent", str(os.getpid()))
+            child = self._child = ChildProcess(
+                (*_COMMAND, command, *arguments, *own),
+                env=credentials.added_to(env),
+                masker=credentials.masker,
+                kill_grace_s=self.kill_grace_s,
+            )
+            child.run(log)
+            return _read_result(path, command) if child.exit_code == ExitCode.OK else child
 
     def on_kill(self) -> None:
-        if self._runner is not None:
+        if self._child is not None:
             self.log.warning("The task is being killed; stopping the command")
-            self._runner.stop("the task was killed")
+            self._child.stop("the task was killed")
         super().on_kill()
 
 
@@ -149,7 +130,7 @@ class BatchLLMReportOperator(BatchLLMCommandOperator):
         self.plan_uri = plan_uri
 
     def execute(self, context: Context) -> dict[str, str | int | float]:
-        return uris_and_counts(self.commands().run("report", "--plan", str(self.plan_uri)))
+        return uris_and_counts(self.run_command("report", "--plan", str(self.plan_uri)))
 
 
 def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
@@ -164,32 +145,22 @@ def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 def _read_result(path: Path, command: str) -> dict[str, Any]:
     """What the command wrote; `AirflowFailException` if the installed releases don't fit."""
-    try:
-        result = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    result = json.loads(path.read_bytes()) if path.exists() else {}
+    if (version := result.get("result_version")) != RESULT_VERSION:
         raise AirflowFailException(
-            f"batchllm {command} ended well but wrote no result; is it another release than"
-            " these operators?"
-        ) from None
-    except ValueError as error:
-        raise AirflowFailException(f"batchllm {command}: its result isn't JSON: {error}") from error
-    version = result.get("result_version") if isinstance(result, dict) else None
-    if version != RESULT_VERSION:
-        raise AirflowFailException(
-            f"batchllm {command}: result version {version!r}; these operators read version"
-            f" {RESULT_VERSION}: install the same release of batchllm-operator on both sides"
+            f"batchllm {command} ended well with a result of version {version}; these operators"
+            f" read version {RESULT_VERSION}: was another release of batchllm-operator installed"
+            " while the task ran?"
         )
-    if (name := result.get("command")) != command:
-        raise AirflowFailException(f"batchllm {command}: the result is that of {name!r}")
     return dict(result)
 
 
-def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:
-    if outcome.stop_reason is not None:
+def _raise_failure(command: str, child: ChildProcess) -> NoReturn:
+    if child.stop_reason is not None:
         raise AirflowException(
-            f"batchllm {command} was stopped: {outcome.stop_reason}; finished parts are kept"
+            f"batchllm {command} was stopped: {child.stop_reason}; finished parts are kept"
         )
-    is_final = outcome.exit_code in FINAL_EXIT_CODES
+    is_final = child.exit_code in FINAL_EXIT_CODES
     raise (AirflowFailException if is_final else AirflowException)(
-        f"batchllm {command}: {outcome.error or 'no message'} (exit code {outcome.exit_code})"
+        f"batchllm {command}: {child.error or 'no message'} (exit code {child.exit_code})"
     )

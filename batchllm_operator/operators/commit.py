@@ -47,7 +47,7 @@ class BatchLLMCommitOperator(BatchLLMPlannedOperator):
             return ""
         if end.kind is not EndKind.COMPLETE:
             return "nothing says that the partition is published"
-        return self.commands().run("report", *self.plan_arguments)
+        return self.run_command("report", *self.plan_arguments)
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
         if num_failed := result.get("num_failed_rows"):

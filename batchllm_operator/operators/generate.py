@@ -84,7 +84,7 @@ class BatchLLMGenerateOperator(BatchLLMPlannedOperator):
     def verified(self, context: Context, end: JobEnd | None) -> dict[str, Any] | str:
         """The counts of this task's shards if the whole plan is finished."""
         owner = ["--owner", self._attempt(context).owner]
-        result = self.commands().verify(*self.plan_arguments, *owner)
+        result = self.run_verify(*self.plan_arguments, *owner)
         return result if isinstance(result, str) or _is_whole(result) else _unfinished(result)
 
     def look(self, context: Context, end: JobEnd) -> bool:
@@ -95,7 +95,7 @@ class BatchLLMGenerateOperator(BatchLLMPlannedOperator):
         """
         num_pods = self.num_pods()
         share = ["--worker", "0", "--num-workers", str(max(1, num_pods))]
-        result = self.commands().verify(*self.plan_arguments, *share)
+        result = self.run_verify(*self.plan_arguments, *share)
         if not isinstance(result, str) and _is_whole(result):
             return True
         is_free = isinstance(result, str)

@@ -132,7 +132,7 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
     def verified(self, context: Context, end: JobEnd | None) -> dict[str, Any] | str:
         if end is None:  # only a Job can have left results
             return ""
-        return self.commands().verify(*self.job_arguments, "--record", end.uid)
+        return self.run_verify(*self.job_arguments, "--record", end.uid)
 
     def stage_labels(self) -> dict[str, str]:
         return {f"{LABEL}/job": self.spec.name}

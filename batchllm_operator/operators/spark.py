@@ -44,7 +44,7 @@ class SparkPlanning(Planning, BatchLLMCommandOperator):
 
     def planned(self, context: Any) -> dict[str, str | int | float]:
         """The task's value, once an application has ended well and left the record of a plan."""
-        return self.finish(context, self.commands().run("verify", *self._recorded(context)))
+        return self.finish(context, self.run_command("verify", *self._recorded(context)))
 
     def _recorded(self, context: Any) -> list[str]:
         attempt = Attempt.of(context["ti"], *self.identity())

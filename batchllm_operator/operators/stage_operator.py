@@ -69,7 +69,7 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             if not self.num_pods() and not isinstance(whole := self._verify(context, None), str):
                 return self.finish(context, whole)
             command, *arguments = self.command(context)
-            return self.finish(context, self.commands().run(command, *arguments))
+            return self.finish(context, self.run_command(command, *arguments))
         with self._released_when_killed(context):
             try:
                 results = self._verify(context, None)

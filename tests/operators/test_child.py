@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchllm_operator.operators.child import ChildOutcome, ChildProcess
+from batchllm_operator.operators.child import ChildProcess
 from batchllm_operator.secrets import Masker
 
 HANG_GUARD_S = 60
@@ -56,10 +56,10 @@ def test_a_command_ends_with_its_code_its_error_and_all_of_its_lines(
     code: str, outcome: tuple[int, str], printed: list[str]
 ) -> None:
     lines: list[str] = []
-    assert child(f"import os, signal, sys, time\n{code}").run(lines.append) == ChildOutcome(
-        *outcome, stop_reason=None
-    )
-    assert lines == printed
+    process = child(f"import os, signal, sys, time\n{code}")
+    process.run(lines.append)
+    assert (process.exit_code, process.error) == outcome
+    assert lines == printed and process.stop_reason is None
 
 
 def test_a_command_that_does_not_exist_is_an_oserror() -> None:
@@ -72,26 +72,28 @@ def test_stop_asks_with_sigterm_and_kills_after_the_grace(is_ignored: bool) -> N
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if is_ignored else ""
     code = f"import signal; {ignore} print('up')\nwhile True: signal.pause()"
     process = child(code, kill_grace_s=0.1 if is_ignored else 30.0)
-    outcome = process.run(lambda line: process.stop("enough"))
+    process.run(lambda line: process.stop("enough"))
     number = signal.SIGKILL if is_ignored else signal.SIGTERM
-    assert outcome == ChildOutcome(128 + number, error="up", stop_reason="enough")
+    assert (process.exit_code, process.error) == (128 + number, "up")
+    assert process.stop_reason == "enough"
 
 
 def test_stop_may_come_from_a_signal_handler() -> None:
     process = child("import signal; print('up'); signal.pause()")
     previous = signal.signal(signal.SIGUSR1, lambda number, frame: process.stop("signalled"))
     try:
-        outcome = process.run(lambda line: os.kill(os.getpid(), signal.SIGUSR1))
+        process.run(lambda line: os.kill(os.getpid(), signal.SIGUSR1))
     finally:
         signal.signal(signal.SIGUSR1, previous)
-    assert outcome.stop_reason == "signalled"
+    assert process.stop_reason == "signalled"
 
 
 def test_stop_before_and_after_a_run_does_nothing() -> None:
     process = child("pass")
     process.stop("too early")
-    assert process.run(print) == ChildOutcome(exit_code=0, error="", stop_reason=None)
+    process.run(print)
     process.stop("too late")
+    assert (process.exit_code, process.stop_reason) == (0, None)
 
 
 def test_an_exception_while_waiting_ends_the_command_first(tmp_path: Path) -> None:
@@ -121,13 +123,12 @@ def test_what_a_failed_command_started_ends_with_it(tmp_path: Path) -> None:
     )
     os.mkfifo(f"{fifo}.go")
     process = child(code, str(fifo))
-    outcomes: list[ChildOutcome] = []
-    runner = threading.Thread(target=lambda: outcomes.append(process.run(print)))
+    runner = threading.Thread(target=process.run, args=(print,))
     runner.start()
     reader = await_writer(fifo)
     Path(f"{fifo}.go").write_text("go")
     runner.join(HANG_GUARD_S)
-    assert [outcome.exit_code for outcome in outcomes] == [1]
+    assert process.exit_code == 1
     await_no_writer(reader)
     os.close(reader)
 
@@ -143,9 +144,9 @@ def test_death_of_the_parent_ends_the_command(tmp_path: Path) -> None:
         f"argv = [sys.executable, '-c', {WRITER!r}, {str(fifo)!r}]\n"
         "from batchllm_operator.secrets import Masker\n"
         "process = ChildProcess(argv, env=dict(os.environ), kill_grace_s=30, masker=Masker())\n"
-        "outcome = process.run(print)\n"
+        "process.run(print)\n"
         f"part = Path({str(outcome) + '.part'!r})\n"
-        "part.write_text(f'{outcome.exit_code} {outcome.stop_reason}')\n"
+        "part.write_text(f'{process.exit_code} {process.stop_reason}')\n"
         f"part.rename({str(outcome)!r})\n"
     )
     supervisor = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"

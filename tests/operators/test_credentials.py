@@ -220,10 +220,10 @@ def test_only_the_commands_environment_holds_the_values(
     env = {"SEEN": str(seen_path), "CODE": str(int(code)), "AWS_ACCESS_KEY_ID": "env's"}
     task = BatchLLMCommandOperator(task_id="task", env=env, aws_conn_id="lake")
     if error is None:
-        shown = repr(task.commands().run("plan"))
+        shown = repr(task.run_command("plan"))
     else:
         with pytest.raises(error, match=r"refused: \*\*\* \*\*\* \*\*\*") as caught:
-            task.commands().run("plan")
+            task.run_command("plan")
         shown = "".join(traceback.format_exception(caught.value))
     seen = json.loads(seen_path.read_text())
     assert seen["env"] == {**VARIABLES, **at, "AWS_SESSION_TOKEN": TOKEN}

@@ -21,7 +21,7 @@ from batchllm_operator.operators import (
     BatchLLMPlanOperator,
     metrics,
 )
-from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.command import BatchLLMCommandOperator
 
 SPEC = str(Path(__file__).parents[2] / "dags/specs/daily_snippets.yaml")
 PLAN_URI = "s3://b/out/_batchllm/snippets/2026-01-31/plan-1"
@@ -68,7 +68,7 @@ def result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     answer: dict[str, Any] = {"plan_uri": PLAN_URI, "report_uri": f"{PLAN_URI}/report.json"}
     answer |= {"num_shards": 2, "ds": "2026-01-31"}
     answer |= dict(value for stage in SENT.values() for value in stage.values())
-    monkeypatch.setattr(CommandRunner, "run", lambda self, *arguments: answer)
+    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", lambda self, *arguments: answer)
     return answer
 
 

@@ -28,7 +28,7 @@ from batchllm_operator.operators import (
     batchllm_task_group,
     one_run_per_partition,
 )
-from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.command import BatchLLMCommandOperator
 from batchllm_operator.operators.jobs.owner import Attempt
 from batchllm_operator.operators.jobs.pod import KINDS
 
@@ -43,7 +43,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Commands that were run; each answers with the counts of a plan of two shards."""
     calls: list[tuple[str, ...]] = []
 
-    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
+    def run(self: BatchLLMCommandOperator, *arguments: str) -> dict[str, Any]:
         calls.append(arguments)
         return {
             "result_version": 1,
@@ -54,7 +54,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             "texts": ["not for XCom"],
         }
 
-    monkeypatch.setattr(CommandRunner, "run", run)
+    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", run)
     return calls
 
 
@@ -137,7 +137,7 @@ def test_commit_sends_each_asset_counts_and_uris_and_warns_of_failed_rows(
     result = {**event, "result_version": 1, "command": "commit", "model": "m", "errors": {}}
     log, events = mock.Mock(), OutletEventAccessors()
     monkeypatch.setattr(BatchLLMCommitOperator, "log", log)
-    monkeypatch.setattr(CommandRunner, "run", lambda *_: result)
+    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", lambda *_: result)
     outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
     task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
     execute(task, {"ti": TaskInstance(), "outlet_events": events})

@@ -17,7 +17,7 @@ from batchllm_operator.operators import (
     BatchLLMPlanOperator,
     batchllm_task_group,
 )
-from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.command import BatchLLMCommandOperator
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 
 
@@ -25,11 +25,11 @@ def record_runs(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[tuple[str,
     """Commands that are run from now on; each has this result."""
     ran: list[tuple[str, ...]] = []
 
-    def run(self: CommandRunner, *arguments: str) -> Any:
+    def run(self: BatchLLMCommandOperator, *arguments: str) -> Any:
         ran.append(arguments)
         return result
 
-    monkeypatch.setattr(CommandRunner, "run", run)
+    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", run)
     return ran
 
 
@@ -111,7 +111,7 @@ def test_a_template_that_renders_to_no_number_fails_the_task(
 def test_a_look_lowers_and_raises_the_jobs_parallelism(
     monkeypatch: pytest.MonkeyPatch, result: Any, end: dict[str, int], scaled: list[Any]
 ) -> None:
-    monkeypatch.setattr(CommandRunner, "verify", lambda *_: result)
+    monkeypatch.setattr(BatchLLMCommandOperator, "run_verify", lambda *_: result)
     task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/p", num_workers=3, gpu="amd")
     numbers: list[Any] = []
     monkeypatch.setattr(task, "scale", lambda *given: numbers.append(given))

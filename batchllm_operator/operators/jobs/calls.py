@@ -9,11 +9,10 @@ import math
 import random
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
-import yaml
 from aiohttp import ClientError
 from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
 from airflow.providers.common.compat.sdk import AirflowFailException
@@ -53,19 +52,6 @@ class Cluster:
     cluster_context: str | None
     config_file: str | None  # path of the kubeconfig, which the triggerer must be able to read, too
 
-    def hook(self, extras: dict[str, Any] | None = None) -> AsyncKubernetesHook:
-        """The provider's hook; it reads the connection's fields unless `extras` has them."""
-        config_dict = None
-        if self.config_file is not None:
-            config_dict = yaml.safe_load(Path(self.config_file).read_text(encoding="utf-8"))
-        return AsyncKubernetesHook(
-            conn_id=self.kubernetes_conn_id,
-            in_cluster=self.in_cluster,
-            cluster_context=self.cluster_context,
-            config_dict=config_dict,
-            connection_extras=extras,
-        )
-
 
 class ClusterCalls:
     """A connection to a cluster, whose calls are repeated for `patience_s` each.
@@ -95,11 +81,10 @@ class ClusterCalls:
     async def _connect(self) -> ApiClient:
         if self._client is None:
             try:
-                extras = None if self._trouble else self._extras
-                hook = await asyncio.to_thread(self._cluster.hook, extras)  # it may read a file
-                self._extras = await hook.get_conn_extras()
-                _complete(hook, self._extras)
-                connection = hook.get_conn()
+                if self._extras is None or self._trouble:
+                    hook = AsyncKubernetesHook(conn_id=self._cluster.kubernetes_conn_id)
+                    self._extras = await hook.get_conn_extras()
+                connection = _hook(self._cluster, self._extras).get_conn()
                 self._client = await connection.__aenter__()
             except (AirflowFailException, *ANSWERLESS):
                 raise
@@ -142,30 +127,38 @@ class ClusterCalls:
                 return answer
 
 
-def _complete(hook: AsyncKubernetesHook, extras: Mapping[str, Any]) -> None:
-    """What only the provider's synchronous hook does: no verification, this process's cluster.
+def _hook(cluster: Cluster, extras: Mapping[str, Any]) -> AsyncKubernetesHook:
+    """The provider's hook for a connection's fields, and what only its synchronous one does: it
+    turns verification off, and finds the cluster of this process.
 
     Raises `AirflowFailException` if the cluster is named in two ways.
     """
     given = {name.removeprefix("extra__kubernetes__") for name, value in extras.items() if value}
-    if "disable_verify_ssl" in given:
-        hook.client_configuration = Configuration()
-        hook.client_configuration.verify_ssl = False
-    if hook.in_cluster is not None:
+    configuration, in_cluster = Configuration(), cluster.in_cluster
+    configuration.verify_ssl = "disable_verify_ssl" not in given
+    if in_cluster is not None:
         given -= {"in_cluster"}
     ways = sorted(given & {"in_cluster", "kube_config", "kube_config_path"})
-    ways += ["config_file"] * bool(hook.config_dict) + ["in_cluster=True"] * bool(hook.in_cluster)
+    ways += ["config_file"] * bool(cluster.config_file) + ["in_cluster=True"] * bool(in_cluster)
     if len(ways) > 1:
         raise AirflowFailException(
-            f"the operator and the Airflow connection {hook.conn_id!r} name the cluster in more"
-            f" than one way: {', '.join(ways)}; leave one (kubernetes_conn_id=None: no connection)"
+            f"the operator and the Airflow connection {cluster.kubernetes_conn_id!r} name the"
+            f" cluster in more than one way: {', '.join(ways)}; leave one (kubernetes_conn_id=None:"
+            " no connection)"
         )
-    if not ways and hook.in_cluster is None:
-        try:
+    if not ways and in_cluster is None:
+        with suppress(ConfigException):
             load_incluster_config(client_configuration=Configuration())  # type: ignore[no-untyped-call]
-        except ConfigException:
-            return
-        hook.in_cluster = True
+            in_cluster = True
+    if cluster.config_file:
+        extras = {**extras, "kube_config_path": cluster.config_file}
+    return AsyncKubernetesHook(
+        conn_id=cluster.kubernetes_conn_id,
+        in_cluster=in_cluster,
+        cluster_context=cluster.cluster_context,
+        client_configuration=configuration,
+        connection_extras=dict(extras),
+    )
 
 
 def _is_passing(error: BaseException, *, is_new: bool) -> bool:

@@ -142,7 +142,6 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
         api_timeout: timedelta = timedelta(minutes=15),
         poll_interval: float = 10.0,
         deferrable: bool | None = None,
-        termination_grace_period: int | None = None,
         do_xcom_push: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -161,7 +160,6 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
             raise ValueError(f"gpu_count is {gpu_count}; a pod with a GPU has at least one")
         if min_workers is not None and queue_name is None:
             raise ValueError("min_workers needs queue_name: without a queue, pods start singly")
-        check_grace("termination_grace_period", termination_grace_period)
         if deferrable is None:
             deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
         kwargs.setdefault("termination_message_policy", "FallbackToLogsOnError")
@@ -169,11 +167,11 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
             deferrable=deferrable,
             wait_until_job_complete=True,
             poll_interval=poll_interval,
-            termination_grace_period=termination_grace_period,
             do_xcom_push=do_xcom_push,
             random_name_suffix=False,
             **kwargs,
         )
+        check_grace("termination_grace_period", self.termination_grace_period)
         self.has_node_selector = kwargs.get("node_selector") is not None
         self.runner: Runner = runner or ("kubernetes" if gpu else "local")
         self.gpu, self.gpu_count, self.gpu_resource = gpu, gpu_count, gpu_resource

@@ -39,6 +39,7 @@ _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
 _LAST_CALL_S: Final = 4.0  # time to delete a Job: Airflow gives a killed task five seconds
 _STATE_S: Final = 1.0  # part of it for asking Airflow, which may not answer, for the task's state
 _STATE_LIMIT_S: Final = 10.0
+_POLL_S: Final = 0.2  # between two looks whether the task was killed, while the cluster is called
 _UNKNOWN: Final = "unknown"
 KILLED: Final = "the task was killed; finished parts are kept"
 
@@ -51,7 +52,6 @@ class BatchLLMJobTask(BatchLLMJobOperator):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._call: asyncio.Future[Any] | None = None
         self._watched: WatchedJob | None = None
         self._job: ClusterJob | None = None
         self._killed_at: float | None = None
@@ -62,13 +62,10 @@ class BatchLLMJobTask(BatchLLMJobOperator):
         """The job's output table, and a text that identifies the Job's work."""
 
     def on_kill(self) -> None:
-        """Interrupt, from a signal handler, what `execute` waits for; that then deletes the Job."""
-        if self._killed_at is None:
-            self._killed_at = time.monotonic()
-        if self._runner is not None:
-            self._runner.stop("the task was killed")
-        if self._call is not None:
-            self._call.get_loop().call_soon_threadsafe(self._call.cancel)
+        """Note it, in a signal handler: what `execute` waits for then ends, and deletes the Job."""
+        self._killed_at = self._killed_at or time.monotonic()
+        if self._child is not None:
+            self._child.stop("the task was killed")
 
     # The Job
 
@@ -191,15 +188,12 @@ class BatchLLMJobTask(BatchLLMJobOperator):
 
         async def cancellable() -> _Result:
             async with self._cluster_job() as job:
-                self._call = call = asyncio.ensure_future(calls(job))
-                try:
-                    while not call.done():
-                        if self._is_over:
-                            call.cancel()
-                        await asyncio.wait([call], timeout=0.5)
-                    return await call
-                finally:
-                    self._call = None
+                call = asyncio.ensure_future(calls(job))
+                while not call.done():
+                    if self._is_over:
+                        call.cancel()
+                    await asyncio.wait([call], timeout=_POLL_S)
+                return await call
 
         try:
             return asyncio.run(cancellable())

@@ -13,7 +13,7 @@ from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance
 
 from batchllm_operator.operators import BatchLLMGenerateOperator, stage_operator
-from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.command import BatchLLMCommandOperator
 
 FREE = "plan p: 3 of 4 shards finished, and no worker runs shard 3"
 PLAN = "/lake/_batchllm/job/2026-01-31/plan-1"
@@ -46,7 +46,7 @@ def lake(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> Lake:
     """In place of the one of `shards`; a pod that is asked to stop does so at once."""
     lake = Lake()
     shards.plan_uri = PLAN
-    monkeypatch.setattr(CommandRunner, "verify", lambda _, *each: lake.verify(*each))
+    monkeypatch.setattr(BatchLLMCommandOperator, "run_verify", lambda _, *each: lake.verify(*each))
     shards.cluster.agent.add_image("job:1", Image(command=["sleep", "600"]))
     return lake
 
