@@ -113,8 +113,8 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             watched = replace(self._watched, before=end.as_event() if end else None)
             if self.deferrable:
                 self._defer(context, watched)
-            said = (watched, self.log.info, self.credentials().masker)
-            end = self._ask(lambda job: JobWatch(job, *said).until_end())  # noqa: B023
+            watching = (watched, self.log.info, self.credentials().masker)
+            end = self._ask(lambda job: JobWatch(job, *watching).until_end())  # noqa: B023
         return self._conclude(context, end)
 
     def _is_done(self, context: Context, end: JobEnd) -> bool:
@@ -155,7 +155,7 @@ class BatchLLMStageOperator(BatchLLMJobTask):
             try:
                 return self.verified(context, end)
             except AirflowException as error:
-                if isinstance(error, AirflowFailException) or self._is_killed or pause_s is None:
+                if isinstance(error, AirflowFailException) or self._killed_at or pause_s is None:
                     raise
                 pause_s *= random.uniform(0.5, 1.5)  # tasks may have failed together
                 self.log.warning("%s; looking again in %d s", error, round(pause_s))

@@ -62,11 +62,6 @@ def test_a_command_ends_with_its_code_its_error_and_all_of_its_lines(
     assert lines == printed and process.stop_reason is None
 
 
-def test_a_command_that_does_not_exist_is_an_oserror() -> None:
-    with pytest.raises(FileNotFoundError):
-        ChildProcess(["/nowhere/batchllm"], env={}, kill_grace_s=1, masker=Masker()).run(print)
-
-
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_stop_asks_with_sigterm_and_kills_after_the_grace(is_ignored: bool) -> None:
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if is_ignored else ""
@@ -76,24 +71,6 @@ def test_stop_asks_with_sigterm_and_kills_after_the_grace(is_ignored: bool) -> N
     number = signal.SIGKILL if is_ignored else signal.SIGTERM
     assert (process.exit_code, process.error) == (128 + number, "up")
     assert process.stop_reason == "enough"
-
-
-def test_stop_may_come_from_a_signal_handler() -> None:
-    process = child("import signal; print('up'); signal.pause()")
-    previous = signal.signal(signal.SIGUSR1, lambda number, frame: process.stop("signalled"))
-    try:
-        process.run(lambda line: os.kill(os.getpid(), signal.SIGUSR1))
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-    assert process.stop_reason == "signalled"
-
-
-def test_stop_before_and_after_a_run_does_nothing() -> None:
-    process = child("pass")
-    process.stop("too early")
-    process.run(print)
-    process.stop("too late")
-    assert (process.exit_code, process.stop_reason) == (0, None)
 
 
 def test_an_exception_while_waiting_ends_the_command_first(tmp_path: Path) -> None:

@@ -115,5 +115,8 @@ def test_on_kill_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not isinstance(caught.value, AirflowFailException)
 
 
-def test_on_kill_without_a_command_does_nothing() -> None:
-    operator().on_kill()
+def test_on_kill_before_and_after_a_command_does_nothing(stand_in: None) -> None:
+    task = operator(RESULT=result_json())
+    task.on_kill()
+    assert task.run_command("plan")
+    task.on_kill()

@@ -180,7 +180,7 @@ def test_looking_for_results_again() -> None:
 
         task: Any = SimpleNamespace(
             verified=verified,
-            _is_killed=False,
+            _killed_at=None,
             log=SimpleNamespace(warning=lambda *_: None),
             _sleep=pauses.append,
         )

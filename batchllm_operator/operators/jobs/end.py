@@ -150,39 +150,39 @@ class JobEnd:
 
     def explanation(self) -> str:
         """One sentence for the task's log: what happened, and what to do about it."""
-        job, said, kept = f"Job {self.job}", _clipped(self.message), "finished parts are kept"
+        job, text, kept = f"Job {self.job}", _clipped(self.message), "finished parts are kept"
         return {
             EndKind.COMPLETE: (
                 f"{job} ended well, but its results aren't in the lake: do its pods run the right"
                 " image, and do they write where this worker reads?"
             ),
-            EndKind.FAILED: f"{job} failed: {self._failure(said)}",
+            EndKind.FAILED: f"{job} failed: {self._failure(text)}",
             EndKind.GONE: f"{job} was deleted from outside before its results were whole",
             EndKind.QUEUE_LIMIT: (
-                f"{job}: no pod found room in time (queue_timeout): {said or self.reason}; {kept}"
+                f"{job}: no pod found room in time (queue_timeout): {text or self.reason}; {kept}"
             ),
             EndKind.START_LIMIT: (
-                f"{job}: no pod started in time (start_timeout): {self.reason} {said}".rstrip()
+                f"{job}: no pod started in time (start_timeout): {self.reason} {text}".rstrip()
             ),
-            EndKind.STUCK: f"{job}: pod {self.pod} can't start ({self.reason}): {said}",
+            EndKind.STUCK: f"{job}: pod {self.pod} can't start ({self.reason}): {text}",
             EndKind.TIMEOUT: f"{job} reached the task's execution_timeout; {kept}",
             EndKind.API_LOST: (
-                f"the cluster's API didn't answer for too long ({said}); {job} was left alone, the"
+                f"the cluster's API didn't answer for too long ({text}); {job} was left alone, the"
                 " next try looks for it"
             ),
             EndKind.FORBIDDEN: (
-                f"the watcher of {job} may not read it ({said}): give the triggerer's (or, with"
+                f"the watcher of {job} may not read it ({text}): give the triggerer's (or, with"
                 " deferrable=False, the worker's) service account the chart's Role; the Job was"
                 " left alone, the next try looks for it"
             ),
             EndKind.PAUSED: f"{job} was ended because every shard seemed to be finished",
         }[self.kind]
 
-    def _failure(self, said: str) -> str:
+    def _failure(self, text: str) -> str:
         if self.reason == "DeadlineExceeded":
             return "it ran longer than active_deadline_seconds; finished parts are kept"
         if not self.pod:
-            return f"{self.reason or 'no reason given'}: {said}"
+            return f"{self.reason or 'no reason given'}: {text}"
         if self.reason == EVICTED:
             words = (
                 "was evicted for its own use of disk: raise the limit that is named, the sizeLimit"
@@ -198,7 +198,7 @@ class JobEnd:
             words += " grace period"
         else:
             words = f"failed with exit code {self.exit_code}"
-        return f"pod {self.pod} {words}" + (f"; it said: {said}" if said else "")
+        return f"pod {self.pod} {words}" + (f"; it said: {text}" if text else "")
 
 
 def _fields(part: Any, *names: str) -> tuple[Any, ...]:

@@ -27,7 +27,6 @@ from batchllm_operator.operators.jobs.pod import (
     merged,
     plain,
     pod_of,
-    secret_variables,
 )
 
 Runner = Literal["local", "kubernetes"]
@@ -224,7 +223,11 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
             grace_s = int(pod["spec"]["terminationGracePeriodSeconds"])
             arguments = self.pod_command(context, grace_s, num_gpus)
             main |= {"command": ["batchllm"], "args": [escaped(text) for text in arguments]}
-            main["env"] = merged(main["env"], secret_variables(name, secret_keys), "env")
+            secret = [  # wins over plain variables, and over whole Secrets
+                {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+                for key in secret_keys
+            ]
+            main["env"] = merged(main["env"], secret, "env")
             built = plain(built_pod(self, pod, context, name=name, labels=labels))
         except ValueError as error:
             raise AirflowFailException(str(error)) from error

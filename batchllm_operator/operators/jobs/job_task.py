@@ -216,17 +216,13 @@ class BatchLLMJobTask(BatchLLMJobOperator):
 
     # Whose the Job is when a try ends
 
-    @property
-    def _is_killed(self) -> bool:
-        return self._killed_at is not None
-
     def _is_orphan(self) -> bool:
         """Whether Airflow's supervisor of this process has died, so that its result is lost."""
         return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
 
     @property
     def _is_over(self) -> bool:
-        return self._is_killed or self._is_orphan()
+        return self._killed_at is not None or self._is_orphan()
 
     @contextmanager
     def _released_when_killed(self, context: Context) -> Iterator[None]:
@@ -265,7 +261,7 @@ class BatchLLMJobTask(BatchLLMJobOperator):
         # A thread, as the call has no timeout of its own.
         threading.Thread(target=ask, name="task state", daemon=True).start()
         try:
-            return answer.result(timeout=_STATE_S if self._is_killed else _STATE_LIMIT_S)
+            return answer.result(timeout=_STATE_S if self._killed_at else _STATE_LIMIT_S)
         # Any error: the Job has to be handled anyway.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't tell the state of this task: %r", error)

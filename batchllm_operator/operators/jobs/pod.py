@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -60,14 +60,6 @@ def main_container(pod: Mapping[str, Any]) -> dict[str, Any]:
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"name": name, "value": str(value)} for name, value in values.items()]
-
-
-def secret_variables(secret_name: str, keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The keys of a Secret as variables, which win over plain ones and over whole Secrets."""
-    return [
-        {"name": key, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}
-        for key in keys
-    ]
 
 
 def plain(model: Any) -> Any:
@@ -224,13 +216,14 @@ def merged(below: Any, above: Any, key: str = "") -> Any:
     its name or path, and a node selector the whole one; other lists of objects are joined, and
     those of texts and numbers replaced.
     """
-    if isinstance(below, Mapping) and isinstance(above, Mapping) and key != "nodeSelector":
+    if isinstance(above, Mapping):
+        below = below if isinstance(below, Mapping) and key != "nodeSelector" else {}
         given = {name: value for name, value in above.items() if value is not None}
-        both = {name: merged(below.get(name), value, name) for name, value in given.items()}
-        united = {**below, **both}
+        over = {name: merged(below.get(name), value, name) for name, value in given.items()}
+        united = {**below, **over}
         return _fitted(united, given) if key == "resources" else united
     if not isinstance(below, list) or not isinstance(above, list):
-        return _without_nones(above)
+        return above
     if (by := _NAMED.get(key)) is None:
         is_joined = all(isinstance(item, Mapping) for item in above)
         return [*(item for item in below if item not in above), *above] if is_joined else above
@@ -243,15 +236,9 @@ def merged(below: Any, above: Any, key: str = "") -> Any:
     return list(items.values())
 
 
-def _without_nones(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_nones(part) for name, part in value.items() if part is not None}
-    return value
-
-
 def _fitted(united: Any, above: Any) -> dict[str, Any]:
     """Resources that `above` only limits lose the request of below, others are limited, too."""
-    requests, limits = (_without_nones(above.get(part) or {}) for part in ("requests", "limits"))
+    requests, limits = (merged({}, above.get(part) or {}) for part in ("requests", "limits"))
     for name in limits.keys() - requests.keys():
         united.get("requests", {}).pop(name, None)
     for name in (requests.keys() - limits.keys()) & united.get("limits", {}).keys():

@@ -115,6 +115,6 @@ class JobTrigger(BaseTrigger):
 def task_state(ti: Any, states: Callable[..., Any]) -> str | None:
     """The task's state in Airflow's database, None if it has none or no longer exists."""
     tasks = {"dag_id": ti.dag_id, "task_ids": [ti.task_id], "run_ids": [ti.run_id]}
-    found = states(**tasks, map_index=ti.map_index).get(ti.run_id, {})
-    state = next(iter(found.values()), None)
+    states_by_id = states(**tasks, map_index=ti.map_index).get(ti.run_id, {})
+    state = next(iter(states_by_id.values()), None)
     return None if state is None else str(state)
