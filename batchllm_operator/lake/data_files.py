@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import types
 
-from batchllm_operator.lake.row_stream import halved
 from batchllm_operator.lake.schema import StoredColumns
 from batchllm_operator.streams import batches_of, one_ahead
 
@@ -24,7 +25,10 @@ _GROUPS_PER_FILE: Final = 4  # at least, so that files are more than half full
 _ZSTD: Final = {"compression": "zstd"}
 _MOST_GROWTH: Final = 1.3  # of distinct integers that are written as a dictionary, too
 _FRAME_BYTES: Final = 1 << 12  # magic bytes and the footer's own head
-_COLUMN_BYTES: Final = 9 << 10  # in the footer, per row group; bounds have 4 KiB at most
+# In the footer and in a page's header, per row group and column without parts. The bounds of texts
+# have 4 KiB at most.
+_NUMBERS_BYTES: Final = 1 << 10
+_TEXTS_BYTES: Final = 17 << 10
 
 
 def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> Iterator[pa.Table]:
@@ -35,7 +39,7 @@ def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> It
     most = MAX_GROUP_BYTES
     if most_file_bytes is not None:
         most = min(most, max(1, most_file_bytes // _GROUPS_PER_FILE))
-    pieces = (piece for table in tables for piece in halved(table, most))
+    pieces = (piece for table in tables for piece in _halved(table, most))
     for group in batches_of(pieces, (most, attrgetter("nbytes"))):
         yield pa.concat_tables(group)
 
@@ -62,6 +66,7 @@ def files_written(
     those of `pq.ParquetWriter`; groups of more than `most_group_rows` are cut.
     """
     folder.mkdir()
+    footer_bytes_each = sum(map(_footer_bytes, schema.types))
     with one_ahead(iter(groups)) as made:
         group = next(made, None)
         for number in count():
@@ -74,7 +79,7 @@ def files_written(
                 while group is not None:
                     num_rows = max(1, group.num_rows)
                     group_rows = min(num_rows, most_group_rows or num_rows)
-                    footer_bytes += -(-num_rows // group_rows) * len(schema) * _COLUMN_BYTES
+                    footer_bytes += -(-num_rows // group_rows) * footer_bytes_each
                     end = file.tell() + int(group.nbytes * _MOST_GROWTH) + footer_bytes
                     if most_bytes is not None and end > most_bytes and not is_empty:
                         break
@@ -83,6 +88,38 @@ def files_written(
             yield path
             if group is None:
                 return
+
+
+def _halved(rows: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
+    """The rows in pieces, halved until each is small enough or one row."""
+    for idx, column in enumerate(rows.columns):
+        if types.is_dictionary(column.type):
+            chunks = pa.chunked_array(map(_only_used, column.chunks), column.type)
+            rows = rows.set_column(idx, rows.schema.field(idx), chunks)
+    if rows.nbytes <= most_bytes or rows.num_rows <= 1:
+        yield rows
+        return
+    half = rows.num_rows // 2
+    yield from _halved(rows.slice(0, half), most_bytes)
+    yield from _halved(rows.slice(half), most_bytes)
+
+
+def _only_used(chunk: pa.DictionaryArray) -> pa.DictionaryArray:
+    """The same values, without those that no row has: a large dictionary is written whole."""
+    if len(chunk.dictionary) <= len(chunk):
+        return chunk
+    used = chunk.indices.unique().drop_null()
+    places = pc.index_in(chunk.indices, used).cast(chunk.type.index_type)
+    return pa.DictionaryArray.from_arrays(
+        places, chunk.dictionary.take(used), ordered=chunk.type.ordered
+    )
+
+
+def _footer_bytes(kind: pa.DataType) -> int:
+    """What a row group adds to the footer and to headers of pages for a column, at most."""
+    parts = [kind.field(idx).type for idx in range(kind.num_fields)]
+    own = _NUMBERS_BYTES if types.is_primitive(kind) else _TEXTS_BYTES
+    return sum(map(_footer_bytes, parts)) if parts else own
 
 
 def files_of(data: Path) -> list[Path]:

@@ -94,6 +94,31 @@ def test_files_are_never_larger_than_asked_for(tmp_path: Path, num_characters: i
     assert min(sizes[:-1]) > most // 2
 
 
+def test_bounds_of_nested_texts_count(tmp_path: Path) -> None:
+    """Each may be 4 KiB, in the footer and in a page, as often as a row group has such a part."""
+    most, draw = 8 << 20, random.Random(0)
+    columns = [[draw.randbytes(2000).hex() for _ in range(300)] for _ in range(60)]
+    parts = pa.StructArray.from_arrays(map(pa.array, columns), names=list(map(str, range(60))))
+    data = pa.table({"parts": parts})
+    paths = write_files(gather([data], most), tmp_path / "a", data.schema, most)
+    assert sum(pq.read_metadata(path).num_rows for path in paths) == 300 > 10 * len(paths)
+    assert max(path.stat().st_size for path in paths) <= most
+
+
+def test_a_large_dictionary_is_cut_with_its_rows(tmp_path: Path) -> None:
+    most = 1 << 20
+    texts = [UNLIKE[place : place + 100] for place in range(0, 500_000, 100)]
+    column = pa.array([*texts, None]).dictionary_encode()
+    data = pa.table({"text": column.take(pa.array([(n * 7919) % 5001 for n in range(9000)]))})
+    pieces = [data.slice(start, 1000) for start in range(0, 9000, 1000)]
+    paths = write_files(gather(pieces, most), tmp_path / "a", data.schema, most)
+    assert pa.concat_tables(map(pq.read_table, paths)).to_pydict() == data.to_pydict()
+    footers = [pq.read_metadata(path) for path in paths]
+    assert sum(footer.num_row_groups for footer in footers) <= 9
+    assert max(path.stat().st_size for path in paths) <= most
+    assert pq.read_schema(paths[0]) == data.schema
+
+
 def test_a_row_that_is_too_large_has_a_file_of_its_own(tmp_path: Path) -> None:
     most = 100_000
     given = tables(4, 300_000, unlike=True, each=3)
