@@ -8,14 +8,17 @@ and the open page of each column, which Parquet makes indivisible.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from operator import and_, attrgetter
-from typing import IO, Any, Final, TypeVar
+from typing import IO, Any, Final
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pds
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from batchllm_operator.streams import batches_of
 
@@ -30,8 +33,6 @@ _WRITTEN_OUT: Final = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY"} 
 _READ_BYTES: Final = 8 << 20  # buffered for all columns together
 _MOST_READ_BYTES: Final = 4 << 20  # per column: a request to S3 should be worth its latency
 _LEAST_READ_BYTES: Final = 64 << 10
-
-Rows = TypeVar("Rows", pa.RecordBatch, pa.Table)
 
 
 def read_batches(
@@ -59,7 +60,11 @@ def read_batches(
     fragment = pds.ParquetFileFormat().make_fragment(
         file, partition_expression=_known(schema, folder_values)
     )
-    groups = fragment if condition is None else fragment.subset(condition, schema=schema)
+    groups = fragment
+    if condition is not None:
+        # Arrow compares some values with rows, but not with statistics.
+        with suppress(pa.ArrowNotImplementedError):
+            groups = fragment.subset(condition, schema=schema)
     begin, end = row_groups or (0, fragment.metadata.num_row_groups)
     chosen = [group for group in groups.row_groups if begin <= group.id < end]
     in_file = [name for name in schema.names if name not in folder_values]
@@ -144,7 +149,7 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return batch
 
 
-def halved(rows: Rows, most_bytes: int) -> Iterator[Rows]:
+def halved(rows: pa.RecordBatch, most_bytes: int) -> Iterator[pa.RecordBatch]:
     """The rows in pieces, halved until each is small enough or one row."""
     if rows.nbytes <= most_bytes or rows.num_rows <= 1:
         yield rows
@@ -179,8 +184,14 @@ def align(
 
 
 def scalar_of(value: Any, kind: pa.DataType) -> pa.Scalar:
-    """A partition column's value; as text, where it comes from another process."""
-    return pa.scalar(value).cast(kind) if isinstance(value, str) else pa.scalar(value, kind)
+    """A partition column's value; as text, where it comes from another process: bytes as digits."""
+    if not isinstance(value, str):
+        return pa.scalar(value, kind)
+    if types.is_binary(kind) or types.is_fixed_size_binary(kind):
+        return pa.scalar(bytes.fromhex(value), kind)
+    if isinstance(kind, pa.UuidType):
+        return pa.scalar(UUID(value), kind)
+    return pa.scalar(value).cast(kind)
 
 
 def _known(schema: pa.Schema, folder_values: Mapping[str, Any]) -> pds.Expression:

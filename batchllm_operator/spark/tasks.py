@@ -70,10 +70,15 @@ def tasks(
             for item in batch.column(0).to_pylist():
                 yield from work(read(item))
 
-    rows = [(idx, bytearray(to_json(item))) for idx, item in enumerate(items)]
+    rows = [(idx, bytearray(encoded(item))) for idx, item in enumerate(items)]
     frame = spark.createDataFrame(rows, "task int, item binary")
     dealt = frame.repartitionById(max(1, len(rows)), col("task")).select("item")
     return mapped(dealt, run, schema)
+
+
+def encoded(item: Any) -> bytes:
+    """An item as JSON; values of partition columns in it are as `scalar_of` takes them."""
+    return to_json(item, bytes_mode="hex", inf_nan_mode="strings")
 
 
 def mapped(frame: DataFrame, work: Task, schema: pa.Schema = REPORTS) -> DataFrame:

@@ -164,6 +164,19 @@ def test_filters(lake: Lake, table: LakeTable) -> None:
         assert (None in found) == (op == "not in"), condition
 
 
+def test_values_that_are_compared_with_rows_but_not_with_bounds(
+    lake: Lake, table: LakeTable
+) -> None:
+    dates = [datetime.date(2026, 1, day) for day in (1, 2, 3)]
+    lake.append(DS, pa.table({"n": [1, 2, 2**53 + 1], "date": dates}))
+    for column, value in (("n", ("2", "9")), ("date", ("2026-01-02",))):
+        condition = FilterTerm(column=column, op="in", value=value)
+        assert rows(table, ["n"], [condition]) == [{"n": 2}]
+    condition = FilterTerm(column="n", op=">", value=0.5)
+    with pytest.raises(TableError, match="can't be read: Integer value"):
+        rows(table, ["n"], [condition])
+
+
 def test_conditions_on_columns_that_are_not_read(lake: Lake, table: LakeTable) -> None:
     data = {"n": [1, 2, 3], "lang": ["en", "de", "en"], "ok": [True, True, False]}
     lake.append(DS, pa.table(data))

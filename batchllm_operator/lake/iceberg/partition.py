@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -86,11 +87,12 @@ class Partition:
         )
 
     def _bounds(self, bounds: Mapping[int, bytes]) -> dict[str, Any]:
-        return {
-            field.name: from_bytes(field.field_type, bounds[field.field_id])
-            for field in self._schema.fields
-            if field.field_id in bounds and isinstance(field.field_type, PrimitiveType)
-        }
+        known = {}
+        for field in self._schema.fields:
+            if field.field_id in bounds and isinstance(field.field_type, PrimitiveType):
+                with suppress(UnicodeDecodeError):  # a text that was cut within a character
+                    known[field.name] = from_bytes(field.field_type, bounds[field.field_id])
+        return known
 
 
 def root_of(table: Table) -> str:

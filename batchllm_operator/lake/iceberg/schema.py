@@ -57,5 +57,6 @@ def python_value(kind: Any, value: Any) -> Any:
     if isinstance(kind, DateType) and isinstance(value, int):
         return _EPOCH.date() + datetime.timedelta(days=value)
     if isinstance(kind, TimestampType | TimestamptzType) and isinstance(value, int):
-        return _EPOCH + datetime.timedelta(microseconds=value)
+        zone = datetime.UTC if isinstance(kind, TimestamptzType) else None
+        return _EPOCH.replace(tzinfo=zone) + datetime.timedelta(microseconds=value)
     return value
