@@ -117,11 +117,27 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
         try:
             merged = pa.unify_schemas([merged, schema], promote_options="permissive")
         except pa.ArrowException as error:
-            raise TableError(
-                f"{where}: {file} doesn't fit the files before it: {error}; write it or them again,"
-                " with one type for the column"
-            ) from error
+            raise TableError(f"{where}: {_disagreement(schemas, file)}") from error
     return pa.schema([field.with_nullable(True) for field in merged])
+
+
+def _disagreement(schemas: Mapping[str, pa.Schema], file: str) -> str:
+    """Names a column of `file`, and the first file whose type of it differs too much."""
+    for other, schema in schemas.items():
+        for field in schemas[file]:
+            if field.name not in schema.names:
+                continue
+            known = schema.field(field.name)
+            try:
+                pa.unify_schemas(
+                    [pa.schema([known]), pa.schema([field])], promote_options="permissive"
+                )
+            except pa.ArrowException:
+                return (
+                    f"column {field.name!r} holds {known.type} in {other}, but {field.type} in"
+                    f" {file}; write one of them again, with the type of the other"
+                )
+    return f"{file} doesn't fit the types of the files before it together; write it again"
 
 
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: str = "") -> None:

@@ -166,10 +166,6 @@ BROKEN = {
         parquet_bytes(pa.table({"ZZZZ": [1]})).replace(b"ZZZZ", b"\xff\xfeZZ"),
         " has a column whose name isn't UTF-8",
     ),
-    "another type": (
-        parquet_bytes(pa.table({"n": ["one"]})),
-        " doesn't fit the files before it: .*Field n has incompatible types: int64 vs string",
-    ),
     "two columns of one name": (
         parquet_bytes(pa.table([pa.array([1]), pa.array([2])], names=["n", "n"])),
         " has 2 columns named 'n'",
@@ -252,6 +248,14 @@ def test_empty_files_without_the_suffix_are_not_data(
 
 
 # Scans
+
+
+def test_files_that_disagree_on_a_column_are_named(folder: Folder, table: LakeTable) -> None:
+    for name, values in (("a", [1]), ("b", [1.5]), ("c", ["one"]), ("d", [[1]])):
+        put(folder, f"ds={DS}/{name}.parquet", pa.table({"x": [1], "n": values}))
+    named = rf"column 'n' holds int64 in ds={DS}/a.parquet, but string in ds={DS}/c.parquet"
+    with pytest.raises(TableError, match=named):
+        table.snapshot(DS)
 
 
 def test_unknown_columns_are_named_with_those_there_are(folder: Folder, table: LakeTable) -> None:
