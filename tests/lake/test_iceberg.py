@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import io
 import sqlite3
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyiceberg.catalog
 import pytest
 from lake.test_tables import first_call, numbers, rows, values
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
+from pyiceberg.expressions import visitors
 from pyiceberg.io.pyarrow import (
     PyArrowFile,
     schema_to_pyarrow,
@@ -305,6 +307,22 @@ def test_a_publish_is_one_snapshot_that_names_the_job(lake: IcebergLake) -> None
     found = lake.load().scan().to_arrow()  # by another reader
     assert found.num_rows == 5001
     assert {"n", "run_id", "ds"} == set(found.column_names)
+
+
+def test_manifests_that_are_looked_at_at_once_are_not_taken_for_each_other(
+    lake: IcebergLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(visitor: Any, manifest: Any) -> bool:
+        visitor.partition_fields = manifest.partitions
+        time.sleep(0.02)  # another thread looks at another manifest
+        return bool(visitors.visit(visitor.partition_filter, visitor))
+
+    table = open_table(lake.address, "ds")
+    for partition in ("2026-01-29", "2026-01-30", DS):
+        publish(table, numbers(1), of_plan(partition=partition))
+    monkeypatch.setattr(visitors._ManifestEvalVisitor, "eval", evaluate)
+    publish(table, numbers(2), of_plan("p2"))
+    assert values(table) == [2]
 
 
 def test_files_are_made_on_the_disk_that_holds_the_rows(

@@ -161,7 +161,11 @@ class Replacement(Change[Table]):
     def _stage(self, files: Sequence[StagedFile], properties: Mapping[str, str]) -> None:
         """Write manifests, and the snapshot into the transaction."""
         update = self._transaction.update_snapshot(snapshot_properties=dict(properties))
-        self._producer = update.overwrite()
+        producer: Any = update.overwrite()
+        self._producer, build = producer, producer._build_manifest_evaluator
+        # pyiceberg's threads share an evaluator, which holds the manifest that it looks at: without
+        # one for each call, manifests are now and then taken for others, and files not found.
+        producer._build_manifest_evaluator = lambda spec_id: lambda file: build(spec_id)(file)
         for task in self._place.tasks:
             self._producer.delete_data_file(task.file)
         for file in files:
