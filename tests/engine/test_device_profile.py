@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from batchllm_operator.engine.device_profile import (
     DeviceProfile,
     StoredProfiles,
+    profile_key,
     step_sizes,
 )
 from batchllm_operator.storage import Folder
@@ -44,6 +45,11 @@ def test_sizes_end_with_the_largest_step() -> None:
     assert list(step_sizes(300)) == [64, 128, 256, 300]
     assert list(step_sizes(512)) == [64, 128, 256, 512]
     assert list(step_sizes(10)) == [10]
+
+
+def test_a_key_stands_for_all_of_the_subject_in_any_order() -> None:
+    assert profile((64, 0.01)).key == profile_key(dict(reversed(SUBJECT.items())))
+    assert profile_key({**SUBJECT, "vllm": "1.1"}) != profile_key(SUBJECT)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,21 @@ def test_a_request_that_shares_nothing_can_be_computed_by_all_replicas(tmp_path:
     assert [sum(group.split) for group in placement.spread] == [32_704 + 64 - 1]
 
 
+@pytest.mark.parametrize(
+    ("groups", "outputs", "first_groups"),
+    [
+        pytest.param([(32_000, 8), (32_768, 8), (32_000, 8)], 32, [101], id="the uneven rest"),
+        pytest.param([(38_000, 8), *[(16, 1)] * 530], 1, [100], id="a giant beside small ones"),
+        pytest.param([(640, 4)] * 100, 32, None, id="short prefixes are left as they come"),
+    ],
+)
+def test_groups_of_all_replicas_come_first_and_no_others_are_named(
+    tmp_path: Path, groups: list[tuple[int, int]], outputs: int, first_groups: list[int] | None
+) -> None:
+    placement = place(spec(tmp_path, **LINK), *groups, outputs=outputs)
+    assert (placement.first_groups if placement else None) == first_groups
+
+
 def test_a_prefix_that_steps_dont_hold_isnt_chained(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +164,13 @@ def test_chains_are_for_links_that_are_known_and_pay(
     assert found == (num_chained, measures)
     if placement and num_chained:
         assert placement.makespan_s > 1.5, "by the measured steps, longer than the roofline's"
+
+
+@pytest.mark.parametrize("other", [{"replicas": 4}, {"dtype": "float16"}])
+def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict[str, Any]) -> None:
+    keep_profile(spec(tmp_path, other))
+    placement = place(spec(tmp_path), GIANT, SMALL)
+    assert placement is not None and placement.measure
 
 
 @pytest.mark.parametrize(
