@@ -128,10 +128,8 @@ class ClusterCalls:
 
 
 def _hook(cluster: Cluster, extras: Mapping[str, Any]) -> AsyncKubernetesHook:
-    """The provider's hook for a connection's fields, and what only its synchronous one does: it
-    turns verification off, and finds the cluster of this process.
-
-    Raises `AirflowFailException` if the cluster is named in two ways.
+    """The provider's hook for a connection's fields; as its synchronous one, it may skip the
+    verification, and finds the cluster of this process. A cluster with two names is refused.
     """
     given = {name.removeprefix("extra__kubernetes__") for name, value in extras.items() if value}
     configuration, in_cluster = Configuration(), cluster.in_cluster

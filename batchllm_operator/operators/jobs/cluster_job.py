@@ -144,14 +144,11 @@ class ClusterJob(ClusterCalls):
         )
 
     async def _adopt(self, job: V1Job, body: Mapping[str, Any]) -> Any:
-        """Write this try's id on the Job, and the number of pods; None if it has changed.
-
-        A Job in a queue keeps its number: Kueue refuses another, or stops all pods and queues the
-        Job again.
-        """
+        """Write this try's id on the Job, and the number of pods; None if it has changed."""
         num_pods, labels = f"{LABEL}/num-pods", job.metadata.labels
         wanted, own = body["metadata"]["labels"][num_pods], dict(self.attempt.try_label)
         patch: dict[str, Any] = {}
+        # Kueue refuses another number of pods, or stops all of them and queues the Job again.
         if wanted != labels.get(num_pods) and QUEUE not in labels:
             patch["spec"] = {"completions": int(wanted), "parallelism": int(wanted)}
             own[num_pods] = wanted

@@ -226,11 +226,7 @@ class BatchLLMJobTask(BatchLLMJobOperator):
 
     @contextmanager
     def _released_when_killed(self, context: Context) -> Iterator[None]:
-        """Delete the Job if the task is killed or times out meanwhile.
-
-        It is left to the next try if only this worker is stopping: marking or clearing a task
-        changes its state first.
-        """
+        """Delete the Job if the task is killed or times out, but not if only this worker stops."""
         self._supervisor_pid = os.getppid()
         try:
             yield
@@ -241,7 +237,8 @@ class BatchLLMJobTask(BatchLLMJobOperator):
             elif not self._is_over:
                 raise
             is_left = not is_timeout and may_be_retried(context)
-            # Airflow notices the missing heartbeats of a worker without a supervisor.
+            # Marking or clearing a task changes its state before the worker is killed; Airflow
+            # notices the missing heartbeats of a worker without a supervisor.
             if is_left and (self._is_orphan() or self._state(context) == "running"):
                 self.log.warning("The worker is going; the next try adopts the Job")
             else:
