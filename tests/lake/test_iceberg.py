@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
 from lake.test_tables import first_call, numbers, rows, values
+from pyiceberg.conversions import from_bytes
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.expressions import visitors
 from pyiceberg.io.pyarrow import (
@@ -34,7 +35,7 @@ from pyiceberg.manifest import (
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
-from pyiceberg.types import LongType
+from pyiceberg.types import LongType, StringType
 from pyiceberg.utils.config import Config
 from support.lake_tables import (
     DS,
@@ -118,6 +119,19 @@ def test_a_column_that_was_made_wider(lake: IcebergLake, table: LakeTable) -> No
     lake.append(DS, numbers(2**40))
     assert values(table) in ([1, 2, 2**40], [2**40, 1, 2])
     assert rows(table, ["n"], [FilterTerm(column="n", value=2**40)]) == [{"n": 2**40}]
+
+
+def test_a_bound_that_was_cut_within_a_character(
+    lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake.append(DS, pa.table({"n": [1], "text": ["é"]}))
+
+    def cut(kind: Any, data: bytes) -> Any:
+        return from_bytes(kind, data[:1] if kind == StringType() else data)
+
+    monkeypatch.setattr("batchllm_operator.lake.iceberg.partition.from_bytes", cut)
+    for column, value in (("text", "é"), ("n", 1)):
+        assert rows(table, ["n"], [FilterTerm(column=column, value=value)]) == [{"n": 1}]
 
 
 def test_a_snapshot_is_not_read_by_a_later_schema_that_looks_the_same(
