@@ -40,9 +40,14 @@ class RealNodes:
         self.release_scheduling()
         self.set_capacity(dict.fromkeys(self._capacity))
 
-    def add_image(self, name: str, image: Image) -> None:
+    def add_image(self, name: str, image: Image | None = None) -> None:
         """Skip the test unless the nodes have it."""
-        if name != "job:1" or image.command or image.environment.keys() - _ENVIRONMENT:
+        if (
+            image is None
+            or name != "job:1"
+            or image.command
+            or image.environment.keys() - _ENVIRONMENT
+        ):
             pytest.skip(f"real nodes have no such image {name}")
 
     def processes(self, pod: str) -> list[int]:
@@ -85,7 +90,7 @@ class RealNodes:
         with subprocess.Popen([sys.executable, "-c", f"input(); {_EATER}"], stdin=-1) as eater:
             tasks.write_text(str(eater.pid))
             eater.communicate(b"\n")
-        time.sleep(0.2)  # containerd must have read the kernel's notice before the exit
+        time.sleep(1.0)  # containerd must have read the kernel's notice before the exit
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

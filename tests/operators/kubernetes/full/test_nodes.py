@@ -18,6 +18,13 @@ ONE_GPU = {"resources": {"limits": {GPU: "1"}}}
 IGNORES_SIGTERM = "trap '' TERM; echo up; while :; do sleep 0.05; done"
 
 
+@pytest.fixture
+def agents_own(cluster: Cluster) -> None:
+    """For what real nodes do by other means than `RealNodes`."""
+    if cluster.backend.has_nodes:
+        pytest.skip("about the node agent")
+
+
 def conditions(cluster: Cluster, name: str) -> dict[str, tuple[str, str, str]]:
     """A pod's conditions by type: status, reason and message."""
     found = cluster.pod(name).status.conditions or []
@@ -129,7 +136,7 @@ def test_a_deletion_ends_all_processes(cluster: Cluster, grace_s: int | None) ->
     cluster.wait_for(lambda: not is_alive(pid), "its processes to end")
 
 
-def test_nothing_survives_the_agent(cluster: Cluster) -> None:
+def test_nothing_survives_the_agent(cluster: Cluster, agents_own: None) -> None:
     start(cluster, IGNORES_SIGTERM)
     pid = cluster.agent.pid("job")
     cluster.close()
@@ -162,7 +169,7 @@ def test_a_node_that_is_selected(cluster: Cluster) -> None:
     assert "1 node(s) didn't match Pod's node affinity/selector" in message
 
 
-def test_evictions(cluster: Cluster) -> None:
+def test_evictions(cluster: Cluster, agents_own: None) -> None:
     start(cluster)
     cluster.agent.evict("job")
     status = cluster.pod("job").status
@@ -177,7 +184,7 @@ def test_evictions(cluster: Cluster) -> None:
     assert "DisruptionTarget" not in conditions(cluster, "greedy")
 
 
-def test_a_preemption(cluster: Cluster) -> None:
+def test_a_preemption(cluster: Cluster, agents_own: None) -> None:
     start(cluster, IGNORES_SIGTERM)
     cluster.agent.preempt("job")
     assert conditions(cluster, "job")["DisruptionTarget"][:2] == ("True", "PreemptionByScheduler")
