@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import io
 import sqlite3
 import time
@@ -21,6 +22,9 @@ from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.expressions import visitors
 from pyiceberg.io.pyarrow import (
     PyArrowFile,
+    _get_parquet_writer_kwargs,
+    _pyarrow_to_schema_without_ids,
+    _read_deletes,
     schema_to_pyarrow,
 )
 from pyiceberg.manifest import (
@@ -34,6 +38,7 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import Table
+from pyiceberg.table.update.snapshot import _SnapshotProducer
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
 from pyiceberg.types import LongType, StringType
 from pyiceberg.utils.config import Config
@@ -501,6 +506,32 @@ def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
     assert len(refused) == 2 and "database is locked" in refused[0]
     assert lake.load().scan().to_arrow()["n"].to_pylist() == [2, 3]
     assert len(lake.load().snapshots()) == 2
+
+
+# What isn't public in pyiceberg
+
+
+PRIVATE: dict[Any, list[str]] = {
+    Table._do_commit: ["self", "updates", "requirements"],
+    _SnapshotProducer._clean_all_uncommitted: ["self"],
+    _SnapshotProducer._build_manifest_evaluator: ["self", "spec_id"],
+    _read_deletes: ["io", "data_file"],
+    _get_parquet_writer_kwargs: ["table_properties"],
+    _pyarrow_to_schema_without_ids: ["schema", "downcast_ns_timestamp_to_us", "format_version"],
+}
+
+
+@pytest.mark.parametrize("function", PRIVATE, ids=lambda function: function.__qualname__)
+def test_a_private_function_that_is_called_has_its_arguments(function: Any) -> None:
+    assert list(inspect.signature(function).parameters) == PRIVATE[function]
+
+
+def test_a_transaction_holds_what_a_commit_sends(lake: IcebergLake) -> None:
+    lake.append(DS, numbers(1))
+    transaction = lake.load().transaction()
+    assert (transaction._updates, transaction._requirements) == ((), ())
+    transaction.set_properties(a="b")
+    assert transaction._updates
 
 
 # Catalogs
