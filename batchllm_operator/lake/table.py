@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -265,19 +266,11 @@ def open_table(
         raise SpecError(f"{uri}: {error}") from error
     table_format = _format_in(address) if address.format == "parquet" else address.format
     try:  # formats that aren't used aren't imported
-        if table_format == "iceberg":
-            from batchllm_operator.lake.iceberg.table import IcebergTable
-
-            return IcebergTable(address, partition_column, most_file_bytes)
-        if table_format == "delta":
-            from batchllm_operator.lake.delta.table import DeltaTable
-
-            return DeltaTable(address.location, partition_column, most_file_bytes)
+        module = import_module(f"batchllm_operator.lake.{table_format}.table")
+        table: LakeTable = module.open_at(address, partition_column, most_file_bytes)
     except ModuleNotFoundError as error:
         raise MissingLibraryError.of(error, f"table {uri}") from error
-    from batchllm_operator.lake.parquet.table import ParquetTable
-
-    return ParquetTable(Folder.open(address.location), partition_column)
+    return table
 
 
 def _format_in(address: TableAddress) -> str:

@@ -30,7 +30,7 @@ def with_models_sampling(spec: JobSpec, files: ModelFiles | None) -> JobSpec:
     The fake engine without a model has no files. A SpecError refuses a value that no spec can have,
     or that doesn't go with other settings; a ModelError names a file that can't be read.
     """
-    if spec.task != "generate":
+    if not spec.decodes:
         return spec
     source, suggested = _suggested(files)
     given = {name: getattr(spec.sampling, name) for name in spec.sampling.model_fields_set}

@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from batchllm_operator.cost import BLOCK_SIZE, WorkArrays, prompt_work
+from batchllm_operator.cost import BLOCK_SIZE, WorkArrays, prompt_work, rates
 from batchllm_operator.engine.gpus import block_size_of
-from batchllm_operator.plan.estimate import Target, work_costs
+from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
 from batchllm_operator.prefixes import (
     PrefixGroups,
@@ -47,6 +47,31 @@ def usual_num_shards(cost: float, target: Target | None) -> int:
     if target is not None:
         per_shard = _SHARD_S * 1e9 * target.balance_limits.num_gpus
     return min(max(math.ceil(cost / per_shard), 1), _MOST_SHARDS)
+
+
+def work_costs(
+    target: Target | None, lengths: Int64s, output_tokens: Int64s, cached_tokens: Int64s
+) -> tuple[Float64s, Float64s]:
+    """Costs of sorted requests, and of what each finds in the cache, for `cut_into_shards`.
+
+    In nanoseconds of the target; without a target in tokens, prefilled and decoded.
+
+    Args:
+        lengths, output_tokens, cached_tokens: int64 [num_requests], by rank, as both results:
+            float64, whole numbers.
+    """
+    work = prompt_work(lengths, output_tokens, cached_tokens)
+    if target is None:
+        tokens = work.num_prefill_tokens + work.num_decode_tokens
+        return tokens.astype(np.float64), cached_tokens.astype(np.float64)
+    rate = rates(work.total(), target.model, target.gpu, target.balance_limits)
+    costs = work.nanoseconds(rate)
+    del work  # a plan may have millions of requests
+    alone = prompt_work(lengths, output_tokens).nanoseconds(rate)
+    cut_costs = alone - costs
+    # Held for a long output, a prefix could cost more than all of a prompt with a short one.
+    cut_costs[1:] = np.minimum(cut_costs[1:], alone[:-1])
+    return costs, cut_costs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Costs of the job's requests on the spec's GPU: to balance shards, and for the user."""
+"""The spec's GPU, by whose time shards are balanced; what the plan costs on it, for the user."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from batchllm_operator.cost import (
     find_gpu,
     model_shape,
     predict,
-    prompt_work,
     rates,
 )
 from batchllm_operator.errors import ModelError, PlanError
 from batchllm_operator.model import ModelFiles
-from batchllm_operator.prefixes.jit import Float64s, Int64s
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import CostEstimate
 
@@ -74,31 +72,6 @@ def find_target(spec: JobSpec) -> Target | None:
     except ModelError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None
-
-
-def work_costs(
-    target: Target | None, lengths: Int64s, output_tokens: Int64s, cached_tokens: Int64s
-) -> tuple[Float64s, Float64s]:
-    """Costs of sorted requests, and of what each finds in the cache, for `cut_into_shards`.
-
-    In nanoseconds of the target; without a target in tokens, prefilled and decoded.
-
-    Args:
-        lengths, output_tokens, cached_tokens: int64 [num_requests], by rank, as both results:
-            float64, whole numbers.
-    """
-    work = prompt_work(lengths, output_tokens, cached_tokens)
-    if target is None:
-        tokens = work.num_prefill_tokens + work.num_decode_tokens
-        return tokens.astype(np.float64), cached_tokens.astype(np.float64)
-    rate = rates(work.total(), target.model, target.gpu, target.balance_limits)
-    costs = work.nanoseconds(rate)
-    del work  # a plan may have millions of requests
-    alone = prompt_work(lengths, output_tokens).nanoseconds(rate)
-    cut_costs = alone - costs
-    # Held for a long output, a prefix could cost more than all of a prompt with a short one.
-    cut_costs[1:] = np.minimum(cut_costs[1:], alone[:-1])
-    return costs, cut_costs
 
 
 def estimate_work(

@@ -19,7 +19,8 @@ from support.fake_job import DS, document_rows, fake_spec, job_fields, planned, 
 
 from batchllm_operator.cost import MODEL_SHAPES, EngineLimits, Work, find_gpu, prompt_work
 from batchllm_operator.errors import SpecError
-from batchllm_operator.plan.estimate import Target, estimate_work, find_target, work_costs
+from batchllm_operator.plan.arrange import work_costs
+from batchllm_operator.plan.estimate import Target, estimate_work, find_target
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec, parse_spec

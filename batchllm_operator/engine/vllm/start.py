@@ -33,7 +33,6 @@ _ON_CPU: Final = {
     "kv_cache_memory_bytes": 1 << 30,
     "block_size": CPU_BLOCK_SIZE,
 }
-_POOLING_TASKS: Final = {"embed": "embed", "pool": "classify"}  # vLLM's names
 
 
 def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
@@ -153,15 +152,14 @@ def check_pooling(spec: JobSpec, job: EngineJob, engine: Any) -> None:
     Raises:
         SpecError: it can't do the task, or has no embeddings of the size asked for or planned.
     """
-    config = engine.vllm_config
-    task, known = _POOLING_TASKS[spec.task], engine.get_supported_tasks()
-    if task not in known:
+    config, params = engine.vllm_config, pooling_params(spec)
+    if params.task not in (known := engine.get_supported_tasks()):
         raise SpecError(
             f"task {spec.task}: vLLM can't on this model: it has the tasks {', '.join(known)}, not"
-            f" {task}"
+            f" {params.task}"
         )
     try:
-        pooling_params(spec).verify(config.model_config)
+        params.verify(config.model_config)
     except ValueError as error:
         raise SpecError(f"embedding: vLLM refuses it: {error}") from error
     size = spec.embedding.dimensions or config.model_config.embedding_size

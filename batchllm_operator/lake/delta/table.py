@@ -13,7 +13,7 @@ from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.table import FolderTable, Snapshot
 from batchllm_operator.lake.versioned import VersionedTable
-from batchllm_operator.spec import TARGET_FILE_BYTES
+from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
 from batchllm_operator.storage import Folder
 
 
@@ -56,3 +56,8 @@ class DeltaTable(FolderTable, VersionedTable[TableVersion]):
         place, most = (self.partition_column, partition), self.most_file_bytes
         self._folder.check_conditional_writes("IfNoneMatch")
         return Replacement(self._log, version, place, columns, most, add_columns=add_columns)
+
+
+def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> DeltaTable:
+    """The table at an address of this format; `open_table` finds this function by its name."""
+    return DeltaTable(address.location, partition_column, most_file_bytes)

@@ -135,6 +135,11 @@ class IcebergTable(VersionedTable[Table]):
         return Replacement(self._catalog, place, columns, most, add_columns=add_columns)
 
 
+def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> IcebergTable:
+    """The table at an address of this format; `open_table` finds this function by its name."""
+    return IcebergTable(address, partition_column, most_file_bytes)
+
+
 def _path(table: Table, file: InputFile) -> str:
     is_whole = file.name.startswith("/") or "://" in file.name
     return file.name if is_whole else f"{root_of(table)}{file.name}"

@@ -36,6 +36,7 @@ from batchllm_operator.lake.scanning import reading
 from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas
 from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.lake.table import FolderTable, InputFile, Snapshot
+from batchllm_operator.spec import TableAddress
 from batchllm_operator.storage import Folder, s3
 from batchllm_operator.streams import ahead
 
@@ -213,6 +214,11 @@ class ParquetTable(FolderTable):
         hive_columns = hive_values(next(iter(schemas)))
         fields = [field for field in merged if field.name not in hive_columns]
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
+
+
+def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> ParquetTable:
+    """The table at an address of this format; `open_table` finds this function by its name."""
+    return ParquetTable(Folder.open(address.location), partition_column)
 
 
 @dataclass
