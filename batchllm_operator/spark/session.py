@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 import uuid
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LEAST_SPARK: Final = (4, 1)
+_LEAST_JAVA: Final = 17
 _NEEDED: Final = {
     # Coalescing or splitting partitions would tear the ranges of a plan apart.
     "spark.sql.adaptive.enabled": "false",
@@ -48,9 +51,9 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
 
     Raises:
         MissingLibraryError: pyspark or pandas isn't installed.
-        SpecError: there is no Java, or Spark is too old, or executors lack this package, or have
-            another release of it.
-        SparkJobError: Java is too old, or the cluster can't be reached.
+        SpecError: there is no Java, or it is too old, or Spark is; or executors lack this package,
+            or have another release of it.
+        SparkJobError: the cluster can't be reached.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_logs_of_py4j())
@@ -159,15 +162,9 @@ def _start(spec: JobSpec) -> tuple[SparkSession, bool]:
         os.environ["PYSPARK_PYTHON"] = python
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     where = conf.get("spark.remote") or conf.get("spark.master", "the default master")
-    above = "" if is_remote else "; it needs Java 17 or later, of which lines above say more"
-    home = os.environ.get("JAVA_HOME")
-    java = str(Path(home, "bin", "java")) if home else "java"
-    # spark-submit has started Java itself.
-    if not is_remote and "PYSPARK_GATEWAY_PORT" not in os.environ and shutil.which(java) is None:
-        raise SpecError(
-            f"planner.engine: Spark runs on Java 17 or later, and there is no {java}; install one,"
-            " such as Debian's openjdk-17-jre-headless, or correct JAVA_HOME"
-        )
+    above = "" if is_remote else "; Java's lines above say more"
+    if not is_remote and "PYSPARK_GATEWAY_PORT" not in os.environ:  # of spark-submit's Java
+        _check_java()
     with named_failures(f"Spark can't start on {where}{above}"):
         builder = SparkSession.builder.appName(f"batchllm {spec.name}")
         if not is_remote:
@@ -178,6 +175,23 @@ def _start(spec: JobSpec) -> tuple[SparkSession, bool]:
         spark = builder.getOrCreate()
         # Another thread's session isn't active here.
         return spark, is_remote or int(spark.sparkContext.startTime) >= asked_at_ms
+
+
+def _check_java() -> None:
+    """Refuse a machine without Java that Spark can run on (`SpecError`)."""
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else "java"
+    has = f"there is no {java}"
+    if shutil.which(java) is not None:
+        asked = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
+        version = re.search(r'version "(?:1\.)?([0-9]+)', asked.stderr)
+        if version is not None and int(version[1]) >= _LEAST_JAVA:
+            return
+        has = f"{java} says {asked.stderr.partition(chr(10))[0]!r}"
+    raise SpecError(
+        f"planner.engine: Spark runs on Java {_LEAST_JAVA} or later, and {has}; install one, such"
+        " as Debian's openjdk-17-jre-headless, or correct JAVA_HOME"
+    )
 
 
 @contextmanager

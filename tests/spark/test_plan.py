@@ -340,12 +340,18 @@ def test_errors_of_tasks(spark: SparkSession) -> None:
         rows_of(tasks(spark, [0], int, fail))
 
 
-def test_a_machine_without_java_is_refused(
+def test_a_machine_without_java_that_is_new_enough_is_refused(
     lake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(SpecError, match=r"Java 17 or later, and there is no .*/bin/java; install"):
+        session._start(fake_spec(lake))
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    java.chmod(0o755)
+    with pytest.raises(SpecError, match=r"and .*/bin/java says 'openjdk version \"11\.0\.2\""):
         session._start(fake_spec(lake))
 
 
@@ -368,7 +374,8 @@ def test_a_stop_waits_until_java_has_started(
 
     def start(spec: JobSpec) -> tuple[Any, bool]:
         signal.pthread_kill(main, number)
-        time.sleep(0.2)
+        while not seen:
+            time.sleep(0.01)
         seen.append("started")
         return SimpleNamespace(stop=lambda: seen.append("stopped")), True
 
