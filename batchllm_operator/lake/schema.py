@@ -115,10 +115,18 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
                 f" {repeated[0]!r}; rename all but one"
             )
         try:
-            merged = pa.unify_schemas([merged, schema], promote_options="permissive")
+            merged = _unified(merged, schema)
         except pa.ArrowException as error:
             raise TableError(f"{where}: {_disagreement(schemas, file)}") from error
     return pa.schema([field.with_nullable(True) for field in merged])
+
+
+def _unified(*schemas: pa.Schema) -> pa.Schema:
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowException:  # also of a dictionary and its values, which one writer may mix
+        plain = [pa.schema([f.with_type(plain_type(f.type)) for f in s]) for s in schemas]
+        return pa.unify_schemas(plain, promote_options="permissive")
 
 
 def _disagreement(schemas: Mapping[str, pa.Schema], file: str) -> str:
@@ -129,9 +137,7 @@ def _disagreement(schemas: Mapping[str, pa.Schema], file: str) -> str:
                 continue
             known = schema.field(field.name)
             try:
-                pa.unify_schemas(
-                    [pa.schema([known]), pa.schema([field])], promote_options="permissive"
-                )
+                _unified(pa.schema([known]), pa.schema([field]))
             except pa.ArrowException:
                 return (
                     f"column {field.name!r} holds {known.type} in {other}, but {field.type} in"

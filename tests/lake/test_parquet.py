@@ -332,6 +332,9 @@ def words(index: pa.DataType | None = None) -> pa.DataType:
         (words(pa.int32()), words(pa.int32())),
         (words(), pa.large_string()),
         (words(pa.int8()), words(pa.int32())),
+        (words(pa.int8()), words()),
+        (pa.large_string(), words(pa.int32())),
+        (pa.string_view(), words(pa.int32())),
     ],
     ids=str,
 )
