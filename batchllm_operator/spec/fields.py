@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 _Value = TypeVar("_Value")
 MAX_COUNT: Final = (1 << 31) - 1
@@ -117,9 +118,15 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_number(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse bools as numbers: Python has them as integers, YAML's `yes` and `on` are true."""
-        if isinstance(value, bool):
-            kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
-            if bool not in kinds and kinds & {int, float, ByteSize}:
-                raise ValueError("must be a number, not true or false (YAML's yes and no)")
+        """Refuse bools as numbers: Python has them as integers, YAML's `yes` and `on` are true.
+
+        And sizes with more behind them: pydantic takes the 1 of `1,5GiB`.
+        """
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float, ByteSize}:
+            raise ValueError("must be a number, not true or false (YAML's yes and no)")
+        if isinstance(value, str) and ByteSize in kinds:
+            size = ByteSize.byte_string_re.fullmatch(value.strip())
+            if size is None:
+                raise PydanticCustomError("byte_size", "not a size")
         return value

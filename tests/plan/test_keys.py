@@ -68,7 +68,7 @@ def test_repeated_keys_are_named(tmp_path: Path, case: str) -> None:
         assert message is None
     else:
         together = ", ".join(key.split())
-        assert message == f"table t: key ({together}) isn't unique: {named} occur more than once"
+        assert message == f"table t: key ({together}) isn't unique, as it repeats {named}"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_any_kind_of_key(tmp_path: Path, kind: str) -> None:
     assert check(tmp_path, table) is None
     repeated = check(tmp_path, pa.concat_tables([table, table.slice(1, 1)]), row_group_size=2)
     named = UNNAMEABLE.get(kind) or repr(values[1].as_py())
-    assert repeated == f"table t: key (id) isn't unique: {named} occur more than once"
+    assert repeated == f"table t: key (id) isn't unique, as it repeats {named}"
 
 
 def test_long_keys_are_encoded_a_few_at_a_time(
@@ -206,4 +206,4 @@ def test_agrees_with_counting(
         return
     more = f" and {len(repeated) - 10} more" if len(repeated) > 10 else ""
     named = ", ".join(f"{a!r} / {b!r}" for a, b in repeated[:10])
-    assert message == f"table t: key (a, b) isn't unique: {named}{more} occur more than once"
+    assert message == f"table t: key (a, b) isn't unique, as it repeats {named}{more}"

@@ -169,7 +169,7 @@ AT = {"carry": ["at"]}
             rows_with("id", pa.int64(), {3: 5, 40: 6, 77: 5, 119: 6}),
             {"input": {"key": "id"}},
             KeyColumnError,
-            "isn't unique: 5, 6 occur more than once",
+            "isn't unique, as it repeats 5, 6",
         ),
         (
             rows_without_text("query", 3, 50, 110, value=None),

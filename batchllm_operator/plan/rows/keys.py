@@ -85,8 +85,8 @@ def repeated_keys(
     num_more = num_repeated - len(names)
     more = f" and {num_more} more" if num_more > 0 else ""
     return KeyColumnError(
-        f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once; add"
-        " columns to input.key that tell the rows apart, or remove the copies"
+        f"{where}: key ({', '.join(key)}) isn't unique, as it repeats {named}{more}; add columns"
+        " to input.key that tell the rows apart, or remove the copies"
     )
 
 
