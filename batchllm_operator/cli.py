@@ -74,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
@@ -91,6 +90,8 @@ def _main(argv: Sequence[str] | None) -> int:
             say(f"{ERROR_MARK}{error}")
             return ExitCode.FAILURE
     try:
+        if unknown:
+            raise arguments.UsageError(f"unrecognized arguments: {' '.join(unknown)}")
         with _stopping_on_signals():
             result = args.command(args)
             if args.result is not None:
@@ -98,7 +99,9 @@ def _main(argv: Sequence[str] | None) -> int:
                 write_file(args.result, (json.dumps(body, indent=1) + "\n").encode())
         return ExitCode.OK
     except arguments.UsageError as error:
-        parser.error(f"{args.name}: {error}")
+        args.parser.print_usage(sys.stderr)
+        say(f"{ERROR_MARK}{args.name}: {error}")
+        return ExitCode.INVALID
     except BatchLLMError as error:
         say("; ".join([f"{ERROR_MARK}{error}", *getattr(error, "__notes__", [])]))
         return error.exit_code
@@ -126,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (add_arguments, run) in _COMMANDS.items():
         text = (run.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(command=run)
+        command.set_defaults(command=run, parser=command)
         if name not in _WITHOUT_RESULT:  # Airflow's tasks start the others
             command.add_argument(
                 "--result",

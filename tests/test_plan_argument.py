@@ -91,6 +91,10 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
         (["report", "--compare", "a", "b", "--ds", DS], "report: --ds goes with --job"),
         (["status"], "one of the arguments --plan --job is required"),
         ([], "arguments are required: COMMAND"),
+        (
+            ["gc", "--job", "x", "--dry"],
+            "[--yes]\nbatchllm: error: gc: unrecognized arguments: --dry",
+        ),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["schema", "nonsense"], "invalid choice: 'nonsense'"),
         (["report", "--compare", "a"], "--compare: expected 2 arguments"),
