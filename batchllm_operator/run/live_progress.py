@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -201,12 +201,17 @@ class LiveProgress:
             error=self._error,
         )
 
-    def note(self) -> str:
-        """Speed over the last minute and the saving so far, for a progress line."""
+    def note(self, others: Iterable[Counts] = ()) -> str:
+        """Speed over the last minute and the saving so far, for a progress line.
+
+        Args:
+            others: of the worker's other shards, which the saving counts, too.
+        """
         clock, done = self._clock(), self.done
         running_s = 0.0 if self._running_at is None else clock - self._running_at
         speed = token_speed(*self._rates(clock, done, running_s)[:2])
-        return f"{speed}, {100 * (done.saving_ratio or 0.0):.0f} % of prompt tokens saved"
+        saving_ratio = Counts.total([done, *others]).saving_ratio or 0.0
+        return f"{speed}, {100 * saving_ratio:.0f} % of prompt tokens saved"
 
     def _rates(self, clock: float, done: Counts, running_s: float) -> tuple[float, float, float]:
         """Computed prompt tokens, output tokens and rows per second, over the last minute or since

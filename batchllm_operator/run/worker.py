@@ -21,6 +21,7 @@ from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import ShardReport
 from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Worker:
         """Of the engine."""
         self._watches = Answers.of(plan.manifest.spec).watches()
         self._progress: Progress | None = None
+        self._finished = NOTHING
+        """What all of `reports` have done."""
         self.reports: dict[int, ShardReport] = {}
         """Of the shards that it has finished, by shard_idx."""
         holder.drain.num_open_parts = lambda: sum(
@@ -221,7 +224,9 @@ class Worker:
         for watch in self._watches if output.is_served else ():
             watch.count(output.text or "", output.raw)
         notes = (watch.note for watch in self._watches)
-        self._progress.advance(num_rows, "".join([run.progress.note(), *notes]))
+        others = [other.progress.done for other in self._runs if other is not run]
+        note = run.progress.note([self._finished, *others])
+        self._progress.advance(num_rows, "".join([note, *notes]))
         if run.num_failed_rows != num_failed:
             self._check_failures()
         if not run.num_left and not run.is_given_up:
@@ -235,6 +240,7 @@ class Worker:
             return
         self._remove(run, None)
         self.reports[run.shard_idx] = report
+        self._finished += report.counts
         self._shards.ended(report)
 
     def _give_up(self, run: ShardRun, error: FencedError) -> None:

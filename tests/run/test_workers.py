@@ -32,6 +32,7 @@ from batchllm_operator.run.shard_queue import Claimed, ShardQueue, runs_of
 from batchllm_operator.run.worker import MOST_WAIT_S, Worker
 from batchllm_operator.shards import attempts as attempts_module
 from batchllm_operator.shards.attempts import read_claim
+from batchllm_operator.stored_plan.counts import Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 NUM_SHARDS = 8
@@ -565,10 +566,12 @@ def test_the_progress_line_counts_what_is_generated(
         run_worker(plan.folder.uri, 0, num_workers, start=Engines(at=7, act=_fail))
     capfd.readouterr()
     engines = Engines()
-    run_worker(plan.folder.uri, 0, num_workers, start=engines)
+    report = run_worker(plan.folder.uri, 0, num_workers, start=engines)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("worker 0")]
     num_left = engines.num_answers
     assert num_left < 30
     assert f"{num_left}/{num_left} rows (100 %)" in lines[-1]
+    saving = Counts.total(shard.counts for shard in report.shards.values()).saving_ratio
+    assert saving is not None and f"{100 * saving:.0f} % of prompt tokens saved" in lines[-1]
     if num_workers == 1:  # or it doesn't know yet what it will do of the others' work
         assert lines[0] == f"worker 0: {num_left} rows"
