@@ -17,7 +17,7 @@ import yaml
 from support.fork_server import ForkServer
 from tokenizers import Tokenizer
 
-from batchllm_operator.prefixes import TokenTable, build_prefix_tree, maximize_reuse
+from batchllm_operator.prefixes import prefix_sharing_groups
 
 DS = "2026-01-31"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -166,17 +166,16 @@ def demo_prompts(demo: Demo) -> list[dict[str, Any]]:
     tokenizer = Tokenizer.from_file(str(demo.model / "tokenizer.json"))
     rows = pq.read_table(demo.folder / "documents").to_pylist()
     texts = [f"Document: {row['document'][:700]}\nQuery: {row['query']}\nSnippet:" for row in rows]
-    tokens = TokenTable.from_lists(encoding.ids for encoding in tokenizer.encode_batch(texts))
-    groups = maximize_reuse(build_prefix_tree(tokens))
+    groups = prefix_sharing_groups([encoding.ids for encoding in tokenizer.encode_batch(texts)])
     return [
         {
-            "tokens": tokens.prompt(idx).tolist(),
+            "tokens": [*prefix, *distinct],
             "group_id": group_id,
-            "num_prefix_tokens": int(groups.num_prefix_tokens[group_id]),
-            "group_size": int(groups.sizes[group_id]),
+            "num_prefix_tokens": len(prefix),
+            "group_size": len(members),
         }
-        for group_id in range(len(groups))
-        for idx in groups.members(group_id).tolist()
+        for group_id, (prefix, members) in enumerate(groups)
+        for distinct in members
     ]
 
 
