@@ -72,6 +72,7 @@ def gc(args: argparse.Namespace) -> Mapping[str, Any]:
     """List what a job has left behind and no longer needs; --yes removes it."""
     spec = load_job(args)
     from batchllm_operator.inspect.gc import find_garbage, remove_garbage
+    from batchllm_operator.progress import duration
 
     now = time.time()
     garbage, kept = find_garbage(spec, before=now - args.older_than, ds=args.ds)
@@ -79,10 +80,12 @@ def gc(args: argparse.Namespace) -> Mapping[str, Any]:
         garbage, changed = remove_garbage(garbage)
         kept += changed
     for files in garbage:
-        days = (now - files.modified_at) / _UNIT_S["d"]
+        age_s = max(0.0, now - files.modified_at)  # below 0 where the storage's clock is ahead
+        days = age_s / _UNIT_S["d"]
+        age = f"{days:,.1f} days" if days >= 1 else duration(age_s)
         print(
             f"{'removed' if args.yes else 'would remove'} {counted(len(files.files), 'file')},"
-            f" {byte_size(files.num_bytes)}, {days:,.1f} days old: {files.folder.uri}"
+            f" {byte_size(files.num_bytes)}, {age} old: {files.folder.uri}"
             f" ({files.what})"
         )
     for plan in kept:

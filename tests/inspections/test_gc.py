@@ -439,6 +439,9 @@ def test_the_command_lists_and_removes_when_told_to(
     assert listed.count("would remove") == 2 and "add --yes" in listed
     assert "(was never published)" in listed and "(is published: parts and shards)" in listed
     assert "30.0 days old" in listed
+    make_old(tmp_path / "out", days=0.5)
+    assert "12 h 00 min old" in gc("--older-than", "1h")[0]
+    make_old(tmp_path / "out")
     assert result["command"] == "gc" and result["is_removed"] is False
     assert sorted(path for path in (tmp_path / "out").rglob("*") if path.is_file()) == before
     assert gc("--older-than", "31d")[1]["num_files"] == 0
