@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.errors import StorageError
-from batchllm_operator.spark.tasks import reported, rows_of, tasks
+from batchllm_operator.spark.tasks import reported, reports_of, rows_of, tasks
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder, remove_files
 from batchllm_operator.stored_plan.counts import Frozen
@@ -76,7 +76,9 @@ class Staging:
 
     def open(self, spark: SparkSession) -> None:
         """Open the folder for tasks, and check that the driver sees what they write."""
-        rows_of(tasks(spark, [self.uri], str, _opened))
+        faults = reports_of(tasks(spark, [self.uri], str, _opened), str)
+        if faults:
+            raise StorageError(f"Spark's executors can't write the plan: {faults[0]}")
         if not Folder.open(self.uri).exists(OPEN_FILE):
             raise StorageError(
                 f"{self.uri}: the driver doesn't see what Spark's executors write there; set"
@@ -107,12 +109,12 @@ class Staging:
 
 
 def _opened(uri: str) -> Iterator[pa.RecordBatch]:
-    """In a task: open a staging folder."""
+    """In a task: open a staging folder, or report why not; Spark would try an error again."""
     try:
         Folder.open(uri).write_bytes(OPEN_FILE, b"written by a task")
+        yield reported()
     except StorageError as error:
-        raise StorageError(f"Spark's executors can't write the plan: {error}") from error
-    yield reported()
+        yield reported(str(error))
 
 
 def _copied(source: str, target: str, names: Sequence[tuple[str, str]]) -> Iterator[pa.RecordBatch]:

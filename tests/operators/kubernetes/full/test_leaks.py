@@ -16,7 +16,7 @@ from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.operators import BatchLLMPlanOperator
-from batchllm_operator.operators.jobs.calls import Cluster
+from batchllm_operator.operators.jobs import calls
 from batchllm_operator.operators.jobs.end import EndKind
 
 
@@ -90,7 +90,7 @@ def test_results_count_whatever_the_cluster_is_asked_with(
     def broken(*_: object) -> None:
         raise yaml.parser.ParserError("a kubeconfig that is being written")
 
-    monkeypatch.setattr(Cluster, "hook", broken)
+    monkeypatch.setattr(calls, "_hook", broken)
     again = shards.start(TaskInstance(try_number=2), api_timeout=timedelta(seconds=0.5))
     assert again.wait()["num_rows"] == NUM_ROWS
 
