@@ -373,8 +373,10 @@ def test_a_stop_waits_until_java_has_started(
     main = threading.get_ident()
 
     def start(spec: JobSpec) -> tuple[Any, bool]:
+        time.sleep(0.2)  # a signal on the main thread's way into its wait is seen after that
         signal.pthread_kill(main, number)
-        while not seen:
+        give_up_at = time.monotonic() + 10
+        while not seen and time.monotonic() < give_up_at:
             time.sleep(0.01)
         seen.append("started")
         return SimpleNamespace(stop=lambda: seen.append("stopped")), True
