@@ -1,4 +1,4 @@
-"""What is printed and written: to files that a user names, and where nobody reads it."""
+"""What is printed and written: to files that a user names, and where no reader is left."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
+from batchllm_operator.lake.row_stream import halved
 from batchllm_operator.lake.schema import StoredColumns
 from batchllm_operator.streams import batches_of, one_ahead
 
@@ -39,7 +40,7 @@ def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> It
     most = MAX_GROUP_BYTES
     if most_file_bytes is not None:
         most = min(most, max(1, most_file_bytes // _GROUPS_PER_FILE))
-    pieces = (piece for table in tables for piece in _halved(table, most))
+    pieces = (piece for table in tables for piece in halved(table, most, _slimmed))
     for group in batches_of(pieces, (most, attrgetter("nbytes"))):
         yield pa.concat_tables(group)
 
@@ -90,18 +91,13 @@ def files_written(
                 return
 
 
-def _halved(rows: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
-    """The rows in pieces, halved until each is small enough or one row."""
+def _slimmed(rows: pa.Table) -> pa.Table:
+    """The same rows, with dictionaries of their own values only."""
     for idx, column in enumerate(rows.columns):
         if types.is_dictionary(column.type):
             chunks = pa.chunked_array(map(_only_used, column.chunks), column.type)
             rows = rows.set_column(idx, rows.schema.field(idx), chunks)
-    if rows.nbytes <= most_bytes or rows.num_rows <= 1:
-        yield rows
-        return
-    half = rows.num_rows // 2
-    yield from _halved(rows.slice(0, half), most_bytes)
-    yield from _halved(rows.slice(half), most_bytes)
+    return rows
 
 
 def _only_used(chunk: pa.DictionaryArray) -> pa.DictionaryArray:

@@ -7,11 +7,11 @@ and the open page of each column, which Parquet makes indivisible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import and_, attrgetter
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 from uuid import UUID
 
 import pyarrow as pa
@@ -21,6 +21,8 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from batchllm_operator.streams import batches_of
+
+Rows = TypeVar("Rows", pa.RecordBatch, pa.Table)
 
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_ROWS: Final = 4096
@@ -149,14 +151,17 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return batch
 
 
-def halved(rows: pa.RecordBatch, most_bytes: int) -> Iterator[pa.RecordBatch]:
-    """The rows in pieces, halved until each is small enough or one row."""
+def halved(
+    rows: Rows, most_bytes: int, slimmed: Callable[[Rows], Rows] = lambda rows: rows
+) -> Iterator[Rows]:
+    """The rows in pieces, each `slimmed`, halved until each is small enough or one row."""
+    rows = slimmed(rows)
     if rows.nbytes <= most_bytes or rows.num_rows <= 1:
         yield rows
         return
     half = rows.num_rows // 2
-    yield from halved(rows.slice(0, half), most_bytes)
-    yield from halved(rows.slice(half), most_bytes)
+    yield from halved(rows.slice(0, half), most_bytes, slimmed)
+    yield from halved(rows.slice(half), most_bytes, slimmed)
 
 
 def align(

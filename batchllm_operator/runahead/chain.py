@@ -2,7 +2,7 @@
 
 A thread passes on the KV of a group layer by layer, and within a layer chunk by chunk: all replicas
 have the same order of messages, and none waits for a chunk behind its own. A fault ends the whole
-chain for good: the replica leaves the process group, and the others find out.
+chain: the replica leaves the process group, and the others go on alone once they see that.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _NEEDED: Final = {
     # Batches, not rows, bound what Python holds.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "512",
     "spark.sql.execution.arrow.maxBytesPerBatch": str(8 << 20),
-    # By default only some functions have it, and Spark starts Python anew for the others.
+    # By default only some functions have it, and Spark starts Python again for the others.
     "spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled": "false",
 }
 _LAKE: Final = ("AWS_", "PYICEBERG_")

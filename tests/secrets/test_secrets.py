@@ -415,7 +415,7 @@ BOMBS = ["://", "?token=", "&", ":/", "k0:0,", "x:", "token=", "token:", "token:
 
 @pytest.mark.parametrize("bomb", [*BOMBS, "pass:a/", "token=\"'"])
 def test_masking_takes_no_time_for_long_texts(bomb: str) -> None:
-    """A second, where an expression that backtracks, or reads a text anew, would take hours."""
+    """A second, where an expression that backtracks, or reads a text again, would take hours."""
     Masker()(bomb * 10**5)
     holds_credentials(f"s3://{bomb * 10**5}")
 

@@ -185,7 +185,7 @@ def test_a_committed_plan_is_finished_whatever_was_removed(plan: StoredPlan) -> 
     run_worker(plan)
     assert not read_status(plan).is_committed
     commit_run(plan.folder.uri)
-    leave(plan, 0, 2, updated_at=datetime.now(UTC))  # nobody waits for it any more
+    leave(plan, 0, 2, updated_at=datetime.now(UTC))  # no worker waits for it any more
     assert read_status(plan).is_finished
     for path in plan.folder.child("runs").find():
         plan.folder.child("runs").remove(path)

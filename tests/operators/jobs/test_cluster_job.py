@@ -23,7 +23,7 @@ FINALIZERS = ["batch.kubernetes.io/job-tracking", "other/keeps"]
 
 
 class StandIn(ClusterJob):
-    """A cluster with one Job, which is there for good; notes what is deleted."""
+    """A cluster with one Job, which stays; notes what is deleted."""
 
     def __init__(self, labels: dict[str, str], **job: Any) -> None:
         cluster, log = Cluster(None, False, None, None), SimpleNamespace(info=print, warning=print)

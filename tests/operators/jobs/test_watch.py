@@ -234,7 +234,7 @@ def test_a_job_of_which_something_runs_ends_at_no_limit(clock: Time) -> None:
 
 
 def test_a_pod_that_never_gets_ready_runs(clock: Time) -> None:
-    """A template may have a readiness probe that fails for good."""
+    """A template may have a readiness probe that never passes."""
     job = StandIn(active=2, ready=0)
     job.in_phase = {"Running": [pod("r", "Running")], "Pending": [queued()]}
     end, lines = watched(job, limits(60, 60, 60, pause_s=7200))
