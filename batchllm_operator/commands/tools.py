@@ -92,10 +92,13 @@ def gc(args: argparse.Namespace) -> Mapping[str, Any]:
         print(f"kept: {plan.folder.uri}: {plan.why}")
     num_files = sum(len(files.files) for files in garbage)
     num_bytes = sum(files.num_bytes for files in garbage)
-    print(
-        f"{counted(num_files, 'file')}, {byte_size(num_bytes)} in all"
-        + ("" if args.yes or not garbage else "; to remove them, add --yes")
-    )
+    if garbage:
+        print(
+            f"{counted(num_files, 'file')}, {byte_size(num_bytes)} in all"
+            + ("" if args.yes else "; to remove them, add --yes")
+        )
+    else:
+        print("no file is both old enough and no longer needed")
     return {
         "is_removed": args.yes,
         "num_files": num_files,

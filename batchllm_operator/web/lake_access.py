@@ -95,6 +95,8 @@ class Kept(Generic[_T]):
             entry.lock.release()
 
 
+_CONNECTIONS: Final[Kept[tuple[dict[str, Any], frozenset[str]]]] = Kept(30.0)
+"""By connection: a backend of secrets isn't asked at every look."""
 _LOOKS: Final[Kept[RunReport | JobStatus]] = Kept(2.0)
 
 
@@ -159,6 +161,10 @@ def _s3_options(uri: PlanURI) -> tuple[dict[str, Any], frozenset[str]]:
     conn_id = os.environ.get(_CONNECTION_SETTING)
     if not conn_id or uri.local_path is not None:
         return {}, frozenset()
+    return _CONNECTIONS.get(conn_id, lambda: _options_of(conn_id))
+
+
+def _options_of(conn_id: str) -> tuple[dict[str, Any], frozenset[str]]:
     from batchllm_operator.operators.credentials import Credentials  # a second to import
 
     connection = Connection.get_connection_from_secrets(conn_id)

@@ -96,7 +96,8 @@ def client(served: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same; it remembers nothing of earlier tests."""
     from batchllm_operator.web import lake_access
 
-    monkeypatch.setattr(lake_access, "_LOOKS", lake_access.Kept(0.0))
+    for name in ("_CONNECTIONS", "_LOOKS"):
+        monkeypatch.setattr(lake_access, name, lake_access.Kept(0.0))
     return served
 
 

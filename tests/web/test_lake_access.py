@@ -82,6 +82,23 @@ def test_a_connections_secrets_reach_the_lake_and_no_page(
     ]
 
 
+def test_looks_share_a_connection_for_a_while(
+    anna: Browser,
+    records: Records,
+    opened: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from batchllm_operator.web import lake_access
+
+    set_connection(monkeypatch, login="AKIAKEY", password="hunter22secret")
+    monkeypatch.setattr(lake_access, "_CONNECTIONS", Kept(60.0))
+    records.run().job(S3_URI)
+    anna.get("/dags/job/runs/a")
+    set_connection(monkeypatch, conn_type="ftp")
+    anna.get("/dags/job/runs/a")
+    assert [options["key"] for options in opened] == ["AKIAKEY"] * 2
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
