@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiofiles.threadpool
 import certifi
 import pytest
 import yaml
@@ -119,7 +121,39 @@ def test_a_kubeconfig_that_is_being_rewritten_is_no_answer(tmp_path: Path) -> No
     path.write_text("users: [{name: x")  # half of it
     log, where = SimpleNamespace(warning=lambda *_: None), Cluster(None, False, None, str(path))
     with pytest.raises(NoConnectionError):
-        asyncio.run(ClusterCalls(where, log=log, patience_s=0.0).call(Away, "ask"))
+        asyncio.run(ClusterCalls(where, log=log, patience_s=3.0).call(Away, "ask"))
+
+
+def test_a_trigger_that_is_cancelled_while_it_connects_leaves_no_file_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, opened, may_go_on = tmp_path / "config", list[Any](), threading.Event()
+    path.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
+    where = Cluster(None, False, None, str(path))
+
+    def open_slowly(*args: Any, **kwargs: Any) -> Any:
+        opened.append(open(*args, **kwargs))  # noqa: PTH123, SIM115 - the test is who closes it
+        assert may_go_on.wait(30)
+        return opened[0]
+
+    monkeypatch.setattr(aiofiles.threadpool, "sync_open", open_slowly)
+
+    async def watch() -> None:
+        async with ClusterCalls(where, log=SimpleNamespace(), patience_s=30.0) as made:
+            await made.call(Away, "ask")
+
+    async def cancelled() -> None:
+        watching = asyncio.create_task(watch())
+        while not opened and not watching.done():
+            await asyncio.sleep(0.01)
+        watching.cancel()
+        await asyncio.sleep(0)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+
+    asyncio.run(cancelled())
+    assert opened[0].closed
 
 
 def test_an_airflow_inside_the_cluster_needs_no_connection(

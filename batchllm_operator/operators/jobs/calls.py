@@ -63,37 +63,44 @@ class ClusterCalls:
     def __init__(self, cluster: Cluster, *, log: logging.Logger | Any, patience_s: float) -> None:
         self._cluster, self._log, self.patience_s = cluster, log, patience_s
         self._extras: dict[str, Any] | None = None
-        self._connection: Any = None
-        self._client: ApiClient | None = None
+        self._connecting: asyncio.Task[tuple[Any, ApiClient]] | None = None
         self._trouble = ""
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        connection, self._connection, self._client = self._connection, None, None
-        if connection is not None:
-            try:
-                await connection.__aexit__(None, None, None)
-            except ANSWERLESS as error:
-                self._log.debug("The connection to the cluster: %s", message_of(error))
+        connecting, self._connecting = self._connecting, None
+        if connecting is None:
+            return
+        # One that is cut off leaves open what it has just opened.
+        await asyncio.wait([connecting], timeout=_SHORTEST_REQUEST_S)
+        if connecting.cancel() or connecting.exception():
+            return
+        try:
+            await connecting.result()[0].__aexit__(None, None, None)
+        except ANSWERLESS as error:
+            self._log.debug("The connection to the cluster: %s", message_of(error))
 
     async def _connect(self) -> ApiClient:
-        if self._client is None:
-            try:
-                if self._extras is None or self._trouble:
-                    hook = AsyncKubernetesHook(conn_id=self._cluster.kubernetes_conn_id)
-                    self._extras = await hook.get_conn_extras()
-                connection = _hook(self._cluster, self._extras).get_conn()
-                self._client = await connection.__aenter__()
-            except (AirflowFailException, *ANSWERLESS):
-                raise
-            # Such as a half-written kubeconfig, or an Airflow that doesn't answer: none of it
-            # affects the running pods.
-            except Exception as error:
-                raise NoConnectionError(f"{type(error).__name__}: {error}") from error
-            self._connection = connection
-        return self._client
+        """The client; connecting goes on if the caller is cancelled, until `__aexit__`."""
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connected())
+        return (await asyncio.shield(self._connecting))[1]
+
+    async def _connected(self) -> tuple[Any, ApiClient]:
+        try:
+            if self._extras is None or self._trouble:
+                hook = AsyncKubernetesHook(conn_id=self._cluster.kubernetes_conn_id)
+                self._extras = await hook.get_conn_extras()
+            connection = _hook(self._cluster, self._extras).get_conn()
+            return connection, await connection.__aenter__()
+        except (AirflowFailException, *ANSWERLESS):
+            raise
+        # Such as a half-written kubeconfig, or an Airflow that doesn't answer: none of it
+        # affects the running pods.
+        except Exception as error:
+            raise NoConnectionError(f"{type(error).__name__}: {error}") from error
 
     async def call(
         self, api: type[Any], method: str, *args: Any, patience_s: float = math.inf, **options: Any
