@@ -177,6 +177,33 @@ def engines() -> Iterator[ForkServer]:
     server.close()
 
 
+def real_model(name: str) -> Path:
+    """The folder of a real model (`scripts/real_models.py`), made if need be.
+
+    Where its packages can't be had, the test is skipped, but fails where CI has to have them.
+    """
+    from real_models import UnavailableError, ensure
+
+    try:
+        return ensure(name)
+    except UnavailableError as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, which writes texts that make sense."""
+    return real_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, whose vectors of similar sentences are close."""
+    return real_model("minilm")
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """An S3 server on a loopback port; no client of it outlives it.
