@@ -53,14 +53,17 @@ def damage(path: Path, how: str) -> None:
             path.write_bytes(data[: len(data) // 2])
         case "flipped":
             path.write_bytes(data[:50] + bytes([data[50] ^ 0x40]) + data[51:])
-        case "other version":
+        case "other version" | "no version":
             fields = json.loads(data)
             [version] = fields.keys() & VERSIONS
-            path.write_text(json.dumps({**fields, version: 9}))
+            number = fields.pop(version)
+            name = version if how == "other version" else "a flipped bit in its name"
+            path.write_text(json.dumps({**fields, name: number + 8}))
 
 
 VERSIONS = {"plan_version", "entry_version", "report_version", "committed_version"}
 JSON_DAMAGES = ["truncated", "missing", "other version"]
+ENTRY_DAMAGES = ["truncated", "missing", "no version"]
 FILE_DAMAGES = ["truncated", "missing", "flipped"]
 
 
@@ -127,7 +130,7 @@ def test_a_damaged_data_file_is_refused_and_planning_again_repairs_it(
     ("pattern", "how"),
     [
         *(("runs/*/attempt-00001/part-00003-*.parquet", how) for how in FILE_DAMAGES),
-        *(("runs/*/attempt-00001/part-00003.json", how) for how in ("truncated", "missing")),
+        *(("runs/*/attempt-00001/part-00003.json", how) for how in ENTRY_DAMAGES),
     ],
 )
 def test_a_damaged_part_is_not_published_but_made_again(

@@ -50,8 +50,8 @@ class StoredJson(Frozen):
         """Read the stored form; `source` names it in errors.
 
         Raises:
-            DamagedFileError: it isn't whole.
-            PlanError: it is of another version, or another program's.
+            DamagedFileError: it isn't whole, or isn't one of ours.
+            PlanError: it is of another version.
         """
         where = f"{cls.what} {source}"
         try:
@@ -60,7 +60,8 @@ class StoredJson(Frozen):
             raise DamagedFileError(f"{where}: is corrupted: it isn't JSON; {cls.cure}") from error
         version = fields.get(cls.version_field) if isinstance(fields, dict) else None
         if version is None:
-            raise PlanError(f"{where}: isn't a {cls.what} of ours; it has no {cls.version_field}")
+            reason = f"isn't a {cls.what} of ours: it has no {cls.version_field}"
+            raise DamagedFileError(f"{where}: {reason}; {cls.cure}")
         (ours,) = get_args(cls.model_fields[cls.version_field].annotation)
         if version != ours:
             raise PlanError(
