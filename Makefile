@@ -40,7 +40,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
+.PHONY: help setup demo airflow docs site test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,14 @@ demo: setup ## Run two jobs for one date on a small lake table: snippets, and a 
 
 airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080)
 	@bash scripts/airflow.sh
+
+docs: ## Serve the documentation here until Ctrl-C, and make it again at each change (PORT=8000)
+	@scripts/setup.sh docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:$(or $(PORT),8000)
+
+site: ## Make the documentation as a site in build/site, without a warning; it needs no network
+	@scripts/setup.sh docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 test: setup ## Run the tests for every change: each promise once, on real parts
 	$(call PYTEST,$(BIN))
@@ -116,7 +124,7 @@ bench: setup ## Run the main benchmarks that need no GPU; each ends with one JSO
 
 lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what must change)
 	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv .venv
-	for name in cpu compat $(AIRFLOWS); do \
+	for name in cpu compat $(AIRFLOWS) docs; do \
 	  $(BIN)/python scripts/environment.py lock $$name $(if $(KEEP),--keep) || exit; \
 	done
 	$(BIN)/python scripts/environment.py image

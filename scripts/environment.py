@@ -7,7 +7,8 @@
     python scripts/environment.py torch NAME   print `yes` or `no`: whether torch belongs to it
 
 NAME is `cpu` (.venv), `compat` (.venv-compat, with the oldest vLLM that is tested), `airflow31` or
-`airflow32` (.venv-airflow31 and .venv-airflow32, with an older Airflow and no engine).
+`airflow32` (.venv-airflow31 and .venv-airflow32, with an older Airflow and no engine), or `docs`
+(.venv-docs, which makes the site).
 
 A lock leaves out torch, which is installed first as a CPU build, and torch's companions,
 which nothing here uses and whose default builds want CUDA. It is installed with --no-deps, so no
@@ -87,6 +88,7 @@ ENVIRONMENTS = {
     ),
     "airflow31": _airflow("airflow31"),
     "airflow32": _airflow("airflow32"),
+    "docs": Environment(_lock("docs"), frozenset({*_PACKAGES, "mkdocs"}), groups=("docs",)),
 }
 
 

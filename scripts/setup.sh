@@ -7,6 +7,7 @@
 #   scripts/setup.sh compat      .venv-compat: the oldest vLLM that is tested, without Airflow
 #   scripts/setup.sh airflow31   .venv-airflow31: Airflow 3.1, without torch and vLLM
 #   scripts/setup.sh airflow32   .venv-airflow32: Airflow 3.2, without torch and vLLM
+#   scripts/setup.sh docs        .venv-docs: what makes the site, without torch, vLLM and Airflow
 #
 #   PYTHON       interpreter to make it with           python3.11
 #   TORCH_SPEC   what to install as torch              torch==<version in pyproject.toml>+cpu

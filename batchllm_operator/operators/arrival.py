@@ -27,7 +27,8 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     tasks that follow. By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a
     logical date.
 
-    Returns the partition of the run, as `batchllm_task_group(..., ds=...)` takes it.
+    Returns the partition of the run, as `batchllm_task_group(..., ds=...)` takes it. `group_id` is
+    the prefix of the tasks' ids.
     """
     # Imported here because it loads Airflow's database models.
     from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
@@ -49,8 +50,8 @@ class BatchLLMArrivalOperator(BaseOperator):
     The partition is that of the conf, the partition key or, without events, the logical date.
 
     XComs: `ds` is the partition, empty for a run that starts others; the return value has the
-    arguments of a `TriggerDagRunOperator` for each partition among the run's events and later ones.
-    A run id is made of the partition and the time of its latest event.
+    arguments of a `TriggerDagRunOperator` for each partition among the run's events of `assets` and
+    later ones. A run id is made of the partition and the time of its latest event.
     """
 
     ui_color = "#cfe3ea"

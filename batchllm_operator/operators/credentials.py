@@ -120,7 +120,7 @@ class Credentials:
                 raise AirflowFailException(
                     f"{name} from an Airflow connection is a session token: the pod would keep it"
                     " as it is, and fail when it expires. Give the pods' service account a role of"
-                    " its own instead (docs/kubernetes.md, Airflow), use keys that need no"
+                    " its own instead (docs/operate/kubernetes.md, Airflow), use keys that need no"
                     " token, or say session_token_outlives_task=True if it does"
                 )
 

@@ -59,16 +59,16 @@ def batchllm_task_group(
             the Airflow worker, on its hardware.
         gpu_count: GPUs of a pod.
         runner: where shards are generated, if `gpu` doesn't decide it; see `BatchLLMJobOperator`.
-        env: environment of all four commands; see `BatchLLMCommandOperator` for it and the next
-            two, which take credentials from connections.
+        env: environment of all four commands; see `BatchLLMCommandOperator`, also for `aws_conn_id`
+            and `connection_env`, which take credentials from connections.
         pool: Airflow pool of generate, over all runs and DAGs, with a slot for each pod if
             `num_workers` is a number, else one. If it doesn't exist, the task waits forever; if it
             doesn't count deferred tasks (`include_deferred`), it bounds nothing while the triggerer
             watches the Job.
         output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator`.
         plan_args: arguments of the plan task that override those above, such as
-            `{"runner": "kubernetes"}`, or `{"runner": "spark"}` for `spark_plan_operator`. The next
-            three are the same for the other tasks, such as a namespace for generate.
+            `{"runner": "kubernetes"}`, or `{"runner": "spark"}` for `spark_plan_operator`. So are
+            `generate_args`, `commit_args` and `report_args` for theirs, such as a namespace.
 
     Raises:
         ValueError: a task refuses an argument.

@@ -150,4 +150,4 @@ def _runbook_problems(rendered: set[str]) -> Iterator[str]:
         yield f"{alert}: no example renders the alert of a file of this name"
     for alert in sorted(runbooks):
         if not (RUNBOOKS / f"{alert}.md").read_text(encoding="utf-8").startswith(f"# {alert}\n"):
-            yield f"docs/runbooks/{alert}.md has another title"
+            yield f"docs/operate/runbooks/{alert}.md has another title"

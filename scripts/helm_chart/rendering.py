@@ -15,7 +15,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 CHART: Final = ROOT / "helm" / "batchllm"
 EXAMPLES: Final = CHART / "examples"
 ALERTS: Final = CHART / "alerts"
-RUNBOOKS: Final = ROOT / "docs" / "runbooks"
+RUNBOOKS: Final = ROOT / "docs" / "operate" / "runbooks"
 RELEASE: Final = "batchllm"
 NAMESPACE: Final = "batch-gpu"
 """Where the checks install the release; Airflow is in another namespace."""

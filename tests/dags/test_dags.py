@@ -55,7 +55,7 @@ default = parse()
 os.environ.update(each.split("=", 1) for each in sys.argv[2:])
 print(json.dumps([default, parse()]))
 """
-# As docs/kubernetes.md has it: the DAGs needn't be edited for a cluster.
+# As docs/operate/kubernetes.md has it: the DAGs needn't be edited for a cluster.
 DEPLOYMENT = {
     "BATCHLLM_POOL": "gpus",
     "BATCHLLM_SPEC_DIR": "/no/such/folder",

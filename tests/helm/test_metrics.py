@@ -123,6 +123,6 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads(config["data"]["batchllm-jobs.json"])
     texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = set(re.findall(r"batchllm_\w+", " ".join(texts)))
-    listed = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert len(named) > 5 and all(f"| `{name}` |" in listed for name in named)
     assert all('namespace="$namespace"' in text for text in texts)

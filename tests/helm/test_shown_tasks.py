@@ -1,4 +1,4 @@
-"""The tasks that docs/kubernetes.md and airflow.md show have the pods that they should."""
+"""The tasks that docs/operate/kubernetes.md and airflow.md show have the pods that they should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/lake.md shows is what happens."""
+"""What docs/reference/tables.md shows is what happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.fake_job import DS, document_rows
 
 from batchllm_operator.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "lake.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "tables.md").read_text(encoding="utf-8")
 COLUMNS = [
     *("row_key", "generated_text", "finish_reason", "num_prompt_tokens", "num_cached_tokens"),
     *("num_output_tokens", "status", "error", "model", "run_id", "query"),

@@ -1,4 +1,4 @@
-"""What a process's metrics say about its shards, and that docs/metrics.md lists all of them."""
+"""What a process's metrics say about its shards, and that the reference lists all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.shard_progress import shard_progress
 from batchllm_operator.metrics import ShardCollector
 from batchllm_operator.shards.attempts import ShardProgress
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 UNITS = {"_seconds": "s", "_ratio": "ratio", "_per_second": "tokens/s"}
 

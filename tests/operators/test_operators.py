@@ -305,7 +305,9 @@ def test_provider_info_fits_airflows_schema_and_loads_no_operator() -> None:
 
 
 def test_the_documented_example_for_kubernetes_makes_pods() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "airflow.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "operate" / "airflow.md").read_text(
+        encoding="utf-8"
+    )
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
     (example,) = [block for block in blocks if 'gpu="nvidia"' in block]
     with DAG("readme", schedule=None) as dag:

@@ -1,5 +1,5 @@
 """Each loop that tries again does so a limited number of times, or for a limited time, and after
-pauses that differ between those who wait; docs/faults.md lists them."""
+pauses that differ between those who wait; tests/operators/kubernetes/FAULTS.md lists them."""
 
 from __future__ import annotations
 

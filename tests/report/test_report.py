@@ -21,7 +21,7 @@ from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import Bill, RunReport, SampleRow
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "reference" / "reports.md").read_text(encoding="utf-8")
 BINS = [name for name, value in make_timeline() if isinstance(value, tuple)]
 
 
@@ -180,7 +180,7 @@ def test_predicted_times_have_a_unit_that_reads_well(seconds: float, printed: st
     assert summary._duration(seconds) == printed
 
 
-# docs/reports.md
+# docs/reference/reports.md
 
 
 def test_fields_are_those_of_the_model() -> None:

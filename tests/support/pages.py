@@ -9,8 +9,8 @@ import kubernetes_validate
 import yaml
 from helm_chart.rendering import ROOT, Values, render
 
-PAGE = ROOT / "docs" / "kubernetes.md"
-AIRFLOW = ROOT / "docs" / "airflow.md"
+PAGE = ROOT / "docs" / "operate" / "kubernetes.md"
+AIRFLOW = ROOT / "docs" / "operate" / "airflow.md"
 MOUNTED_AT = "/opt/batchllm/pods"
 REGISTRY = "registry.example.com/team"
 

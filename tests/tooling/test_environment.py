@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENGINES = ("cpu", "compat")
 AIRFLOWS = ("airflow31", "airflow32")
-NAMES = (*ENGINES, *AIRFLOWS)
+NAMES = (*ENGINES, *AIRFLOWS, "docs")
 
 
 def load_script() -> ModuleType:

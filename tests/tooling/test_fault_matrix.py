@@ -1,4 +1,4 @@
-"""docs/faults.md: every row has a test, and every known trap of Airflow's pod operator a row."""
+"""FAULTS.md: every row has a test, and every known trap of Airflow's pod operator a row."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "tests" / "operators" / "kubernetes" / "FAULTS.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in TEXT.splitlines()

@@ -1,0 +1,1 @@
+"""The parts of the documentation's site that are generated: see mkdocs.yml."""

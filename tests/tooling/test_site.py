@@ -1,0 +1,223 @@
+"""The documentation's site: its reference is whole, and what its pages show is valid."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+from pydantic import BaseModel
+from site_pages import reference
+
+from batchllm_operator import errors
+from batchllm_operator.cli import main
+from batchllm_operator.spec import JobSpec, load_spec, parse_spec
+from batchllm_operator.spec.model import _AFTER
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+BESIDE = ("", "tests/", "helm/", "helm/batchllm/", "benchmarks/", "plugins/")
+PAGES = [
+    *(ROOT / f"{folder}README.md" for folder in BESIDE),
+    *(ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"),
+    ROOT / "tests/operators/kubernetes/FAULTS.md",
+    *sorted(DOCS.rglob("*.md")),
+]
+PACKAGE = sorted((ROOT / "batchllm_operator").rglob("*.py"))
+SMALLEST: dict[str, Any] = {
+    "spec_version": 1,
+    "name": "job",
+    "input": {"uri": "./in", "key": "id"},
+    "prompt": {"template": "{text}"},
+    "model": {"path": "./model"},
+    "output": {"uri": "./out"},
+}
+OF_THE_CHART = Draft7Validator(
+    yaml.safe_load((ROOT / "helm/batchllm/values.schema.json").read_text(encoding="utf-8"))
+)
+
+
+def text_of(page: str) -> str:
+    return (DOCS / "reference" / page).read_text(encoding="utf-8")
+
+
+def check_fragment(fields: Mapping[str, Any]) -> None:
+    """A fragment of a spec, over the smallest one, is valid."""
+    forms = {"template", "turns", "messages"}
+    whole = dict(SMALLEST)
+    for name, value in fields.items():
+        is_whole = not isinstance(value, dict) or (name == "prompt" and forms & value.keys())
+        whole[name] = value if is_whole else {**whole.get(name, {}), **value}
+    parse_spec(whole, source="a page")
+
+
+def models_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in getattr(annotation, "__args__", ()):
+        yield from models_of(part)
+
+
+def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for other in models_of(field.annotation):
+            yield from paths_of(other, f"{prefix}{name}.")
+
+
+# The reference
+
+
+def test_every_field_of_the_spec_has_its_place_and_a_valid_example() -> None:
+    page = reference.spec()
+    for path in paths_of(JobSpec):
+        assert f"### {path.rpartition('.')[2]} {{#{path}}}\n" in page, path
+    assert page.count("\n### ") + page.startswith("### ") == len(list(paths_of(JobSpec)))
+    for example in reference.examples().values():
+        check_fragment(example)
+
+
+def test_types_and_defaults_are_those_of_the_spec() -> None:
+    page = reference.spec()
+    for line in (
+        "*integer at least 2* · unset by default · if it changes: another plan",
+        "*`auto` or `bfloat16` or `float16` or `float32`* · default `auto` · if it changes: another"
+        " plan; no output is reused",
+        "*number of bytes, or text such as `4GiB`* · default `2GiB` · if it changes: finished parts"
+        " are kept",
+        "*list of section* · default `[]` · if it changes: another plan",
+    ):
+        assert f"\n{line}\n" in page, line
+
+
+@pytest.mark.parametrize("name", reference.command_parsers())
+def test_every_option_of_a_command_is_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    options = set(re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out.partition("\n\n")[0]))
+    section = reference.commands().partition(f"## batchllm {name} {{")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(--[a-z-]+)`", section, re.MULTILINE))
+    assert listed == options
+
+
+def test_every_error_is_listed_with_its_exit_code() -> None:
+    page = text_of("errors.md")
+    listed = dict(re.findall(r"^\| `([A-Z]\w+)` \| ([\d, ]+) \|", page, re.MULTILINE))
+    known = {each.__name__: each for each in reference.error_classes()}
+    known.pop("KeyboardInterrupt", None)
+    assert listed.keys() == known.keys()
+    for name, code in listed.items():
+        if name != "Interrupted":
+            assert int(code) == known[name].exit_code, name  # type: ignore[attr-defined]
+    codes = dict(re.findall(r"^\| (\d+) \| `([A-Z_]+)` \|", page, re.MULTILINE))
+    assert codes == {str(code.value): code.name for code in errors.ExitCode}
+
+
+def test_every_kind_of_a_rows_error_is_listed() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in PACKAGE]
+    code = "\n".join(texts)
+    constants = dict(re.findall(r'^([A-Z_0-9]+): Final = "(\w+)"$', code, re.MULTILINE))
+    raised = re.findall(r'(?:RowError|NoTextError)\(\s*(?:"(\w+)"|([A-Z_0-9]+)\b)', code)
+    kinds = {literal or constants[name] for literal, name in raised}
+    rows = text_of("errors.md").partition("## Rows")[2].partition("---|\n")[2]
+    assert kinds == set(re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE))
+
+
+def test_every_output_column_is_listed_in_its_order() -> None:
+    table = text_of("output-columns.md").partition("## Status")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    tasks: list[dict[str, Any]] = [
+        {"task": "classify", "label_values": {"a": 1, "b": 0}, "calibrate": "prior"},
+        {"task": "embed"},
+        {"task": "pool"},
+        {"sampling": {"n": 2, "temperature": 1.0}},
+        {"model": {"path": "./m", "reasoning_parser": "qwen3"}, "sampling": {"logprobs": 1}},
+    ]
+    for fields in tasks:
+        columns = parse_spec({**SMALLEST, **fields}, source="a job").output_columns
+        assert [name for name in listed if name in columns] == list(columns)
+    assert set(_AFTER) < set(listed)
+
+
+def test_every_argument_of_an_operator_is_explained() -> None:
+    operators = pytest.importorskip("batchllm_operator.operators")
+    page = text_of("operators.md")
+    shown = {line.rpartition(".")[2] for line in page.splitlines() if line.startswith("::: ")}
+    assert {
+        name for name in vars(operators) if "batchllm_task" in name or "Operator" in name
+    } < shown
+    for line in page.splitlines():
+        if not line.startswith("::: "):
+            continue
+        module, _, name = line.removeprefix("::: ").rpartition(".")
+        subject: Any = getattr(pytest.importorskip(module), name)
+        make = subject if inspect.isfunction(subject) else subject.__init__
+        for argument in inspect.signature(make).parameters.values():
+            if argument.kind is argument.KEYWORD_ONLY:
+                named = re.search(rf"\b{argument.name}\b", subject.__doc__)
+                assert named, f"{name}: {argument.name}"
+
+
+# What pages show
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a part of the page may end with."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in reference.GENERATED.items():
+        if f"<!-- generated: {name} -->" in text:
+            text += make()
+    found = re.findall(r"^#+ (.+?)(?: \{#(.+)\})?$", text, re.MULTILINE)
+    return {
+        given or re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading, given in found
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        leads_to = page.parent / path if path else page
+        assert leads_to.exists(), target
+        assert not anchor or anchor in anchors(leads_to), target
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Code blocks with their language, which is "" where they are indented."""
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield language, block
+    rest = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.findall(r"(?:^\n)((?: {4}.*\n|\n)+)", rest, re.MULTILINE):
+        yield "", block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_specs_values_and_commands_on_a_page_are_valid(page: Path) -> None:
+    for language, block in blocks(page):
+        if snippet := re.fullmatch(r'--8<-- "(.*)"\s*', block):
+            load_spec(ROOT / snippet[1])
+        elif language == "yaml":
+            fields = yaml.safe_load(block)
+            if fields.keys() <= JobSpec.model_fields.keys():
+                check_fragment(fields)
+            elif "pods" in fields or "secrets" in fields:
+                OF_THE_CHART.validate(fields)
+        for command in re.findall(
+            r"^(?:    )?\$? ?(batchllm [a-z].*(?:\\\n.*)*)$", block, re.MULTILINE
+        ):
+            words = shlex.split(re.sub(r"[\[\]\\]|  #.*| >.*", "", command).replace(" N", " 3"))
+            reference.command_parsers()[words[1]].parse_args(words[2:])
+    for command in re.findall(r"`batchllm ([a-z-]+) ([^`]*)`", page.read_text(encoding="utf-8")):
+        known = {
+            o for a in reference.command_parsers()[command[0]]._actions for o in a.option_strings
+        }
+        assert set(re.findall(r"--[a-z-]+", command[1])) <= known, command
