@@ -1,4 +1,4 @@
-"""The costs of Spark that docs/scale.md shows are printed from stored measurements."""
+"""The costs of Spark that docs/howto/spark.md shows are printed from stored measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_document_shows_what_the_command_prints(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["spark_costs", *map(str, STORED)])
     costs.main()
-    document = (ROOT / "docs" / "scale.md").read_text()
+    document = (ROOT / "docs/howto/spark.md").read_text()
     _, _, rest = document.partition("<!-- costs -->\n")
     shown, end, _ = rest.partition("<!-- end of costs -->")
     assert end
