@@ -130,8 +130,8 @@ def type_of(schema: Mapping[str, Any]) -> str:
     if "byte" in str(schema.get("title", "")).lower() and "pattern" in str(schema):
         return "number of bytes, or text such as `4GiB`"
     if forms := schema.get("anyOf", schema.get("oneOf")):
-        words = (type_of(form) for form in forms if form.get("type") != "null")
-        return " or ".join(dict.fromkeys(words))
+        kinds = (type_of(form) for form in forms if form.get("type") != "null")
+        return " or ".join(dict.fromkeys(kinds))
     kind = str(schema.get("type", "any value"))
     if kind == "array":
         return f"list of {type_of(schema.get('items', {}))}"

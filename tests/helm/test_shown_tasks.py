@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from helm_chart.rendering import NAMESPACE
-from support.pages import AIRFLOW, PAGE, REGISTRY, blocks, image_of, pods_of, shown_values
+from support.pages import AIRFLOW, PAGE, REGISTRY, START, blocks, image_of, pods_of, shown_values
 
 from batchllm_operator import __version__
 
@@ -13,7 +13,7 @@ from batchllm_operator import __version__
 def test_the_shown_tasks_have_pods(tmp_path: Path) -> None:
     """As the page's values make them, with nothing else given."""
     ours, _, _ = shown_values()
-    generating, planning, amd = blocks(PAGE, "python")
+    generating, planning, amd = (*blocks(START, "python"), *blocks(PAGE, "python"))
     pods = pods_of(generating, ours, tmp_path)
     assert {name: image_of(pod) for name, pod in pods.items()} == {
         "generate": f"{REGISTRY}/batchllm-cuda:{__version__}"

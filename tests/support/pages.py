@@ -9,6 +9,7 @@ import kubernetes_validate
 import yaml
 from helm_chart.rendering import ROOT, Values, render
 
+START = ROOT / "docs" / "start" / "kubernetes.md"
 PAGE = ROOT / "docs" / "operate" / "kubernetes.md"
 AIRFLOW = ROOT / "docs" / "operate" / "airflow.md"
 MOUNTED_AT = "/opt/batchllm/pods"
@@ -23,7 +24,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def shown_values() -> tuple[Any, Any, Any]:
     """Of our chart, of Airflow's, and of Airflow's for the example DAGs."""
-    ours, airflows, example_dags = (yaml.safe_load(block) for block in blocks(PAGE, "yaml"))
+    shown = [*blocks(START, "yaml"), *blocks(PAGE, "yaml")]
+    ours, airflows, example_dags = (yaml.safe_load(block) for block in shown)
     return ours, airflows, example_dags
 
 

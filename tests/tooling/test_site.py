@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -193,11 +194,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
     """Code blocks with their language, which is "" where they are indented."""
     text = page.read_text(encoding="utf-8")
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield language, block
-    rest = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    for block in re.findall(r"(?:^\n)((?: {4}.*\n|\n)+)", rest, re.MULTILINE):
-        yield "", block
+    fenced = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    for _, language, block in fenced.findall(text):
+        yield language, dedent(block)
+    for block in re.findall(r"(?:^\n)((?: {4}.*\n|\n)+)", fenced.sub("", text), re.MULTILINE):
+        yield "", dedent(block)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
@@ -211,9 +212,7 @@ def test_specs_values_and_commands_on_a_page_are_valid(page: Path) -> None:
                 check_fragment(fields)
             elif "pods" in fields or "secrets" in fields:
                 OF_THE_CHART.validate(fields)
-        for command in re.findall(
-            r"^(?:    )?\$? ?(batchllm [a-z].*(?:\\\n.*)*)$", block, re.MULTILINE
-        ):
+        for command in re.findall(r"^ *\$? ?(batchllm [a-z].*(?:\\\n.*)*)$", block, re.MULTILINE):
             words = shlex.split(re.sub(r"[\[\]\\]|  #.*| >.*", "", command).replace(" N", " 3"))
             reference.command_parsers()[words[1]].parse_args(words[2:])
     for command in re.findall(r"`batchllm ([a-z-]+) ([^`]*)`", page.read_text(encoding="utf-8")):
