@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 import pytest
-from helm_chart.rendering import ROOT, Values, of_kind, pod_templates, render
+from helm_chart.rendering import Values, of_kind, pod_templates, render
 from helm_python import HelmError
+from site_pages import reference
 from support.shard_progress import shard_progress
 
 from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress, ShardCollector
@@ -123,6 +124,6 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads(config["data"]["batchllm-jobs.json"])
     texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = set(re.findall(r"batchllm_\w+", " ".join(texts)))
-    listed = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    listed = reference.metrics()
     assert len(named) > 5 and all(f"| `{name}` |" in listed for name in named)
     assert all('namespace="$namespace"' in text for text in texts)
