@@ -55,6 +55,11 @@ FORKING_ENGINES = (
 )
 
 
+def pytest_configure() -> None:
+    """Tests send signals, which a shell's background jobs ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_finish() -> None:
     """From here on there is garbage to collect, but none of it in what has been imported."""
     gc.freeze()
