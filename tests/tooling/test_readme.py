@@ -1,4 +1,4 @@
-"""What README.md shows is what happens."""
+"""What README.md and docs/reference/python.md show is what happens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from batchllm_operator.spec import parse_spec
 
 README = Path(__file__).parents[2] / "README.md"
+PYTHON = README.parent / "docs" / "reference" / "python.md"
 
 
-def blocks(language: str) -> list[str]:
+def blocks(page: Path, language: str) -> list[str]:
     """The fenced code blocks of a language."""
-    pieces = README.read_text(encoding="utf-8").split(f"```{language}\n")[1:]
+    pieces = page.read_text(encoding="utf-8").split(f"```{language}\n")[1:]
     return [piece.partition("```")[0] for piece in pieces]
 
 
 def test_the_interactive_example_prints_what_it_says() -> None:
-    [example] = [block for block in blocks("python") if block.startswith(">>>")]
-    test = doctest.DocTestParser().get_doctest(example, {}, "README.md", str(README), 0)
+    [example] = [block for block in blocks(PYTHON, "python") if block.startswith(">>>")]
+    test = doctest.DocTestParser().get_doctest(example, {}, "python.md", str(PYTHON), 0)
     runner = doctest.DocTestRunner()
     runner.run(test)
     assert (runner.tries, runner.failures) == (2, 0)
@@ -36,14 +37,14 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     spec = yaml.safe_dump(job_fields("."))
     (tmp_path / "product_snippets.yaml").write_text(spec, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    [example] = [block for block in blocks("python") if "commit_run" in block]
+    [example] = [block for block in blocks(PYTHON, "python") if "commit_run" in block]
     names: dict[str, Any] = {}
-    exec(compile(example.replace("2026-01-31", DS), str(README), "exec"), names)
+    exec(compile(example.replace("2026-01-31", DS), str(PYTHON), "exec"), names)
     assert names["report"].num_rows_out == 30
 
 
 def test_the_shown_spec_is_valid() -> None:
-    [example] = blocks("yaml")
+    [example] = blocks(README, "yaml")
     spec = parse_spec(yaml.safe_load(example), source="README.md")
     assert spec.prompt.columns == ("body", "query")
 
