@@ -27,7 +27,9 @@ REPO: Final = "repo/"
 """The site's folder of what lies outside docs/."""
 _LINK: Final = re.compile(r"\[([^\[\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)")
 _GENERATED: Final = re.compile(r"^<!-- generated: ([a-z]+) -->$", re.MULTILINE)
-_LOADED: Final = re.compile(r"""<(?:script|img|link|iframe)\b[^>]*(?:src|href)=["']?https?:""")
+_LOADED: Final = re.compile(
+    r"""<(?:script|img|iframe|link(?![^>]*rel=.?canonical))\b[^>]*(?:src|href)=["']?https?:"""
+)
 _LANGUAGES: Final = {"py": "python", "sh": "bash", "yml": "yaml"}
 
 

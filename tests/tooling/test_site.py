@@ -200,6 +200,11 @@ def anchors(page: Path) -> set[str]:
     }
 
 
+def test_there_is_no_more_to_read_than_can_be_kept_true() -> None:
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 35_000
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

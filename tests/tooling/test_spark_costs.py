@@ -22,7 +22,7 @@ def test_the_document_shows_what_the_command_prints(
     _, _, rest = document.partition("<!-- costs -->\n")
     shown, end, _ = rest.partition("<!-- end of costs -->")
     assert end
-    assert shown == capsys.readouterr().out
+    assert shown.strip() == capsys.readouterr().out.strip()
 
 
 def test_ranges_grow_when_there_are_enough_of_them() -> None:
