@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from airflow.providers.common.compat.sdk import AirflowFailException, AirflowSkipException
+from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
 
 DS_KEY: Final = "ds"
-_NOT_IN_RUN_IDS: Final = re.compile(r"[^A-Za-z0-9_.~:+-]")
-"""Characters that Airflow's default `allowed_run_id_pattern` refuses."""
+_NOT_IN_RUN_IDS: Final = re.compile(r"[^A-Za-z0-9_.~:+-]")  # Airflow's `allowed_run_id_pattern`
 _MAX_IN_RUN_ID: Final = 150  # of the 250 characters that a run id may have
 
 
@@ -23,14 +22,14 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     makes a run for each `partition_key`, which is the partition. With a schedule of assets, an
     event names its partition in `extra["ds"]`, as those of `BatchLLMCommitOperator` do. Airflow
     gives several events to one run, and may leave others until the next event. So a run that has
-    events does no work: for each partition it starts a run of the same DAG, once, and skips the
-    tasks that follow. By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a
-    logical date.
+    events starts a run of the same DAG for each partition, once, and skips the tasks that follow.
+    By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a logical date.
 
     Returns the partition of the run, as `batchllm_task_group(..., ds=...)` takes it. `group_id` is
     the prefix of the tasks' ids.
     """
-    # Imported here because it loads Airflow's database models.
+    # Imported here because they load Airflow's database models.
+    from airflow.providers.standard.operators.python import ShortCircuitOperator
     from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
 
     with TaskGroup(group_id=group_id):
@@ -40,7 +39,12 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
             trigger_dag_id="{{ dag.dag_id }}",
             skip_when_already_exists=True,  # by an earlier try or another run
         ).expand_kwargs(events.output)
-        partition = _PartitionOperator(task_id="partition", ds=XComArg(events, key=DS_KEY))
+        partition = ShortCircuitOperator(
+            task_id="partition",
+            python_callable=lambda ds: ds,  # if it is empty, the tasks that follow are skipped
+            op_args=[XComArg(events, key=DS_KEY)],
+            ignore_downstream_trigger_rules=False,
+        )
     return partition.output
 
 
@@ -61,21 +65,20 @@ class BatchLLMArrivalOperator(BaseOperator):
         self.assets = tuple(assets)
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
-        """Return the runs to start, and push the run's partition."""
         run = context["dag_run"]
         key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
         given = (run.conf or {}).get(DS_KEY) or context["params"].get(DS_KEY) or key
         arrived = {} if given else self._arrived(context)
         ds = given or (None if arrived else context.get("ds"))
-        if not ds and not arrived:
+        if ds:
+            self.log.info("This run is for partition %s", ds)
+        elif arrived:
+            self.log.info("Partitions %s have runs of their own", ", ".join(arrived))
+        else:
             raise AirflowFailException(
                 "nothing says which partition this run is for: trigger the DAG with the conf"
                 ' {"ds": "2026-01-31"}, or with a logical date'
             )
-        if ds:
-            self.log.info("This run is for partition %s", ds)
-        else:
-            self.log.info("Partitions %s have runs of their own", ", ".join(arrived))
         context["ti"].xcom_push(key=DS_KEY, value=ds or "")
         return [
             {"trigger_run_id": f"arrival__{_named(name)}__{time}", "conf": {"ds": name}}
@@ -94,25 +97,16 @@ class BatchLLMArrivalOperator(BaseOperator):
             if hasattr(later, "after"):  # from Airflow 3.2 on
                 later = later.after(since.isoformat())
             events = [*triggering[asset], *(event for event in later if event.timestamp > since)]
-            for ds, time in _partitions(asset, events):
+            for event in sorted(events, key=lambda event: event.timestamp):
+                ds = event.extra.get(DS_KEY) or getattr(event, "partition_key", None)
+                if not isinstance(ds, str) or not ds:
+                    raise AirflowFailException(
+                        f"asset {asset.name!r}: the event of {event.timestamp} doesn't say which"
+                        ' partition has arrived; its extra must be like {"ds": "2026-01-31"}'
+                    )
+                time = event.timestamp.strftime("%Y%m%dT%H%M%S.%f")
                 arrived[ds] = max(time, arrived.get(ds, time))
         return arrived
-
-
-class _PartitionOperator(BaseOperator):
-    """Returns the run's partition; skips the tasks that follow in a run that starts others."""
-
-    template_fields: Sequence[str] = ("ds",)
-    ui_color = BatchLLMArrivalOperator.ui_color
-
-    def __init__(self, *, ds: XComArg, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.ds: Any = ds
-
-    def execute(self, context: Context) -> str:
-        if not self.ds:
-            raise AirflowSkipException("each partition that has arrived has a run of its own")
-        return str(self.ds)
 
 
 def _named(ds: str) -> str:
@@ -121,14 +115,3 @@ def _named(ds: str) -> str:
         return ds
     digest = hashlib.sha256(ds.encode(errors="surrogatepass")).hexdigest()[:12]
     return f"{_NOT_IN_RUN_IDS.sub('-', ds)[:_MAX_IN_RUN_ID]}-{digest}"
-
-
-def _partitions(asset: Asset, events: Iterable[Any]) -> Iterable[tuple[str, str]]:
-    for event in sorted(events, key=lambda event: event.timestamp):
-        ds = event.extra.get(DS_KEY) or getattr(event, "partition_key", None)
-        if not isinstance(ds, str) or not ds:
-            raise AirflowFailException(
-                f"asset {asset.name!r}: the event of {event.timestamp} doesn't say which partition"
-                ' has arrived; its extra must be like {"ds": "2026-01-31"}'
-            )
-        yield ds, event.timestamp.strftime("%Y%m%dT%H%M%S.%f")

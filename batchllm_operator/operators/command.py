@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import select
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, NoReturn
@@ -13,14 +20,115 @@ from typing import Any, ClassVar, Final, NoReturn
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from airflow.sdk import BaseOperator, Context, XComArg
 
-from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
-from batchllm_operator.operators.child import ChildProcess
+from batchllm_operator.child_processes import exit_code
+from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES, ExitCode
 from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.secrets import Masker
 
 RESULT_VERSION: Final = 1
+_POLL_S: Final = 0.2
 
 # -P: the working directory must not shadow packages (kernels/ would shadow Hugging Face's).
 _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator")
+
+
+class ChildProcess:
+    """Runs one command, once, and waits for it; `stop` may be called meanwhile.
+
+    The child leads its own process group, so that a signal for this process isn't delivered to it
+    twice and its own children can be ended with it. Its output is masked. Once it has ended,
+    `exit_code` is as in a shell (128 + signal number), `error` the command's last error message, or
+    its last line, and `stop_reason` why it was asked to stop, or None.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], kill_grace_s: float, masker: Masker
+    ) -> None:
+        self._argv, self._env = tuple(argv), dict(env)
+        self._kill_grace_s, self._masker = kill_grace_s, masker
+        self._parent_pid = os.getppid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kill_at_s: float | None = None
+        self._unfinished_line, self._has_error = b"", False
+        self.exit_code, self.error = 0, ""
+        self.stop_reason: str | None = None
+
+    def run(self, log: Callable[[str], None]) -> None:
+        """Run the command, pass each line that it prints to `log`, and wait for its end.
+
+        The child is stopped when this process's parent dies (Airflow's supervisor), and when an
+        exception is raised here, such as Airflow's task timeout. None of its processes is alive
+        when this returns or raises.
+        """
+        self._process = process = subprocess.Popen(
+            self._argv,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        assert process.stdout is not None
+        with process.stdout as output:
+            try:
+                self._follow(process, output.fileno(), log)
+            except BaseException as error:
+                self.stop(type(error).__name__)
+                self._follow(process, output.fileno(), log)
+                raise
+            finally:
+                if process.returncode != 0:  # its own children may still run
+                    _kill_group(process.pid)
+                    process.wait()
+        self._log_line(self._unfinished_line, log)
+        self.exit_code = exit_code(process.returncode)
+
+    def stop(self, reason: str) -> None:
+        """Ask the command to stop: SIGTERM now, SIGKILL from `run` after the grace period.
+
+        Doesn't wait, so a signal handler may call it. Only the first call does anything.
+        """
+        process = self._process
+        if process is None or process.returncode is not None or self._kill_at_s is not None:
+            return
+        self.stop_reason = reason
+        self._kill_at_s = time.monotonic() + self._kill_grace_s
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+
+    def _follow(
+        self, process: subprocess.Popen[bytes], output: int, log: Callable[[str], None]
+    ) -> None:
+        """Log lines until the process has ended; kill it when its grace period is over."""
+        reading = select.poll()
+        reading.register(output, select.POLLIN)
+        while True:
+            has_ended = process.poll() is not None
+            if os.getppid() != self._parent_pid:
+                self.stop("the process that supervised this task has died")
+            if not has_ended and time.monotonic() >= (self._kill_at_s or math.inf):
+                _kill_group(process.pid)
+            wait_s = 0.0 if has_ended else _POLL_S
+            data = os.read(output, 1 << 16) if reading.poll(wait_s * 1000) else b""
+            *lines, self._unfinished_line = re.split(rb"[\r\n]", self._unfinished_line + data)
+            for line in lines:
+                self._log_line(line, log)
+            if has_ended and not data:
+                return
+            if not data:
+                time.sleep(_POLL_S / 20)  # it may have closed its output
+
+    def _log_line(self, line: bytes, log: Callable[[str], None]) -> None:
+        if text := self._masker(line.decode("utf-8", "replace")).rstrip():
+            log(text)
+            if text.startswith(ERROR_MARK) or not self._has_error:
+                self._has_error = text.startswith(ERROR_MARK)
+                self.error = text.removeprefix(ERROR_MARK)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class BatchLLMCommandOperator(BaseOperator):
@@ -42,6 +150,8 @@ class BatchLLMCommandOperator(BaseOperator):
     template_fields: Sequence[str] = ("env", "aws_conn_id", "connection_env")
     template_fields_renderers: ClassVar[dict[str, str]] = {"env": "json", "connection_env": "json"}
     ui_color = "#d7e8f4"
+    _child: ChildProcess | None = None
+    _killed_at: float | None = None
 
     def __init__(
         self,
@@ -55,45 +165,38 @@ class BatchLLMCommandOperator(BaseOperator):
         super().__init__(**kwargs)
         self.env, self.aws_conn_id, self.connection_env = env, aws_conn_id, connection_env
         self.kill_grace_s = kill_grace_s
-        self._child: ChildProcess | None = None
 
     def credentials(self) -> Credentials:
-        """What the named connections hold; `AirflowFailException` if one is wrong."""
         return Credentials.of(self.aws_conn_id, self.connection_env)
 
     def run_command(self, command: str, *arguments: str) -> dict[str, Any]:
         """Run `batchllm <command> <arguments>` and return its result.
 
-        Raises:
-            AirflowFailException: a retry won't help: a connection, the spec, the table or the plan
-                is wrong, too many rows failed, or the command speaks another result version.
-            AirflowException: the command failed in any other way, or was stopped.
+        Raises `AirflowException` if it fails or is stopped, `AirflowFailException` if no retry
+        mends that, such as a wrong spec or table, or too many failed rows.
         """
         is_json = [False, *(argument == "--job-json" for argument in arguments)]
         shown = ("..." if hides else text for text, hides in zip(arguments, is_json, strict=False))
         self.log.info("Running batchllm %s", " ".join((command, *shown)))
-        result = self._run(command, arguments, self.log.info)
-        return _raise_failure(command, result) if isinstance(result, ChildProcess) else result
+        result, child = self._run(command, arguments, self.log.info)
+        return _raise_failure(command, child) if result is None else result
 
     def run_verify(self, *arguments: str) -> dict[str, Any] | str:
-        """Run `batchllm verify`: returns the result, or a text on what is missing.
-
-        Output is logged only if the command fails; then it raises as `run_command`.
-        """
+        """Run `batchllm verify`, which logs only its failures: the result, or what is missing."""
         lines: list[str] = []
-        result = self._run("verify", arguments, lines.append)
-        if not isinstance(result, ChildProcess):
+        result, child = self._run("verify", arguments, lines.append)
+        if result is not None:
             return result
-        if result.exit_code == ExitCode.INCOMPLETE and result.stop_reason is None:
-            return result.error
+        if child.exit_code == ExitCode.INCOMPLETE and child.stop_reason is None:
+            return child.error
         for line in lines:
             self.log.info(line)
-        _raise_failure("verify", result)
+        _raise_failure("verify", child)
 
     def _run(
         self, command: str, arguments: Sequence[str], log: Callable[[str], None]
-    ) -> dict[str, Any] | ChildProcess:
-        """The command's result, or the process that has failed."""
+    ) -> tuple[dict[str, Any] | None, ChildProcess]:
+        """The command's result, None if it has failed, and its process."""
         credentials = self.credentials()
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(self.env or {})}
         with TemporaryDirectory(prefix="batchllm-") as folder:
@@ -106,11 +209,12 @@ class BatchLLMCommandOperator(BaseOperator):
                 kill_grace_s=self.kill_grace_s,
             )
             child.run(log)
-            return _read_result(path, command) if child.exit_code == ExitCode.OK else child
+            return _read_result(path, command) if child.exit_code == ExitCode.OK else None, child
 
     def on_kill(self) -> None:
+        """Note it, in a signal handler: what `execute` waits for then ends."""
+        self._killed_at = self._killed_at or time.monotonic()
         if self._child is not None:
-            self.log.warning("The task is being killed; stopping the command")
             self._child.stop("the task was killed")
         super().on_kill()
 
@@ -118,8 +222,8 @@ class BatchLLMCommandOperator(BaseOperator):
 class BatchLLMReportOperator(BatchLLMCommandOperator):
     """Logs the summary of a committed plan, and returns the report's URIs and counts.
 
-    Runs `batchllm report --plan <plan_uri>` (a templated URI, or the XCom that holds it), which
-    writes at most the report's page. If it fails, the partition stays published.
+    `batchllm report --plan <plan_uri>` (a templated URI, or the XCom that holds it) writes at most
+    the report's page. If it fails, the partition stays published.
     """
 
     template_fields: Sequence[str] = ("plan_uri", *BatchLLMCommandOperator.template_fields)
@@ -145,7 +249,9 @@ def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 def _read_result(path: Path, command: str) -> dict[str, Any]:
     """What the command wrote; `AirflowFailException` if the installed releases don't fit."""
-    result = json.loads(path.read_bytes()) if path.exists() else {}
+    result: Any = {}
+    with suppress(FileNotFoundError, ValueError):  # no file, or no JSON
+        result = json.loads(path.read_bytes())
     if (version := result.get("result_version")) != RESULT_VERSION:
         raise AirflowFailException(
             f"batchllm {command} ended well with a result of version {version}; these operators"

@@ -15,8 +15,7 @@ from batchllm_operator.secrets import Masker
 
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _TOKEN: Final = "AWS_SESSION_TOKEN"
-_SESSION_TOKENS: Final = ("SESSION_TOKEN", "AWS_SECURITY_TOKEN")
-"""Suffixes of variables that hold a session token, of any client."""
+_SESSION_TOKENS: Final = ("SESSION_TOKEN", "AWS_SECURITY_TOKEN")  # endings, of any client
 _CONTRADICTED: Final[Mapping[str, tuple[str, ...]]] = {
     "AWS_SECRET_ACCESS_KEY": (_TOKEN, "AWS_SECURITY_TOKEN"),
     "AWS_DEFAULT_REGION": ("AWS_REGION",),
@@ -53,11 +52,8 @@ class Credentials:
 
         `connection_env` has for each environment variable the field of a connection, as
         `<conn_id>.<field>`: login, password, host, schema, port, `extra.<name>`. Values of password
-        and extra count as secrets.
-
-        Raises:
-            AirflowFailException: a connection or field is absent or wrong, or the task may
-                not read it.
+        and extra count as secrets. Raises `AirflowFailException` if a connection or field is absent
+        or wrong, or the task may not read it.
         """
         aws = cls()
         if aws_conn_id is not None:
@@ -78,15 +74,13 @@ class Credentials:
         `endpoint_url`. Absent ones are left to the worker's environment. Raises
         `AirflowFailException` if its type is wrong, or its fields contradict each other.
         """
-        where = f"Airflow connection {conn_id!r}"
+        where, extra = f"Airflow connection {conn_id!r}", _extra(conn_id, connection)
+        wrong = ""
         if connection.conn_type not in ("aws", "generic"):
-            raise AirflowFailException(
-                f"{where} is of type {connection.conn_type!r}; aws_conn_id takes one of type 'aws'"
-            )
-        extra = _extra(conn_id, connection)
+            wrong = f" is of type {connection.conn_type!r}; aws_conn_id takes one of type 'aws'"
         for name, advice in _UNSUPPORTED_EXTRAS.items():
             if extra.get(name) not in (None, "", {}, True):
-                raise AirflowFailException(f"{where}: {name} in extra isn't supported; {advice}")
+                wrong = wrong or f": {name} in extra isn't supported; {advice}"
         keys = (connection.login, connection.password)
         if not any(keys):
             keys = (extra.get("aws_access_key_id"), extra.get("aws_secret_access_key"))
@@ -98,16 +92,17 @@ class Credentials:
         variables = {name: value for name, value in values.items() if value}
         for name, value in variables.items():
             if not isinstance(value, str):
-                raise AirflowFailException(f"{where}: the value for {name} isn't a string")
-        num_keys = len(variables.keys() & set(_KEY_PAIR))
-        if num_keys == 1 or (num_keys == 0 and _TOKEN in variables):
-            raise AirflowFailException(
-                f"{where}: an access key id (login), its secret key (password) and a session token"
-                " are no use without each other; give both keys, or none of the three to use the"
-                " worker's own credentials"
+                wrong = wrong or f": the value for {name} isn't a string"
+        secrets = variables.keys() & {*_KEY_PAIR, _TOKEN}
+        if secrets and not secrets >= {*_KEY_PAIR}:
+            wrong = wrong or (
+                ": an access key id (login), its secret key (password) and a session token are no"
+                " use without each other; give both keys, or none of the three to use the worker's"
+                " own credentials"
             )
-        secrets = (variables[name] for name in (*_KEY_PAIR, _TOKEN) if name in variables)
-        return cls(variables, frozenset(secrets))
+        if wrong:
+            raise AirflowFailException(where + wrong)
+        return cls(variables, frozenset(variables[name] for name in secrets))
 
     @property
     def masker(self) -> Masker:

@@ -22,10 +22,8 @@ class TaskMetric(NamedTuple):
     """A metric from a number of a command's result."""
 
     name: str
-    kind: Literal["counter", "gauge", "timer"]
-    """`counter` adds up over tasks, `gauge` is the last task's, `timer` is a duration."""
-    result_key: str
-    """Key in the command's result; a timer's is in seconds there, sent in milliseconds."""
+    kind: Literal["counter", "gauge", "timer"]  # adds up over tasks; the last task's; a duration
+    result_key: str  # a timer's value is in seconds there, and sent in milliseconds
 
 
 def _counters(stage: str, *names: str) -> list[TaskMetric]:

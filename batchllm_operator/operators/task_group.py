@@ -8,16 +8,10 @@ from typing import Any
 
 from airflow.sdk import Asset, TaskGroup, XComArg
 
+from batchllm_operator.operators import stages
 from batchllm_operator.operators.command import BatchLLMReportOperator
-from batchllm_operator.operators.commit import BatchLLMCommitOperator
-from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.jobs.job_operator import Runner
 from batchllm_operator.operators.jobs.pod import GpuVendor
-from batchllm_operator.operators.planning import (
-    NUM_WORKERS_KEY,
-    PLAN_URI_KEY,
-    BatchLLMPlanOperator,
-)
 from batchllm_operator.operators.spark import spark_plan_operator
 
 
@@ -42,22 +36,19 @@ def batchllm_task_group(
 ) -> TaskGroup:
     """Wire plan -> generate -> commit -> report; call it inside a DAG.
 
-    Generate is one task, whatever the number of workers. For a plan without shards (an empty
-    partition under `on_empty: commit`, or one whose rows are all reused) it makes no Job. If plan
-    itself is skipped, so are all tasks.
+    Generate is one task, whatever the number of workers; for a plan without shards (all rows are
+    reused, or there is none) it makes no Job. If plan itself is skipped, so are all tasks.
 
     Args:
-        spec_path: the job spec; read by the plan task when it runs, and for the folder of plans
-            when the DAG is parsed. An unreadable spec fails the task, not the DAG.
+        spec_path: the job spec, read by the plan task, and for the folder of plans when the DAG is
+            parsed. An unreadable spec fails the task, not the DAG.
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
-        num_workers: pods that share the plan's shards, at most as many as there are shards. A
-            template has no such limit, and is rendered again while the triggerer watches the Job,
-            which is scaled then. None: a worker for each shard if the spec says how many
-            (`planner.num_shards`), else one worker.
-        gpu: `nvidia` or `amd`: generate runs in pods with such GPUs. None: in a child process of
-            the Airflow worker, on its hardware.
-        gpu_count: GPUs of a pod.
+        num_workers: pods that share the plan's shards, at most as many as there are shards; None:
+            as `planner.num_shards` in the spec, else one. A template has no such limit, and is
+            rendered again while the triggerer watches the Job, which is scaled then.
+        gpu: `nvidia` or `amd`: generate runs in pods with `gpu_count` such GPUs each. None: in a
+            child process of the Airflow worker, on its hardware.
         runner: where shards are generated, if `gpu` doesn't decide it; see `BatchLLMJobOperator`.
         env: environment of all four commands; see `BatchLLMCommandOperator`, also for `aws_conn_id`
             and `connection_env`, which take credentials from connections.
@@ -69,22 +60,21 @@ def batchllm_task_group(
         plan_args: arguments of the plan task that override those above, such as
             `{"runner": "kubernetes"}`, or `{"runner": "spark"}` for `spark_plan_operator`. So are
             `generate_args`, `commit_args` and `report_args` for theirs, such as a namespace.
-
-    Raises:
-        ValueError: a task refuses an argument.
     """
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
     with TaskGroup(group_id=group_id) as group:
-        planning = {"spec_path": str(spec_path), "ds": str(ds), "num_workers": num_workers}
-        plan = _plan_task({"task_id": "plan", **planning, **everywhere, **(plan_args or {})})
+        planning: dict[str, Any] = {"task_id": "plan", "spec_path": str(spec_path), "ds": str(ds)}
+        planning |= {"num_workers": num_workers, **everywhere, **(plan_args or {})}
+        is_on_spark = planning.get("runner") == "spark"
+        plan = (spark_plan_operator if is_on_spark else stages.BatchLLMPlanOperator)(**planning)
         if isinstance(ds, XComArg):  # `str(ds)` is a template, which sets no dependency
             ds >> plan
-        of_plan: dict[str, Any] = {"plan_uri": XComArg(plan, key=PLAN_URI_KEY), **everywhere}
-        is_template = isinstance(num_workers, str)
+        of_plan: dict[str, Any] = {"plan_uri": XComArg(plan, key=stages.PLAN_URI_KEY), **everywhere}
+        workers = XComArg(plan, key=stages.NUM_WORKERS_KEY)
         generating: dict[str, Any] = {
             "task_id": "generate",
             **of_plan,
-            "num_workers": num_workers if is_template else XComArg(plan, key=NUM_WORKERS_KEY),
+            "num_workers": num_workers if isinstance(num_workers, str) else workers,
             "gpu": gpu,
             "gpu_count": gpu_count,
             "runner": runner,
@@ -92,22 +82,14 @@ def batchllm_task_group(
             **(generate_args or {}),
         }
         if pool is not None:
-            is_in_pods = generating["runner"] == "kubernetes" or (
-                generating["runner"] is None and generating["gpu"] is not None
-            )
-            has_slots = isinstance(num_workers, int) and is_in_pods
+            where = generating["runner"] or ("local" if generating["gpu"] is None else "kubernetes")
+            has_slots = isinstance(num_workers, int) and where == "kubernetes"
             generating.setdefault("pool_slots", num_workers if has_slots else 1)
         asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
         outlets = {"outlets": [] if asset is None else [asset]}
-        generate = BatchLLMGenerateOperator(**generating)
+        generate = stages.BatchLLMGenerateOperator(**generating)
         committing = {"task_id": "commit", **of_plan, **outlets, **(commit_args or {})}
-        commit = BatchLLMCommitOperator(**committing)
+        commit = stages.BatchLLMCommitOperator(**committing)
         report = BatchLLMReportOperator(**{"task_id": "report", **of_plan, **(report_args or {})})
         generate >> commit >> report
     return group
-
-
-def _plan_task(arguments: dict[str, Any]) -> Any:
-    if arguments.get("runner") != "spark":
-        return BatchLLMPlanOperator(**arguments)
-    return spark_plan_operator(**{n: value for n, value in arguments.items() if n != "runner"})

@@ -74,7 +74,7 @@ class LiveProgressLink(BaseOperatorLink):
         Empty if the operators' providers aren't installed: Airflow calls this for every DAG.
         """
         try:
-            from batchllm_operator.operators.generate import BatchLLMGenerateOperator
+            from batchllm_operator.operators.stages import BatchLLMGenerateOperator
         except ImportError:
             return []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchllm_operator.operators.child import ChildProcess
+from batchllm_operator.operators.command import ChildProcess
 from batchllm_operator.secrets import Masker
 
 HANG_GUARD_S = 60
@@ -117,7 +117,7 @@ def test_death_of_the_parent_ends_the_command(tmp_path: Path) -> None:
     task = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from batchllm_operator.operators.child import ChildProcess\n"
+        "from batchllm_operator.operators.command import ChildProcess\n"
         f"argv = [sys.executable, '-c', {WRITER!r}, {str(fifo)!r}]\n"
         "from batchllm_operator.secrets import Masker\n"
         "process = ChildProcess(argv, env=dict(os.environ), kill_grace_s=30, masker=Masker())\n"

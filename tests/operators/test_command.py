@@ -68,7 +68,9 @@ def test_an_exit_code_decides_whether_a_retry_may_help(stand_in: None, code: int
     assert isinstance(e.value, AirflowFailException) == is_final
 
 
-@pytest.mark.parametrize(("result", "version"), [("", None), ('{"result_version": 2}', 2)])
+@pytest.mark.parametrize(
+    ("result", "version"), [("", None), ("no JSON", None), ('{"result_version": 2}', 2)]
+)
 def test_a_result_of_another_release_is_refused(
     stand_in: None, result: str, version: int | None
 ) -> None:

@@ -98,14 +98,15 @@ def test_all_tries_of_a_task_are_one_owner_and_another_run_is_another(
 
 @given(stem=st.text(max_size=80))
 def test_a_jobs_name_is_one_of_a_host_with_the_index_of_its_pods(stem: str) -> None:
-    name = Attempt("0123456789abcdef", "b", "12").job_name(stem)
-    assert len(f"{name}-99999") <= 63 and name.endswith("-0123456789abcdef")
+    made = Attempt.of(TaskInstance(dag_id=stem), "s3://b", "plan-1")
+    name = made.name
+    assert len(f"{name}-99999") <= 63 and name.endswith(f"-{made.owner}")
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and name[0] != "-"
 
 
 def test_a_jobs_name_stays_in_all_tries_and_is_no_other_tables_runs_or_tasks() -> None:
     def name_of(ti: TaskInstance, table: str = "s3://b", work: str = "plan-1") -> str:
-        return BatchLLMGenerateOperator.job_name(cast(Any, {"ti": ti}), Attempt.of(ti, table, work))
+        return Attempt.of(ti, table, work).name
 
     first, again = TaskInstance(), TaskInstance(try_number=2)
     assert name_of(again, work="plan-2") == name_of(first)

@@ -15,14 +15,14 @@ import aiofiles.threadpool
 import certifi
 import pytest
 import yaml
-from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.providers.common.compat.sdk import AirflowFailException
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config import incluster_config
 from support.pauses import MANY, Clock, check_pauses
+from support.watched_jobs import watched_job
 
-from batchllm_operator.operators import stage_operator
 from batchllm_operator.operators.jobs import calls
-from batchllm_operator.operators.jobs.calls import Cluster, ClusterCalls, NoConnectionError
+from batchllm_operator.operators.jobs.calls import ClusterCalls
 
 KUBECONFIG: dict[str, Any] = {
     "current-context": "c",
@@ -39,9 +39,12 @@ class Away:
         self.ask = self.create = fail
 
 
-def job(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> ClusterCalls:
-    arguments = {"log": SimpleNamespace(warning=lambda *_: None), "patience_s": 120.0, **changes}
-    made = ClusterCalls(Cluster(None, False, None, None), **arguments)
+def calls_of(api_s: float, **where: Any) -> ClusterCalls:
+    return ClusterCalls(watched_job(api_s=api_s, **where), SimpleNamespace(warning=print))
+
+
+def job(monkeypatch: pytest.MonkeyPatch, patience_s: float = 120.0) -> ClusterCalls:
+    made = calls_of(patience_s)
 
     async def connect() -> None:
         return None
@@ -119,9 +122,8 @@ def test_a_kubeconfig_that_is_being_rewritten_is_no_answer(tmp_path: Path) -> No
     """In the triggerer, any other error would end the deferral."""
     path = tmp_path / "config"
     path.write_text("users: [{name: x")  # half of it
-    log, where = SimpleNamespace(warning=lambda *_: None), Cluster(None, False, None, str(path))
-    with pytest.raises(NoConnectionError):
-        asyncio.run(ClusterCalls(where, log=log, patience_s=3.0).call(Away, "ask"))
+    with pytest.raises(ConnectionError):
+        asyncio.run(calls_of(3.0, config_file=str(path)).call(Away, "ask"))
 
 
 def test_a_trigger_that_is_cancelled_while_it_connects_leaves_no_file_open(
@@ -129,7 +131,6 @@ def test_a_trigger_that_is_cancelled_while_it_connects_leaves_no_file_open(
 ) -> None:
     path, opened, may_go_on = tmp_path / "config", list[Any](), threading.Event()
     path.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
-    where = Cluster(None, False, None, str(path))
 
     def open_slowly(*args: Any, **kwargs: Any) -> Any:
         opened.append(open(*args, **kwargs))  # noqa: PTH123, SIM115 - the test is who closes it
@@ -139,7 +140,7 @@ def test_a_trigger_that_is_cancelled_while_it_connects_leaves_no_file_open(
     monkeypatch.setattr(aiofiles.threadpool, "sync_open", open_slowly)
 
     async def watch() -> None:
-        async with ClusterCalls(where, log=SimpleNamespace(), patience_s=30.0) as made:
+        async with calls_of(30.0, config_file=str(path)) as made:
             await made.call(Away, "ask")
 
     async def cancelled() -> None:
@@ -168,8 +169,7 @@ def test_an_airflow_inside_the_cluster_needs_no_connection(
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
 
     async def reached(conn_id: str | None) -> tuple[str | None, bool]:
-        where = Cluster(conn_id, None, None, None)
-        async with ClusterCalls(where, log=SimpleNamespace(), patience_s=1.0) as made:
+        async with calls_of(5.0, kubernetes_conn_id=conn_id, in_cluster=None) as made:
             configuration = (await made._connect()).configuration
             return configuration.host, configuration.verify_ssl
 
@@ -197,29 +197,7 @@ def test_a_cluster_that_is_named_twice_is_refused_at_once(
     path.write_text(yaml.safe_dump(KUBECONFIG), encoding="utf-8")
     connection = {"conn_type": "kubernetes", "extra": extra}
     monkeypatch.setenv("AIRFLOW_CONN_KUBERNETES_DEFAULT", json.dumps(connection))
-    where = Cluster("kubernetes_default", None, None, str(path))
-    calls = ClusterCalls(where, log=SimpleNamespace(), patience_s=900.0)
+    where = {"kubernetes_conn_id": "kubernetes_default", "in_cluster": None}
+    made = calls_of(900.0, **where, config_file=str(path))
     with pytest.raises(AirflowFailException, match=f"more than one way: {given}; leave one"):
-        asyncio.run(calls.call(Away, "ask"))
-
-
-def test_looking_for_results_again() -> None:
-    assert stage_operator._VERIFY_PAUSES_S == (2.0, 10.0)
-    series = []
-    for _ in range(MANY):
-        pauses: list[float] = []
-
-        def verified(*_: object) -> None:
-            raise AirflowException("away")
-
-        task: Any = SimpleNamespace(
-            verified=verified,
-            _killed_at=None,
-            log=SimpleNamespace(warning=lambda *_: None),
-            _sleep=pauses.append,
-        )
-        with pytest.raises(AirflowException):
-            stage_operator.BatchLLMStageOperator._verify(task, {}, None)  # type: ignore[typeddict-item]
-        assert len(pauses) == 2
-        series.append(pauses)
-    check_pauses(series, 15.0)
+        asyncio.run(made.call(Away, "ask"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from operators.test_retries import KUBECONFIG
 from support.task_runs import TaskInstance
 
 from batchllm_operator.operators import BatchLLMGenerateOperator, stage_operator
-from batchllm_operator.operators.jobs import job_task
+from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
-from batchllm_operator.operators.jobs.trigger import LIVE_STATES, JobTrigger
+from batchllm_operator.operators.jobs.watch import LIVE_STATES, JobTrigger
 
 KNOWN = {
     *("awaiting_input", "deferred", "failed", "queued", "removed", "restarting", "running"),
@@ -46,11 +46,12 @@ def task(monkeypatch: pytest.MonkeyPatch) -> BatchLLMGenerateOperator:
         task_id="generate", plan_uri="s3://b/_batchllm/job/ds/plan-1", gpu="nvidia"
     )
 
-    def release(context: Any, *, keeps_ended: bool = False) -> None:
+    def release(context: Any, *, is_whole: bool | None = None) -> None:
         raise ReleasedError
 
     monkeypatch.setattr(task, "_release", release)
-    task._watched = task._watched_job(context(), "namespace", "uid")
+    task._job = task._job_in("namespace", context())
+    task._job.of = replace(task._job.of, uid="uid")
     return task
 
 
@@ -91,20 +92,11 @@ def test_a_timeout_ends_the_job_and_another_failure_has_dealt_with_it(
         ends_with(task, context(), AirflowException("as ever"))
 
 
-@pytest.mark.parametrize("is_last", [False, True])
-def test_a_try_without_a_supervisor_leaves_its_job_to_the_next(
-    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch, is_last: bool
-) -> None:
-    monkeypatch.setattr(task, "_is_orphan", lambda: True)
-    with pytest.raises(ReleasedError if is_last else AirflowException):
-        ends_with(task, context("failed", is_last=is_last), AirflowException("orphan"))
-
-
 @pytest.mark.parametrize("answer", ["hangs", "fails"])
 def test_a_killed_try_waits_a_second_for_airflows_answer(
     task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    monkeypatch.setattr(job_task, "_STATE_S", 0.05)
+    monkeypatch.setattr(stage_operator, "_STATE_S", 0.05)
     of = context()
 
     def states(**_: Any) -> Any:
@@ -128,7 +120,8 @@ def test_a_killed_task_does_not_ask_airflow_for_the_connection_again(
     monkeypatch.setenv(name, json.dumps({"conn_type": "kubernetes", "extra": extra}))
 
     async def address() -> str:
-        async with task._cluster_job() as job:
+        assert task._job is not None
+        async with task._job as job:
             return str((await job._connect()).configuration.host)
 
     assert asyncio.run(address()) == "https://elsewhere:6443"
@@ -145,42 +138,42 @@ def test_a_task_that_was_marked_meanwhile_is_not_deferred(
         raise StopIteration
 
     monkeypatch.setattr(task, "defer", defer)
-    assert task._watched is not None
+    assert task._job is not None
     expected = StopIteration if state in ("running", None) else ReleasedError
     with pytest.raises(expected):
-        task._defer(context(state), task._watched)
+        task._defer(context(state), task._job.of)
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_cancelled_trigger_deletes_the_job_unless_a_try_lives(
     task: BatchLLMGenerateOperator, state: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert task._watched is not None
-    trigger = JobTrigger(**asdict(task._watched))
+    assert task._job is not None
+    trigger = JobTrigger(**asdict(task._job.of))
     deleted: list[str] = []
 
     async def delete(job: Any) -> None:
-        deleted.append(job.name)
+        deleted.append(job.of.name)
 
     async def state_now() -> str | None:
         return state
 
     monkeypatch.setattr(trigger, "_delete", delete)
     monkeypatch.setattr(trigger, "get_task_state", state_now)
-    asyncio.run(trigger.on_kill())
+    asyncio.run(trigger.cleanup())
     assert bool(deleted) == (state not in LIVE_STATES)
 
 
-@pytest.mark.parametrize("kind", [EndKind.API_LOST, EndKind.FAILED, EndKind.GONE])
+@pytest.mark.parametrize("kind", [EndKind.UNSEEN, EndKind.FAILED, EndKind.LATE])
 def test_results_that_are_whole_are_a_success_for_every_try(
     task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch, kind: EndKind
 ) -> None:
     """Also for one that is killed, or that can't see its Job any more."""
     released: list[Any] = []
     monkeypatch.setattr(task, "verified", lambda context, end: RESULT)
-    monkeypatch.setattr(task, "_release", lambda context, keeps_ended: released.append(context))
+    monkeypatch.setattr(task, "_release", lambda context, is_whole: released.append(context))
     task.on_kill()
-    assert task._conclude(context(), JobEnd(kind, "j")) == RESULT
+    assert task._conclude(context(), JobEnd(kind)) == RESULT
     assert released
 
 
@@ -197,12 +190,11 @@ def test_a_try_that_sees_neither_lake_nor_job_leaves_the_job_only_to_a_next_try(
     def verified(*_: object) -> str:
         raise error("the lake is away")
 
-    monkeypatch.setattr(stage_operator, "_VERIFY_PAUSES_S", ())
     monkeypatch.setattr(task, "verified", verified)
     is_released = is_last or error is AirflowFailException  # then Airflow tries no more
     with pytest.raises(ReleasedError if is_released else error):
         if has_job:
-            task._conclude(context(is_last=is_last), JobEnd(EndKind.API_LOST, "j"))
+            task._conclude(context(is_last=is_last), JobEnd(EndKind.UNSEEN))
         else:
             execute(task, context(is_last=is_last))
 
@@ -214,7 +206,7 @@ def test_a_job_that_cannot_be_seen_is_left_to_the_next_try_if_there_is_one(
     monkeypatch.setattr(task, "verified", lambda context, end: "shard 3 is missing")
     expected: type[Exception] = ReleasedError if is_last else AirflowException
     with pytest.raises(expected):
-        task._conclude(context(is_last=is_last), JobEnd(EndKind.API_LOST, "j"))
+        task._conclude(context(is_last=is_last), JobEnd(EndKind.UNSEEN))
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -232,6 +224,15 @@ def test_a_try_whose_job_is_refused_leaves_an_earlier_ones_only_to_a_next_try(
         execute(task, context(is_last=is_last))
 
 
+@pytest.mark.parametrize("num_workers", ["many", "None"])
+def test_a_try_that_is_refused_before_it_starts_leaves_no_earlier_job(
+    task: BatchLLMGenerateOperator, num_workers: str
+) -> None:
+    task.num_workers = num_workers
+    with pytest.raises(ReleasedError):
+        execute(task, context())
+
+
 def test_a_job_goes_also_when_the_lake_cannot_be_looked_at_at_all(
     task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +241,7 @@ def test_a_job_goes_also_when_the_lake_cannot_be_looked_at_at_all(
 
     monkeypatch.setattr(task, "verified", verified)
     with pytest.raises(ReleasedError):
-        task._conclude(context(), JobEnd(EndKind.STUCK, "j"))
+        task._conclude(context(), JobEnd(EndKind.LATE))
 
 
 @pytest.mark.parametrize(
@@ -257,13 +258,17 @@ def test_on_finish_action_says_which_ended_jobs_are_kept(
     """Also one of an earlier try, for whose results nothing is left to do."""
     arguments = {"plan_uri": "s3://b/p", "gpu": "amd", "on_finish_action": action}
     task, kept = BatchLLMGenerateOperator(task_id="g", **arguments), list[bool]()
-    monkeypatch.setattr(task, "_release", lambda _, keeps_ended: kept.append(keeps_ended))
+
+    async def delete(_: Any, *, keeps_ended: bool) -> None:
+        kept.append(keeps_ended)
+
+    monkeypatch.setattr(ClusterJob, "delete", delete)
     monkeypatch.setattr(task, "verified", lambda context, end: RESULT)
     execute(task, context())
-    task._conclude(context(), JobEnd(EndKind.COMPLETE, "j"))
+    task._conclude(context(), JobEnd(EndKind.COMPLETE))
     monkeypatch.setattr(task, "verified", lambda context, end: "shard 3 is missing")
     with pytest.raises(AirflowException):
-        task._conclude(context(), JobEnd(EndKind.FAILED, "j"))
+        task._conclude(context(), JobEnd(EndKind.FAILED))
     assert kept == [of_whole, of_whole, of_unfinished]
 
 
@@ -271,7 +276,7 @@ def test_no_workers_make_no_job_for_shards_that_are_left(
     task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task.num_workers = "0"
-    monkeypatch.setattr(task, "_release", lambda context, keeps_ended=False: None)
+    monkeypatch.setattr(task, "_release", lambda context: None)
     monkeypatch.setattr(task, "verified", lambda context, end: "0 of 2 shards finished")
     with pytest.raises(AirflowFailException, match="num_workers is 0, but work is left: 0 of 2"):
         execute(task, context())

@@ -78,12 +78,12 @@ def test_a_number_of_workers_that_is_none_is_refused_when_the_dag_is_parsed(
 @pytest.mark.parametrize(
     ("stage", "rendered"),
     [
-        *(("plan", rendered) for rendered in ("many", "None", "0", "-1")),
+        *(("plan", rendered) for rendered in ("many", "None", "0", "-1", 0)),
         *(("generate", rendered) for rendered in ("many", "None", "", None)),
     ],
 )
 def test_a_template_that_renders_to_no_number_fails_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, rendered: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, rendered: Any
 ) -> None:
     """Before anything is run: a plan without a worker would be no use."""
     ran = record_runs(monkeypatch, {"plan_uri": "s3://b/plan-1", "num_shards": 2})
@@ -115,9 +115,8 @@ def test_a_look_lowers_and_raises_the_jobs_parallelism(
     task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/p", num_workers=3, gpu="amd")
     numbers: list[Any] = []
     monkeypatch.setattr(task, "scale", lambda *given: numbers.append(given))
-    is_whole = task.look(
-        {}, JobEnd(EndKind.PAUSED, "j", **({"num_pods": 3, "parallelism": 3} | end))
-    )
+    seen: dict[str, Any] = {"num_pods": 3, "parallelism": 3, **end}
+    is_whole = task.look({}, JobEnd(EndKind.PAUSED, **seen))
     assert (is_whole, numbers) == (result == {"num_finished": 3, "num_shards": 3}, scaled)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.fork_server import ForkServer
 
-from batchllm_operator.operators import child
+from batchllm_operator.operators import command
 
 
 def fork_children(commands: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,11 +21,11 @@ def fork_children(commands: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None
         return _Child(commands, argv, env)
 
     pipes = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "STDOUT")}
-    monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=popen, **pipes))
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=popen, **pipes))
 
 
 class _Child:
-    """What `child.ChildProcess` uses of `subprocess.Popen`."""
+    """What `command.ChildProcess` uses of `subprocess.Popen`."""
 
     def __init__(self, commands: ForkServer, argv: Sequence[str], env: Mapping[str, str]) -> None:
         module = argv.index("-m") + 1

@@ -99,7 +99,8 @@ class Shards:
     @staticmethod
     def _has_begun(run: TaskRun) -> bool:
         """Whether a task in its worker has its Job."""
-        return bool(getattr(getattr(run.task, "_watched", None), "uid", ""))
+        job = getattr(run.task, "_job", None)
+        return job is not None and bool(job.of.uid)
 
     def jobs(self) -> list[Any]:
         return list(self.cluster.batch.list_namespaced_job(self.cluster.namespace).items)

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -163,11 +162,6 @@ class TaskRun:
             async for event in trigger.run():
                 return event.payload
             raise AssertionError("the trigger ended without an event")
-        except asyncio.CancelledError:
-            if not self._restarting:
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait_for(trigger.on_kill(), 30)
-            raise
         finally:
             await trigger.cleanup()
 

@@ -86,7 +86,7 @@ def test_forbidden_imports_are_reported(tmp_path: Path) -> None:
     ("path", "is_banned"),
     [
         ("batchllm_operator/lake/parquet/table.py", True),
-        ("batchllm_operator/operators/generate.py", True),
+        ("batchllm_operator/operators/stages.py", True),
         ("dags/daily_snippets.py", True),
         ("batchllm_operator/engine/vllm/engine.py", False),
         ("kernels/batchllm_kernels/api.py", False),

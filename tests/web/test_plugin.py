@@ -102,7 +102,7 @@ def test_without_the_operators_providers_no_task_has_the_link(
     """Airflow asks for each task of each DAG that it reads."""
     from batchllm_operator.web.links import LiveProgressLink
 
-    monkeypatch.setitem(sys.modules, "batchllm_operator.operators.generate", None)
+    monkeypatch.setitem(sys.modules, "batchllm_operator.operators.stages", None)
     assert LiveProgressLink().operators == []
 
 

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from aiohttp import ClientError
@@ -20,48 +19,32 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config import ConfigException, load_incluster_config
 
-CONFLICT, FORBIDDEN, NOT_FOUND = 409, 403, 404
+from batchllm_operator.operators.jobs.owner import WatchedJob
+
+_CONFLICT, FORBIDDEN = 409, 403
 _REQUEST_S: Final = 30.0
-_SHORTEST_REQUEST_S: Final = 0.5
-"""A request is sent even if there is no time to wait for its answer."""
+_SHORTEST_REQUEST_S: Final = 0.5  # one is sent even if there is no time to wait for its answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 
 
-def _has_no_secret(record: logging.LogRecord) -> bool:
-    return '"kind":"Secret' not in record.getMessage().replace(" ", "")
-
-
 # At level DEBUG the client logs every answer; nothing masks the base64 of a Secret.
-logging.getLogger("kubernetes_asyncio.client.rest").addFilter(_has_no_secret)
+logging.getLogger("kubernetes_asyncio.client.rest").addFilter(
+    lambda record: '"kind":"Secret' not in record.getMessage().replace(" ", "")
+)
 
 
-class NoConnectionError(Exception):
-    """The cluster's address and credentials can't be read right now."""
-
-
-ANSWERLESS: Final = (ApiException, ClientError, OSError, NoConnectionError)
-"""What a call of the API may raise; a `TimeoutError` is an `OSError`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """How to reach a cluster, as for the operator; each process reads its own credentials."""
-
-    kubernetes_conn_id: str | None
-    in_cluster: bool | None
-    cluster_context: str | None
-    config_file: str | None  # path of the kubeconfig, which the triggerer must be able to read, too
+ANSWERLESS: Final = (ApiException, ClientError, OSError)  # what a call may raise
 
 
 class ClusterCalls:
-    """A connection to a cluster, whose calls are repeated for `patience_s` each.
+    """A connection to a Job's cluster, whose calls are repeated for `patience_s` each.
 
     So a restart of the API server goes unnoticed. After a failure the configuration is read again;
     else Airflow is asked once for its connection. It may be entered again.
     """
 
-    def __init__(self, cluster: Cluster, *, log: logging.Logger | Any, patience_s: float) -> None:
-        self._cluster, self._log, self.patience_s = cluster, log, patience_s
+    def __init__(self, of: WatchedJob, log: logging.Logger | Any) -> None:
+        self.of, self.log, self.patience_s = of, log, of.api_s
         self._extras: dict[str, Any] | None = None
         self._connecting: asyncio.Task[tuple[Any, ApiClient]] | None = None
         self._trouble = ""
@@ -80,7 +63,7 @@ class ClusterCalls:
         try:
             await connecting.result()[0].__aexit__(None, None, None)
         except ANSWERLESS as error:
-            self._log.debug("The connection to the cluster: %s", message_of(error))
+            self.log.debug("The connection to the cluster: %s", message_of(error))
 
     async def _connect(self) -> ApiClient:
         """The client; connecting goes on if the caller is cancelled, until `__aexit__`."""
@@ -91,27 +74,21 @@ class ClusterCalls:
     async def _connected(self) -> tuple[Any, ApiClient]:
         try:
             if self._extras is None or self._trouble:
-                hook = AsyncKubernetesHook(conn_id=self._cluster.kubernetes_conn_id)
+                hook = AsyncKubernetesHook(conn_id=self.of.kubernetes_conn_id)
                 self._extras = await hook.get_conn_extras()
-            connection = _hook(self._cluster, self._extras).get_conn()
+            connection = _hook(self.of, self._extras).get_conn()
             return connection, await connection.__aenter__()
         except (AirflowFailException, *ANSWERLESS):
             raise
         # Such as a half-written kubeconfig, or an Airflow that doesn't answer: none of it
         # affects the running pods.
         except Exception as error:
-            raise NoConnectionError(f"{type(error).__name__}: {error}") from error
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
     async def call(
         self, api: type[Any], method: str, *args: Any, patience_s: float = math.inf, **options: Any
     ) -> Any:
-        """Call a method of a client's API.
-
-        Raises:
-            AirflowFailException: the cluster is configured in two ways.
-            ApiException: the cluster refuses, or a change is based on an outdated version.
-            ClientError, OSError, NoConnectionError: it hasn't answered in time.
-        """
+        """Call a method of an API; raises one of `ANSWERLESS`, or `AirflowFailException`."""
         give_up_at = time.monotonic() + min(patience_s, self.patience_s)
         pause_s = FIRST_PAUSE_S
         while True:
@@ -121,33 +98,43 @@ class ClusterCalls:
                     answer = await getattr(api(await self._connect()), method)(*args, **options)
             except ANSWERLESS as error:
                 left_s = give_up_at - time.monotonic()
-                if left_s <= 0 or not _is_passing(error, is_new=method.startswith("create")):
+                if left_s <= 0 or not is_passing(error, is_new=method.startswith("create")):
                     raise
                 await self.__aexit__()
                 if self._trouble != (text := message_of(error)):
                     self._trouble = text
-                    self._log.warning("The cluster's API: %s; trying again", text)
+                    self.log.warning("The cluster's API: %s; trying again", text)
                 await asyncio.sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 self._trouble = ""
                 return answer
 
+    async def call_if_there(self, api: type[Any], method: str, *args: Any, **options: Any) -> Any:
+        """`call`; None if the object is gone, or isn't of the version that the call names."""
+        try:
+            return await self.call(api, method, *args, **options)
+        except ApiException as error:
+            is_absent = error.status == 404 and reason_of(error) == "NotFound"  # not a proxy's 404
+            if error.status != _CONFLICT and not is_absent:
+                raise
+            return None
 
-def _hook(cluster: Cluster, extras: Mapping[str, Any]) -> AsyncKubernetesHook:
+
+def _hook(of: WatchedJob, extras: Mapping[str, Any]) -> AsyncKubernetesHook:
     """The provider's hook for a connection's fields; as its synchronous one, it may skip the
     verification, and finds the cluster of this process. A cluster with two names is refused.
     """
     given = {name.removeprefix("extra__kubernetes__") for name, value in extras.items() if value}
-    configuration, in_cluster = Configuration(), cluster.in_cluster
+    configuration, in_cluster = Configuration(), of.in_cluster
     configuration.verify_ssl = "disable_verify_ssl" not in given
     if in_cluster is not None:
         given -= {"in_cluster"}
     ways = sorted(given & {"in_cluster", "kube_config", "kube_config_path"})
-    ways += ["config_file"] * bool(cluster.config_file) + ["in_cluster=True"] * bool(in_cluster)
+    ways += ["config_file"] * bool(of.config_file) + ["in_cluster=True"] * bool(in_cluster)
     if len(ways) > 1:
         raise AirflowFailException(
-            f"the operator and the Airflow connection {cluster.kubernetes_conn_id!r} name the"
+            f"the operator and the Airflow connection {of.kubernetes_conn_id!r} name the"
             f" cluster in more than one way: {', '.join(ways)}; leave one (kubernetes_conn_id=None:"
             " no connection)"
         )
@@ -155,34 +142,26 @@ def _hook(cluster: Cluster, extras: Mapping[str, Any]) -> AsyncKubernetesHook:
         with suppress(ConfigException):
             load_incluster_config(client_configuration=Configuration())  # type: ignore[no-untyped-call]
             in_cluster = True
-    if cluster.config_file:
-        extras = {**extras, "kube_config_path": cluster.config_file}
+    if of.config_file:
+        extras = {**extras, "kube_config_path": of.config_file}
     return AsyncKubernetesHook(
-        conn_id=cluster.kubernetes_conn_id,
+        conn_id=of.kubernetes_conn_id,
         in_cluster=in_cluster,
-        cluster_context=cluster.cluster_context,
+        cluster_context=of.cluster_context,
         client_configuration=configuration,
         connection_extras=dict(extras),
     )
 
 
-def _is_passing(error: BaseException, *, is_new: bool) -> bool:
+def is_passing(error: BaseException, *, is_new: bool) -> bool:
     """Whether the same call may succeed later; only creating is independent of versions."""
     if not isinstance(error, ApiException):
         return True
-    if error.status == CONFLICT:  # concurrent changes of a quota
+    if error.status == _CONFLICT:  # concurrent changes of a quota
         return is_new and reason_of(error) == "Conflict"
-    return is_over_quota(error) or error.status in (0, 401, 429) or (error.status or 0) >= 500
-
-
-def is_over_quota(error: ApiException) -> bool:
-    """Whether a ResourceQuota is exhausted; a refusal by policy differs in its text only."""
-    return error.status == FORBIDDEN and "exceeded quota" in message_of(error)
-
-
-def is_absent(error: ApiException) -> bool:
-    """Whether the API says that there is no such object; a proxy's 404 doesn't."""
-    return error.status == NOT_FOUND and reason_of(error) == "NotFound"
+    if error.status == FORBIDDEN:  # a quota is exhausted; a refusal by policy differs only in this
+        return "exceeded quota" in message_of(error)
+    return error.status in (0, 401, 429) or (error.status or 0) >= 500
 
 
 def reason_of(error: ApiException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,8 +19,7 @@ from batchllm_operator import __version__
 
 GpuVendor = Literal["nvidia", "amd"]
 
-DRAIN_MARGIN_S: Final = 30
-"""The end of a pod's grace period, for closing the engine once open parts are finished."""
+DRAIN_MARGIN_S: Final = 30  # the end of a pod's grace period, for closing the engine
 JOB_UID: Final = "$(BATCHLLM_JOB_UID)"
 INDEX: Final = "$(JOB_COMPLETION_INDEX)"
 """Kubernetes replaces these two by the Job's UID and the pod's index, in the pod's arguments."""
@@ -27,14 +27,11 @@ INDEX: Final = "$(JOB_COMPLETION_INDEX)"
 _FILE: Final[Mapping[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("pod.yaml").read_text(encoding="utf-8")
 )
+JOB: Final[dict[str, Any]] = _FILE["job"]
 KINDS: Final[Mapping[str, Any]] = _FILE["kinds"]
 VENDORS: Final = [name for name, kind in KINDS.items() if "resource" in kind]
-_UID_ENV: Final = {
-    "name": JOB_UID[2:-1],
-    "valueFrom": {
-        "fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
-    },
-}
+_UID: Final = {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
+_UID_ENV: Final = {"name": JOB_UID[2:-1], "valueFrom": {"fieldRef": _UID}}
 _NAMED: Final = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "claims"), "name"),
     **dict.fromkeys(("resourceClaims", "imagePullSecrets"), "name"),
@@ -65,9 +62,6 @@ def variables(values: Mapping[str, Any]) -> list[dict[str, str]]:
 def plain(model: Any) -> Any:
     """An object of the API as JSON has it, from a model, a dictionary, or a list of either."""
     return ApiClient().sanitize_for_serialization(model)
-
-
-# A task's templates and arguments
 
 
 def job_templates(task: Any) -> Iterator[dict[str, Any]]:
@@ -115,60 +109,53 @@ def pod_of(task: Any) -> tuple[dict[str, Any], int]:
                 f" {', '.join(names)}"
             )
         pod = merged(pod, template)
-    for main, spec in (_own_arguments(task), _provider_arguments(task)):
-        pod = merged(pod, {"spec": {"containers": [{"name": name, **main}], **spec}})
+    pod = merged(pod, {"spec": _arguments(task)})
     num_gpus = with_gpus(pod, task.gpu, task.gpu_count, task.gpu_resource)
     return pod, num_gpus or (task.gpu_count if task.resource_claims else 0)
 
 
-def _own_arguments(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _arguments(task: Any) -> dict[str, Any]:
+    """A pod's spec of arguments: our own, and over them the provider's, as far as the provider
+    wouldn't merge those field by field, or would add them a second time.
+    """
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
 
-    def mount(name: str, path: str, **volume: Any) -> None:
+    def mount(name: str, path: str, *, read_only: bool | None = None, **volume: Any) -> None:
         volumes.append({"name": name, **volume})
-        mounts.append({"name": name, "mountPath": path})
+        mounts.append({"name": name, "mountPath": path, "readOnly": read_only})
 
     if task.shm_size is not None:
         mount("shm", "/dev/shm", emptyDir={"medium": "Memory", "sizeLimit": task.shm_size})
     if task.cache_claim is not None:
         mount("cache", "/cache", persistentVolumeClaim={"claimName": task.cache_claim})
+    env: dict[str, Any] = {}
     if task.model_claim is not None:
         claim = {"claimName": task.model_claim, "readOnly": True}
-        mount("models", "/models", persistentVolumeClaim=claim)
-        mounts[-1]["readOnly"] = True
-    models = {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"} if task.model_claim is not None else {}
+        mount("models", "/models", read_only=True, persistentVolumeClaim=claim)
+        env = {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"}
+    given = task.env_vars if isinstance(task.env_vars, list) else variables(task.env_vars)
     claims = task.resource_claims.items()
+    resources = {
+        "requests": {"cpu": task.cpu, "memory": task.memory},
+        "limits": {"memory": task.memory},
+        "claims": [{"name": name} for name, _ in claims],
+    }
     main = {
-        "env": variables(models),
+        "name": task.base_container_name,
+        "env": [*variables(env | dict(task.env or {})), *plain(given)],
         "envFrom": [{"secretRef": {"name": name}} for name in task.secret_names],
-        "volumeMounts": mounts,
-        "resources": {
-            "requests": {"cpu": task.cpu, "memory": task.memory},
-            "limits": {"memory": task.memory},
-            "claims": [{"name": name} for name, _ in claims],
-        },
-    }
-    return main, {
-        "volumes": volumes,
-        "resourceClaims": [{"name": name, "resourceClaimTemplateName": of} for name, of in claims],
-        "terminationGracePeriodSeconds": task.termination_grace_period,
-    }
-
-
-def _provider_arguments(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those that the provider would not merge field by field, or would add a second time."""
-    env = task.env_vars if isinstance(task.env_vars, list) else variables(task.env_vars)
-    main = {
-        "env": [*variables(task.env or {}), *plain(env)],
-        "resources": plain(task.container_resources),
+        "volumeMounts": [*mounts, *plain(task.volume_mounts)],
+        "resources": merged(resources, plain(task.container_resources) or {}, "resources"),
         "securityContext": plain(task.container_security_context),
-        "volumeMounts": plain(task.volume_mounts),
     }
-    return main, {
+    return {
+        "containers": [main],
         "nodeSelector": task.node_selector if task.has_node_selector else None,
+        "resourceClaims": [{"name": name, "resourceClaimTemplateName": of} for name, of in claims],
         "securityContext": plain(task.security_context or None),
-        "volumes": plain(task.volumes),
+        "terminationGracePeriodSeconds": task.termination_grace_period,
+        "volumes": [*volumes, *plain(task.volumes)],
     }
 
 
@@ -179,34 +166,20 @@ def built_pod(
     copied = copy.copy(task)
     vars(copied).update(
         full_pod_spec=PodGenerator.deserialize_model_dict(dict(pod)),
-        pod_template_file=None,
-        pod_template_dict=None,
-        container_resources=None,
-        container_security_context=None,
-        env_vars=[],
-        volumes=[],
-        volume_mounts=[],
-        security_context={},
+        **dict.fromkeys(("pod_template_file", "pod_template_dict", "container_resources")),
+        **dict.fromkeys(("container_security_context", "active_deadline_seconds")),
+        **{"env_vars": [], "volumes": [], "volume_mounts": [], "security_context": {}},
         do_xcom_push=False,  # no sidecar
-        active_deadline_seconds=None,  # the Job's
         **changed,
     )
     return KubernetesPodOperator.build_pod_request_obj(copied, context, dry_run=dry_run)
 
 
-def check_grace_of_templates(task: Any) -> None:
-    """`check_grace` for the templates, but for files that this machine hasn't or can't read."""
-    spec: dict[str, Any] = {}
-    try:
-        for template in _templates(task):
-            spec |= template.get("spec") or {}
-    except (ValueError, OSError, yaml.YAMLError, AttributeError, TypeError):
-        return
-    name = "the pod template's terminationGracePeriodSeconds"
-    check_grace(name, spec.get("terminationGracePeriodSeconds"))
-
-
-# Merging
+def grace_of(task: Any) -> Any:
+    """The grace period of a task's pods; None if it takes a file that this machine can't read."""
+    with suppress(ValueError, OSError, yaml.YAMLError, AttributeError, TypeError):
+        return pod_of(task)[0]["spec"]["terminationGracePeriodSeconds"]
+    return None
 
 
 def merged(below: Any, above: Any, key: str = "") -> Any:
@@ -281,16 +254,16 @@ def with_gpus(
     return count
 
 
-def check_grace(name: str, seconds: Any) -> None:
+def check_grace(seconds: Any) -> None:
     """Raise `ValueError` if a pod has no time to finish open parts; a template is no number yet."""
     try:
-        number = float(seconds)
+        is_enough = float(seconds) > DRAIN_MARGIN_S
     except (TypeError, ValueError):
         return
-    if number <= DRAIN_MARGIN_S:
+    if not is_enough:
         raise ValueError(
-            f"{name} is {seconds}; it must be above {DRAIN_MARGIN_S} seconds, which closing the"
-            " engine takes: what is above is for finishing open parts"
+            f"a pod's grace period is {seconds}; it must be above {DRAIN_MARGIN_S} seconds, which"
+            " closing the engine takes: what is above is for finishing open parts"
         )
 
 

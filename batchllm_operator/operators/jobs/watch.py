@@ -1,4 +1,4 @@
-"""Watches one Job until its end, from a worker or from the triggerer.
+"""Watches one Job until its end, from a worker or, by a trigger, from the triggerer.
 
 Its requests don't depend on the number of pods: one a poll for the Job, and a few a minute for what
 its waiting, running and failed pods say.
@@ -8,115 +8,97 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+from asgiref.sync import sync_to_async
 from kubernetes_asyncio.client.exceptions import ApiException
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import FINAL_EXIT_CODES
-from batchllm_operator.operators.jobs.calls import ANSWERLESS, FORBIDDEN, Cluster, message_of
+from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.operators.jobs.calls import ANSWERLESS, FORBIDDEN, message_of
 from batchllm_operator.operators.jobs.cluster_job import MAX_PODS, ClusterJob, ended_condition
-from batchllm_operator.operators.jobs.end import HOPELESS, POLICY, EndKind, JobEnd, PodState, Stage
-from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+from batchllm_operator.operators.jobs.end import HOPELESS, STUCK, EndKind, JobEnd, PodState, Stage
+from batchllm_operator.operators.jobs.owner import NUM_PODS, WatchedJob
 
+_POLICY: Final = "PodFailurePolicy"  # a Job's reason: an exit code that no retry mends has ended it
 _LOOK_S: Final = 60.0  # between two looks at the pods
 _NUM_LOGS: Final = 3  # failed pods whose last lines one look logs
 _NUM_LINES, _LINE_LENGTH, _MAX_LINES = 20, 500, 100
 """Of a failed pod's log; and lines that the end carries, which Airflow's database keeps."""
+LIVE_STATES: Final = frozenset({"awaiting_input", "deferred", "running", "up_for_reschedule"})
+"""A try has begun and goes on. In all other states no try has the task's Job: it has ended, was
+cleared (`restarting`, no state), or hasn't begun (`scheduled`, `queued`)."""
+_STATE_LIMIT_S: Final = 10.0  # for reading the task's state
 
-
-@dataclass(frozen=True, slots=True)
-class WatchedJob(Cluster):
-    """A Job and the limits of its watch, in seconds; JSON-serializable."""
-
-    name: str
-    namespace: str
-    uid: str  # another Job of the name isn't meant
-    attempt: dict[str, str]  # the `Attempt` that has the Job
-    container_name: str  # the main container of its pods
-    queue_s: float  # while no pod has a node, or may be created
-    start_s: float  # from a pod's having a node until its main container runs, while no other runs
-    stuck_s: float  # as `start_s`, once it fails to pull an image or to find a Secret
-    api_s: float  # without an answer from the API
-    poll_s: float
-    pause_s: float | None = None  # until the watch pauses. None if it never does
-    deadline: str | None = None  # when the task's `execution_timeout` is reached, in ISO format
-    aws_conn_id: str | None = None
-    """Connection whose secrets are masked in the pods' texts, as in `connection_env`."""
-    connection_env: dict[str, str] = field(default_factory=dict)
-    before: dict[str, Any] | None = None  # how the last watch has paused: a `JobEnd`
-
-    def job(self, log: Any) -> ClusterJob:
-        attempt, options = Attempt(**self.attempt), {"log": log, "patience_s": self.api_s}
-        return ClusterJob(self, self.name, self.namespace, attempt, **options)
+_unfinished: Final[set[asyncio.Task[None]]] = set()  # the event loop keeps only weak references
 
 
 class JobWatch:
     """Polls a Job, logs how it is and what its pods say, masked, and returns how it ended."""
 
-    def __init__(
-        self,
-        job: ClusterJob,
-        watched: WatchedJob,
-        log: Callable[[str], None],
-        masked: Callable[[str], str] = lambda text: text,
-    ) -> None:
-        self._job, self._limits, self._log_line, self._masked = job, watched, log, masked
-        self._uid, self._container = watched.uid, watched.container_name
+    def __init__(self, job: ClusterJob, masked: Callable[[str], str]) -> None:
+        self._job, self._of, self._masked = job, job.of, masked
         self._began_at, self._look_at, self._last_text = time.monotonic(), 0.0, ""
-        paused = JobEnd(EndKind.PAUSED, job.name)
-        before = JobEnd.from_event(watched.before) if watched.before else paused
-        self._idle_since = datetime.fromisoformat(before.idle_since) if before.idle_since else None
-        self._had_succeeded, self._told = before.num_succeeded, dict.fromkeys(before.told)
-        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
-        self._counts: dict[str, int] = {"num_succeeded": before.num_succeeded}
+        before = JobEnd(EndKind.PAUSED)
+        if job.of.before is not None:
+            before = replace(JobEnd.from_event(job.of.before), last_lines=())
+        self._seen, self._had_succeeded = before, before.num_succeeded
 
     async def until_end(self) -> JobEnd:
         """Watch until the Job has ended, can't start, or can no longer be read, or pause."""
         while True:
-            deadline = self._limits.deadline
+            # Not at once: Airflow fails a try that goes on before it has noted the deferral.
+            await asyncio.sleep(self._of.poll_s)
+            deadline = self._of.deadline
             if deadline and datetime.now(UTC) >= datetime.fromisoformat(deadline):
-                return self._end(EndKind.TIMEOUT)
+                text = "reached the task's execution_timeout; finished parts are kept"
+                return self._end(EndKind.LATE, text)
             try:
                 end = await self._poll()
             except ANSWERLESS as error:
-                is_forbidden = isinstance(error, ApiException) and error.status == FORBIDDEN
-                kind = EndKind.FORBIDDEN if is_forbidden else EndKind.API_LOST
-                return self._end(kind, message=message_of(error))
+                why = "the cluster's API didn't answer for too long"
+                if isinstance(error, ApiException) and error.status == FORBIDDEN:
+                    why = "its watcher lacks a right: give the triggerer's (or, with"
+                    why += " deferrable=False, the worker's) service account the chart's Role"
+                text = f"is left alone, and the next try looks for it; {why} ({message_of(error)})"
+                return self._end(EndKind.UNSEEN, text)
             if end is not None:
                 return end
-            await asyncio.sleep(self._limits.poll_s)
 
     async def _poll(self) -> JobEnd | None:
         """Read the Job once, and look at its pods if it is time; None if the watch goes on."""
-        job = await self._job.read()
-        if job is None or job.metadata.uid != self._uid:
-            return self._end(EndKind.GONE)
+        job = await self._job.call_job("read")
+        if job is None or job.metadata.uid != self._of.uid:
+            text = "was deleted from outside before its results were whole"
+            return self._end(EndKind.FAILED, text)
         if (condition := ended_condition(job)) is not None:
             return await self._ended(condition)
-        self._counts["num_succeeded"] = job.status.succeeded or 0
-        limits, now = self._limits, time.monotonic()
+        self._note(num_succeeded=job.status.succeeded or 0)
+        of, now = self._of, time.monotonic()
         if now < self._look_at and not self._is_pause_due():
             return None
-        self._look_at = now + min(_LOOK_S, limits.queue_s, limits.start_s, limits.stuck_s)
+        self._look_at = now + min(_LOOK_S, of.queue_s, of.start_s, of.stuck_s)
         is_ending = job.status.terminating or job.metadata.deletion_timestamp is not None
-        if is_ending or self._job.has_ending_pods:
+        if is_ending or self._job.ending_since:
             await self._job.remove_stuck_pods()
         if job.status.failed:
             await self._log_failed()
         end = await self._look(job)
-        return end or (self._end(EndKind.PAUSED) if self._is_pause_due() else None)
+        if end is None and self._is_pause_due():
+            end = self._end(EndKind.PAUSED, "was ended because every shard seemed to be finished")
+        return end
 
     def _is_pause_due(self) -> bool:
         """Whether to pause now; not while pods end: the next watch would restart their clock."""
-        pause_s = self._limits.pause_s
-        if pause_s is None or self._job.has_ending_pods:
+        pause_s = self._of.pause_s
+        if pause_s is None or self._job.ending_since:
             return False
-        if self._counts["num_succeeded"] > self._had_succeeded:  # nothing was left for a worker
+        if self._seen.num_succeeded > self._had_succeeded:  # nothing was left for a worker
             pause_s = min(pause_s, _LOOK_S / 4)
         return time.monotonic() - self._began_at >= pause_s
 
@@ -131,12 +113,12 @@ class JobWatch:
         if len(waiting) < MAX_PODS:  # a pod may run whose template's readiness probe fails
             num_waiting = min(num_waiting, len(waiting))
         num_running = num_active - num_waiting if running or num_ready else 0
-        self._counts |= {
-            "num_pods": int((job.metadata.labels or {}).get(f"{LABEL}/num-pods", 0)),
-            "parallelism": job.spec.parallelism or 0,
-            "num_running": num_running,
-            "num_waiting": num_waiting,
-        }
+        self._note(
+            num_pods=int((job.metadata.labels or {}).get(NUM_PODS, 0)),
+            parallelism=job.spec.parallelism or 0,
+            num_running=num_running,
+            num_waiting=num_waiting,
+        )
         why = ""
         if job.spec.suspend:
             why = "it is suspended until its queue admits it"
@@ -147,55 +129,63 @@ class JobWatch:
         text = f"{num_running} of {counted(job.spec.parallelism or 0, 'worker')} run"
         text += f"; waiting: {why}" if why else ""
         if running:  # each worker's last line tells the progress of all
-            lines = await self._job.last_lines(running[0].metadata.name, self._container, 1)
+            lines = await self._job.last_lines(running[0].metadata.name, self._of.container_name, 1)
             text += f"; {lines[-1]}" if lines else ""
         if text != self._last_text:
             self._last_text = text
-            self._log(f"Job {self._job.name}: {text}")
+            self._log(f"Job {self._of.name}: {text}")
         if num_running:
-            self._idle_since = None
+            self._note(idle_since="")
             return None
         return self._judge_idle(waiting, why)
 
     def _judge_idle(self, waiting: list[tuple[str, PodState]], why: str) -> JobEnd | None:
         now = datetime.now(UTC)
-        self._idle_since = self._idle_since or now
+        self._note(idle_since=self._seen.idle_since or now.isoformat())
+        idle_s = (now - datetime.fromisoformat(self._seen.idle_since)).total_seconds()
         starting = [(name, state) for name, state in waiting if state.stage is Stage.STARTING]
         for name, state in starting:
             waited_s = (now - (state.since or now)).total_seconds()
-            if state.reason in HOPELESS or (state.is_stuck and waited_s > self._limits.stuck_s):
-                return self._end(EndKind.STUCK, name, state)
-            if waited_s > self._limits.start_s:
-                return self._end(EndKind.START_LIMIT, name, state)
-        if not starting and (now - self._idle_since).total_seconds() > self._limits.queue_s:
-            return self._end(EndKind.QUEUE_LIMIT, message=why)
+            is_final = state.reason in HOPELESS
+            if is_final or (state.reason in STUCK and waited_s > self._of.stuck_s):
+                text = f"goes, as its pod {name} can't start ({state.reason}): {state.said}"
+                return self._end(EndKind.LATE, text, is_final=is_final)
+            if waited_s > self._of.start_s:
+                text = f"goes, as no pod started in time (start_timeout): {state.reason}"
+                text = f"{text} {state.said}".rstrip()
+                return self._end(EndKind.LATE, text)
+        if not starting and idle_s > self._of.queue_s:
+            text = f"goes, as no pod found room in time (queue_timeout): {why}"
+            return self._end(EndKind.LATE, text)
         return None
 
     async def _pods(self, phase: str) -> list[tuple[str, PodState]]:
-        """Names and states of pods, the latest last."""
         pods = await self._job.pods(phase)
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
-        return [(pod.metadata.name, PodState.of(pod, self._container)) for pod in pods]
+        return [(pod.metadata.name, PodState.of(pod, self._of.container_name)) for pod in pods]
 
     async def _log_failed(self) -> list[tuple[str, PodState]]:
         """Log the last lines of pods that have failed; returns all of them, the latest last."""
-        states = await self._pods("Failed")
-        fresh = [(name, state) for name, state in states if name not in self._told]
+        states, lines = await self._pods("Failed"), list(self._seen.last_lines)
+        fresh = [(name, state) for name, state in states if name not in self._seen.told]
         for name, state in fresh[-_NUM_LOGS:]:
-            lines = await self._job.last_lines(name, self._container, _NUM_LINES)
-            for line in (f"Pod {name}: {state}", *(f"  {line}" for line in lines)):
-                self._lines.append(self._log(line, _LINE_LENGTH))
-        self._told |= dict.fromkeys(name for name, _ in fresh)
+            said = await self._job.last_lines(name, self._of.container_name, _NUM_LINES)
+            for line in (f"Pod {name}: {state}", *(f"  {line}" for line in said)):
+                lines.append(self._log(line, _LINE_LENGTH))
+        told = (*self._seen.told, *(name for name, _ in fresh))
+        self._note(told=told, last_lines=tuple(lines[-_MAX_LINES:]))
         return states
 
     def _log(self, text: str, length: int | None = None) -> str:
         text = self._masked(text)[:length]
-        self._log_line(text)
+        self._job.log.info("%s", text)
         return text
 
     async def _ended(self, condition: Any) -> JobEnd:
         if condition.type == "Complete":
-            return self._end(EndKind.COMPLETE)
+            text = "ended well, but its results aren't in the lake: do its pods run the right"
+            text += " image, and do they write where this worker reads?"
+            return self._end(EndKind.COMPLETE, text)
         try:
             failed = await self._log_failed()
         except ANSWERLESS:  # the Job's own reason has to do
@@ -203,28 +193,96 @@ class JobWatch:
         own = [(name, state) for name, state in failed if not state.is_disrupted]
         own.sort(key=lambda item: item[1].exit_code in FINAL_EXIT_CODES)
         is_final = bool(own) and own[-1][1].exit_code in FINAL_EXIT_CODES
+        if condition.reason == "DeadlineExceeded":
+            text = "it ran longer than active_deadline_seconds; finished parts are kept"
+            return self._end(EndKind.FAILED, f"failed: {text}")
+        text = f"{condition.reason or 'no reason given'}: {condition.message}"
         # A pod that the policy names may be gone, or beyond those that were read.
-        is_unnamed = condition.reason == POLICY and not is_final
-        if condition.reason == "DeadlineExceeded" or not own or is_unnamed:
-            reason, message = condition.reason or "", condition.message or ""
-            return self._end(EndKind.FAILED, reason=reason, message=message)
-        return self._end(EndKind.FAILED, *own[-1])
+        if own and (is_final or condition.reason != _POLICY):
+            text = f"pod {own[-1][0]} {own[-1][1].failure()}"
+        is_final = is_final or condition.reason == _POLICY
+        return self._end(EndKind.FAILED, f"failed: {text}", is_final=is_final)
 
-    def _end(
-        self, kind: EndKind, pod: str = "", state: PodState | None = None, **words: str
-    ) -> JobEnd:
-        if state is not None:
-            words = {"reason": state.reason, "message": state.message}
-        return JobEnd(
-            kind,
-            self._job.name,
-            uid=self._uid,
-            reason=words.get("reason", ""),
-            message=self._masked(words.get("message", "")),
-            pod=pod,
-            exit_code=state.exit_code if state else None,
-            idle_since=self._idle_since.isoformat() if self._idle_since else "",
-            told=tuple(self._told),
-            last_lines=tuple(self._lines),
-            **self._counts,
-        )
+    def _note(self, **seen: Any) -> None:
+        self._seen = replace(self._seen, **seen)
+
+    def _end(self, kind: EndKind, text: str, *, is_final: bool = False) -> JobEnd:
+        text = self._masked(f"Job {self._of.name} {text}")
+        return replace(self._seen, kind=kind, text=text, is_final=is_final)
+
+
+class JobTrigger(BaseTrigger):
+    """Watches a Job while its task is deferred, and fires one event, a `JobEnd`.
+
+    If it is cancelled, it deletes the Job, unless a try of the task lives.
+    """
+
+    def __init__(self, **watched: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = WatchedJob(**watched)
+        self._has_fired = False
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return f"{__name__}.JobTrigger", asdict(self._watched)
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        masked = await self._masker()
+        async with ClusterJob(self._watched, self.log) as job:
+            end = await JobWatch(job, masked).until_end()
+            if end.kind is EndKind.LATE:  # the worker may come late, or never
+                await self._delete(job)
+        self._has_fired = True
+        yield TriggerEvent(end.as_event())  # type: ignore[no-untyped-call]
+
+    async def get_task_state(self) -> str | None:
+        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+        states = RuntimeTaskInstance.get_task_states
+        return await sync_to_async(task_state)(self.task_instance, states)
+
+    async def cleanup(self) -> None:
+        """Airflow cancels a trigger every second until it has ended, so this is shielded."""
+
+        async def delete() -> None:
+            try:
+                state = await asyncio.wait_for(self.get_task_state(), _STATE_LIMIT_S)
+            # Any error, as when the triggerer itself ends: another one, or a next try, goes on.
+            except Exception as error:  # noqa: BLE001
+                self.log.warning("Can't tell why the trigger was cancelled: %r", error)
+                return
+            if state not in LIVE_STATES:
+                async with ClusterJob(self._watched, self.log) as job:
+                    await self._delete(job)
+
+        if not self._has_fired:
+            task = asyncio.create_task(delete())
+            _unfinished.add(task)
+            task.add_done_callback(_unfinished.discard)
+            await asyncio.shield(task)
+
+    async def _delete(self, job: ClusterJob) -> None:
+        """Delete the Job; if that fails, the worker does it when it resumes."""
+        self.log.info("Deleting Job %s in namespace %s", job.of.name, job.of.namespace)
+        try:
+            await job.delete()
+        # Any error: the event has to be fired, and a cancelled trigger has to end.
+        except Exception as error:  # noqa: BLE001
+            self.log.error("Job %s couldn't be deleted: %r", job.of.name, error)
+
+    async def _masker(self) -> Callable[[str], str]:
+        """A function that masks the connections' secrets, which this process hasn't read yet."""
+        connections = (self._watched.aws_conn_id, self._watched.connection_env)
+        try:
+            return (await sync_to_async(Credentials.of)(*connections)).masker
+        # Any error: the Job has to be watched, but then none of its pods' texts is passed on.
+        except Exception as error:  # noqa: BLE001
+            self.log.warning("Can't read the connections; pods' lines are left out: %s", error)
+            return lambda text: "(left out)"
+
+
+def task_state(ti: Any, states: Callable[..., Any]) -> str | None:
+    """The task's state in Airflow's database, None if it has none or no longer exists."""
+    tasks = {"dag_id": ti.dag_id, "task_ids": [ti.task_id], "run_ids": [ti.run_id]}
+    states_by_id = states(**tasks, map_index=ti.map_index).get(ti.run_id, {})
+    state = next(iter(states_by_id.values()), None)
+    return None if state is None else str(state)

@@ -11,13 +11,12 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from kubernetes.client import ApiClient, V1Job
 from kubernetes_asyncio.client.exceptions import ApiException
+from support.watched_jobs import EARLIER, watched_job
 
 from batchllm_operator.operators.jobs import cluster_job
-from batchllm_operator.operators.jobs.calls import Cluster
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob
-from batchllm_operator.operators.jobs.owner import LABEL, Attempt
+from batchllm_operator.operators.jobs.owner import LABEL
 
-ATTEMPT = Attempt("owner", "work", "1")
 COMPLETE = {"type": "Complete", "status": "True"}
 FINALIZERS = ["batch.kubernetes.io/job-tracking", "other/keeps"]
 
@@ -26,8 +25,7 @@ class StandIn(ClusterJob):
     """A cluster with one Job, which stays; notes what is deleted."""
 
     def __init__(self, labels: dict[str, str], **job: Any) -> None:
-        cluster, log = Cluster(None, False, None, None), SimpleNamespace(info=print, warning=print)
-        super().__init__(cluster, "job", "ns", ATTEMPT, log=log, patience_s=5.0)
+        super().__init__(watched_job(api_s=5.0), SimpleNamespace(info=print, warning=print))
         metadata = {"name": "job", "uid": "u", "labels": labels, **job.pop("metadata", {})}
         spec = {"template": {"spec": {"containers": [], "terminationGracePeriodSeconds": 40}}}
         body = {"metadata": metadata, "spec": spec, "status": job}
@@ -58,7 +56,7 @@ def test_a_job_of_the_name_that_is_not_the_tasks_is_refused_and_stays(
 ) -> None:
     job = StandIn(labels)
     with pytest.raises(AirflowFailException, match="Job job in namespace ns isn't this task's"):
-        run(lambda: job.take({"metadata": {"labels": {}}}))
+        run(lambda: job.take({"metadata": {"labels": {}}}, {}))
     run(job.delete)
     run(lambda: job.delete("u"))
     assert job.deleted == []
@@ -75,9 +73,9 @@ def test_a_job_that_finalizers_keep_is_waited_for_only_so_long(
     monkeypatch.setattr(cluster_job.asyncio, "sleep", sleep)
     monkeypatch.setattr(cluster_job.time, "monotonic", lambda: passed_s[0])
     going = {"deletionTimestamp": "2026-01-31T00:00:00Z", "finalizers": ["foregroundDeletion"]}
-    job = StandIn(ATTEMPT.labels, metadata=going)
-    with pytest.raises(AirflowException, match=r"stays: finalizers of p \(other/keeps\) keep it"):
-        run(lambda: job.take({"metadata": {"labels": {}}}))
+    job = StandIn(EARLIER.labels, metadata=going)
+    with pytest.raises(AirflowException, match="stays: finalizers other/keeps keep it"):
+        run(lambda: job.take({"metadata": {"labels": {}}}, {}))
     assert 40 + 120 + 5 < passed_s[0] < 200
 
 
@@ -85,6 +83,6 @@ def test_a_job_that_finalizers_keep_is_waited_for_only_so_long(
     ("status", "deleted"), [({"conditions": [COMPLETE]}, []), ({"active": 1}, ["job"])]
 )
 def test_a_job_is_kept_only_once_it_has_ended(status: dict[str, Any], deleted: list[str]) -> None:
-    job = StandIn(ATTEMPT.labels, **status)
-    assert run(lambda: job.delete(keeps_ended=True)) == (not deleted)
+    job = StandIn(EARLIER.labels, **status)
+    run(lambda: job.delete(keeps_ended=True))
     assert job.deleted == deleted

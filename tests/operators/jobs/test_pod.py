@@ -51,9 +51,8 @@ def pod_of(task: BatchLLMGenerateOperator) -> dict[str, Any]:
 
 def job_of(task: BatchLLMGenerateOperator, *keys: str, **ti: Any) -> dict[str, Any]:
     """The Job as the API gets it, valid for a real one."""
-    attempt = task._attempt(CONTEXT)
     with mock.patch.object(KubernetesHook, "is_in_cluster", False):
-        job = task.request(CONTEXT, attempt, list(keys))
+        job = task.request(CONTEXT, list(keys))
     kubernetes_validate.validate(job, "1.36", strict=True)
     return dict(json.loads(json.dumps(job)))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiClient, V1Pod
 
-from batchllm_operator.operators.jobs.end import EndKind, JobEnd, PodState, Stage
+from batchllm_operator.operators.jobs.end import STUCK, EndKind, JobEnd, PodState, Stage
 
 SCHEDULED = {
     "type": "PodScheduled",
@@ -111,7 +111,7 @@ def state_of(
 def test_a_pods_state_is_that_of_its_main_container(
     state: PodState, text: str, is_stuck: bool
 ) -> None:
-    assert (str(state), state.is_stuck, state.is_disrupted) == (text, is_stuck, False)
+    assert (str(state), state.reason in STUCK, state.is_disrupted) == (text, is_stuck, False)
     if state.stage in (Stage.QUEUED, Stage.STARTING):
         assert state.since is not None and state.since.isoformat().startswith("2026-01-31")
 
@@ -129,9 +129,7 @@ def test_an_eviction_for_its_own_disk_use_is_the_pods_failure(message: str, main
     """A kubelet then sets no condition; of the containers it may know nothing."""
     state = state_of("Failed", main=main, reason="Evicted", message=message)
     assert (state.stage, state.is_disrupted, state.message) == (Stage.ENDED, False, message)
-    end = failure(reason=state.reason, message=message, exit_code=137)
-    assert not end.is_final
-    assert "its own use of disk" in end.explanation() and message.strip() in end.explanation()
+    assert "its own use of disk" in state.failure() and message.strip() in state.failure()
 
 
 @pytest.mark.parametrize(
@@ -150,11 +148,6 @@ def test_a_condition_says_why_the_cluster_ends_a_pod(stage: Stage, state: PodSta
 
 # Ends
 
-
-def failure(**fields: Any) -> JobEnd:
-    return JobEnd(EndKind.FAILED, "job-1", pod="p", **fields)
-
-
 LINES = "\n".join(f"line {number}" for number in range(20)) + "\n\n"
 GOES = "rank 0 goes away. " * 99
 
@@ -164,7 +157,6 @@ GOES = "rank 0 goes away. " * 99
     [
         ({"exit_code": 137, "reason": "OOMKilled"}, "raise the operator's memory"),
         ({"exit_code": 137, "reason": "Error"}, "was killed"),
-        ({"reason": "DeadlineExceeded"}, "active_deadline_seconds"),
         ({"reason": "OutOfnvidia.com/gpu"}, "failed (OutOfnvidia.com/gpu)"),
         ({"exit_code": 1, "message": "a\nbatchllm: error: no GPU"}, "exit code 1; it said: no GPU"),
         ({"exit_code": 1, "message": LINES}, "it said: ... line 17 line 18 line 19"),
@@ -173,29 +165,11 @@ GOES = "rank 0 goes away. " * 99
     ],
 )
 def test_the_ways_to_fail_are_told_apart(fields: dict[str, Any], words: str) -> None:
-    said = failure(**fields).explanation()
-    assert words in said and len(said) < 700
+    said = PodState(Stage.ENDED, **fields).failure()
+    assert words in said and len(said) < 700 and "\n" not in said
 
 
 @pytest.mark.parametrize("kind", list(EndKind))
-def test_an_end_survives_an_event_and_explains_itself(kind: EndKind) -> None:
-    words: dict[str, Any] = {"reason": "Reason", "message": "it said so", "exit_code": 3}
-    end = JobEnd(kind, "job-1", "uid", **words, last_lines=("one", "two"), told=("p",))
+def test_an_end_survives_an_event(kind: EndKind) -> None:
+    end = JobEnd(kind, "it ended", is_final=True, last_lines=("one", "two"), told=("p",))
     assert JobEnd.from_event(json.loads(json.dumps(end.as_event()))) == end
-    assert "job-1" in end.explanation().lower() and "\n" not in end.explanation()
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "is_final"),
-    [
-        (EndKind.FAILED, {"exit_code": 1}, False),
-        (EndKind.FAILED, {"exit_code": 2}, True),
-        (EndKind.FAILED, {"exit_code": 137}, False),
-        (EndKind.STUCK, {"reason": "InvalidImageName"}, True),
-        (EndKind.STUCK, {"reason": "ImagePullBackOff"}, False),
-        (EndKind.GONE, {}, False),
-        (EndKind.QUEUE_LIMIT, {}, False),
-    ],
-)
-def test_what_a_retry_cannot_mend(kind: EndKind, fields: dict[str, Any], is_final: bool) -> None:
-    assert JobEnd(kind, "job-1", **fields).is_final == is_final

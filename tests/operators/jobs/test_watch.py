@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -13,26 +13,17 @@ import pytest
 from aiohttp import ClientError
 from kubernetes.client import ApiClient, V1Job, V1Pod
 from kubernetes_asyncio.client.exceptions import ApiException
+from support.watched_jobs import watched_job
 
 from batchllm_operator.operators.jobs import cluster_job
 from batchllm_operator.operators.jobs import watch as watch_module
-from batchllm_operator.operators.jobs.calls import Cluster
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
-from batchllm_operator.operators.jobs.owner import Attempt
-from batchllm_operator.operators.jobs.watch import JobWatch, WatchedJob
+from batchllm_operator.operators.jobs.owner import WatchedJob
+from batchllm_operator.operators.jobs.watch import JobWatch
 
-
-def limits(
-    queue_s: float = 6 * 3600, start_s: float = 1800, stuck_s: float = 600, **more: Any
-) -> WatchedJob:
-    """The Job's, with the default settings of operators unless a test says otherwise."""
-    fixed: tuple[Any, ...] = (None, False, None, None, "job", "ns", "u", {}, "base")
-    of_watch: tuple[Any, ...] = (queue_s, start_s, stuck_s, 900, 10.0)
-    return WatchedJob(*fixed, *of_watch, **more)
-
-
-LIMITS = limits()
+LIMITS = watched_job(uid="u")
+SHORT = replace(LIMITS, queue_s=60, start_s=60, stuck_s=60)
 START = datetime(2026, 1, 31, tzinfo=UTC)
 
 
@@ -89,10 +80,10 @@ class StandIn(ClusterJob):
     """A Job whose status and pods a test says; counts the requests."""
 
     def __init__(self, **status: Any) -> None:
-        attempt = Attempt("a", "b", "c")
-        log = SimpleNamespace(warning=print)
-        cluster = Cluster(None, False, None, None)
-        super().__init__(cluster, "job", "ns", attempt, log=log, patience_s=0.0)
+        self.lines: list[str] = []
+        log = SimpleNamespace(warning=print, info=lambda _, line: self.lines.append(line))
+        super().__init__(LIMITS, log)
+        self.patience_s = 0.0
         self.status: dict[str, Any] = {"active": 1, "ready": 0, **status}
         self.spec: dict[str, Any] = {"parallelism": 2, "template": {}}
         self.in_phase: dict[str, list[Any]] = {}
@@ -131,11 +122,14 @@ class StandIn(ClusterJob):
 
 
 def watched(
-    job: StandIn, of: WatchedJob = LIMITS, before: JobEnd | None = None, **options: Any
+    job: StandIn,
+    of: WatchedJob = LIMITS,
+    before: JobEnd | None = None,
+    masked: Callable[[str], str] = str,
 ) -> tuple[JobEnd, list[str]]:
-    lines: list[str] = []
-    of = replace(of, before=before.as_event() if before else None)
-    return asyncio.run(JobWatch(job, of, lines.append, **options).until_end()), lines
+    job.lines = []
+    job.of = replace(of, before=before.as_event() if before else None)
+    return asyncio.run(JobWatch(job, masked).until_end()), job.lines
 
 
 @pytest.fixture
@@ -153,7 +147,7 @@ def test_requests_do_not_depend_on_the_number_of_workers(clock: Time, num_worker
         "Pending": [queued(f"w{i}") for i in range(third)],
         "Failed": [failed(f"f{i}", 1) for i in range(third)],
     }
-    watched(job, limits(pause_s=3600))
+    watched(job, replace(LIMITS, pause_s=3600))
     assert clock.passed_s == 3600
     assert job.num_requests / 60 <= 30
 
@@ -161,7 +155,7 @@ def test_requests_do_not_depend_on_the_number_of_workers(clock: Time, num_worker
 def test_a_line_a_minute_tells_what_runs_and_what_waits(clock: Time) -> None:
     job = StandIn(active=2, ready=1)
     job.in_phase = {"Running": [pod("r", "Running")], "Pending": [queued()]}
-    _, lines = watched(job, limits(60, 60, 60, pause_s=300))
+    _, lines = watched(job, replace(SHORT, pause_s=300))
     assert lines == [
         "Job job: 1 of 2 workers run; waiting: queued (Unschedulable): Insufficient gpu;"
         " worker 3: 13/30 rows"
@@ -172,7 +166,7 @@ def test_secrets_are_masked(clock: Time) -> None:
     job = StandIn(failed=1, active=0, conditions=[ended("Failed", "FailedIndexes")])
     job.in_phase = {"Failed": [failed("secret", 1)]}
     end, lines = watched(job, masked=lambda text: text.replace("secret", "***"))
-    assert "secret" not in f"{lines} {end.message} {end.last_lines}"
+    assert "secret" not in f"{lines} {end.text} {end.last_lines}"
 
 
 def ended(kind: str, reason: str) -> dict[str, str]:
@@ -198,38 +192,36 @@ def test_how_a_job_ended(clock: Time, condition: Any, pods: list[Any], said: str
     job = StandIn(active=0, failed=len(pods), conditions=[condition])
     job.in_phase = {"Failed": pods}
     end, _ = watched(job)
-    assert said in end.explanation()
+    assert said in end.text
     assert end.is_final == (condition["reason"] == "PodFailurePolicy")
     assert JobEnd.from_event(end.as_event()) == end
 
 
 @pytest.mark.parametrize(
-    ("status", "pods", "kind", "limit_s"),
+    ("status", "pods", "text", "limit_s"),
     [
-        ({}, [queued()], EndKind.QUEUE_LIMIT, 6 * 3600),
-        ({"active": 0}, [], EndKind.QUEUE_LIMIT, 6 * 3600),
-        ({}, [starting("ContainerCreating")], EndKind.START_LIMIT, 1800),
-        ({}, [starting("ImagePullBackOff")], EndKind.STUCK, 600),
-        ({}, [starting("InvalidImageName")], EndKind.STUCK, 0),
+        ({}, [queued()], "(queue_timeout): queued (Unschedulable): Insufficient", 6 * 3600),
+        ({"active": 0}, [], "(queue_timeout): exceeded quota", 6 * 3600),
+        ({}, [starting("ContainerCreating")], "(start_timeout): ContainerCreating no such", 1800),
+        ({}, [starting("ImagePullBackOff")], "start (ImagePullBackOff): no such image", 600),
+        ({}, [starting("InvalidImageName")], "start (InvalidImageName): no such image", 0),
     ],
 )
 def test_a_job_of_which_nothing_runs_ends_at_a_limit(
-    clock: Time, status: Any, pods: list[Any], kind: EndKind, limit_s: float
+    clock: Time, status: Any, pods: list[Any], text: str, limit_s: float
 ) -> None:
     job = StandIn(**status)
     job.in_phase, job.messages = {"Pending": pods}, ["exceeded quota"]
     end, _ = watched(job)
-    assert end.kind is kind and end.holds_resources
+    assert end.kind is EndKind.LATE and text in end.text
     assert limit_s <= clock.passed_s <= limit_s + 2 * 60
-    assert not pods or "no such image" in end.message or "Insufficient" in end.message
-    assert pods or "exceeded quota" in end.message
     assert end.is_final == (limit_s == 0)
 
 
 def test_a_job_of_which_something_runs_ends_at_no_limit(clock: Time) -> None:
     job = StandIn(active=2, ready=1)
     job.in_phase = {"Pending": [starting("ImagePullBackOff")]}
-    end, _ = watched(job, limits(60, 60, 60, pause_s=7200))
+    end, _ = watched(job, replace(SHORT, pause_s=7200))
     assert end.kind is EndKind.PAUSED
 
 
@@ -237,7 +229,7 @@ def test_a_pod_that_never_gets_ready_runs(clock: Time) -> None:
     """A template may have a readiness probe that never passes."""
     job = StandIn(active=2, ready=0)
     job.in_phase = {"Running": [pod("r", "Running")], "Pending": [queued()]}
-    end, lines = watched(job, limits(60, 60, 60, pause_s=7200))
+    end, lines = watched(job, replace(SHORT, pause_s=7200))
     assert (end.kind, end.num_running, end.num_waiting) == (EndKind.PAUSED, 1, 1)
     assert "1 of 2 workers run; waiting: queued (Unschedulable)" in lines[0]
 
@@ -245,16 +237,16 @@ def test_a_pod_that_never_gets_ready_runs(clock: Time) -> None:
 def test_the_time_that_nothing_runs_goes_on_over_pauses(clock: Time) -> None:
     job = StandIn()
     job.in_phase = {"Pending": [queued()]}
-    short, before = limits(1000, pause_s=300), None
+    short, before = replace(LIMITS, queue_s=1000, pause_s=300), None
     for _ in range(4):
         before, _ = watched(job, short, before)
-    assert before is not None and before.kind is EndKind.QUEUE_LIMIT
+    assert before is not None and before.kind is EndKind.LATE
     assert clock.passed_s < 1200
 
 
 def test_a_worker_that_succeeds_ends_a_watch_soon_but_not_again(clock: Time) -> None:
     job = StandIn(ready=1, succeeded=1)
-    short = limits(1000, pause_s=300)
+    short = replace(LIMITS, queue_s=1000, pause_s=300)
     before, _ = watched(job, short)
     assert (before.kind, clock.passed_s <= 30) == (EndKind.PAUSED, True)
     watched(job, short, before)
@@ -264,7 +256,7 @@ def test_a_worker_that_succeeds_ends_a_watch_soon_but_not_again(clock: Time) -> 
 def test_lines_of_a_failed_pod_are_logged_once_over_pauses(clock: Time) -> None:
     job = StandIn(ready=1, failed=1)
     job.in_phase = {"Failed": [failed("p", 1)]}
-    short = limits(1000, pause_s=300)
+    short = replace(LIMITS, queue_s=1000, pause_s=300)
     before, lines = watched(job, short)
     _, again = watched(job, short, before)
     assert [line for line in lines if "p" in line and "ended (Error)" in line] != []
@@ -278,32 +270,36 @@ def api_error(status: int, body: str = "") -> ApiException:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("error", "kind", "text"),
     [
-        (api_error(403), EndKind.FORBIDDEN),
-        (api_error(503), EndKind.API_LOST),
-        (ClientError("no answer"), EndKind.API_LOST),
-        (api_error(404, "a proxy's: not found"), EndKind.API_LOST),
-        (api_error(404, '{"kind": "Status", "reason": "NotFound"}'), EndKind.GONE),
+        (api_error(403), EndKind.UNSEEN, "lacks a right"),
+        (api_error(503), EndKind.UNSEEN, "503"),
+        (ClientError("no answer"), EndKind.UNSEEN, "no answer"),
+        (api_error(404, "a proxy's: not found"), EndKind.UNSEEN, "404"),
+        (
+            api_error(404, '{"kind": "Status", "reason": "NotFound"}'),
+            EndKind.FAILED,
+            "deleted from",
+        ),
     ],
 )
 def test_an_api_that_does_not_answer_leaves_the_job_alone(
-    clock: Time, error: Exception, kind: EndKind
+    clock: Time, error: Exception, kind: EndKind, text: str
 ) -> None:
     job = StandIn()
     job.errors = iter([error])
     end, _ = watched(job)
-    assert (end.kind, end.is_unseen) == (kind, kind is not EndKind.GONE)
-    assert not end.holds_resources
+    assert end.kind is kind and text in end.text
 
 
 def test_another_job_of_the_name_is_not_the_jobs(clock: Time) -> None:
-    assert watched(StandIn(), replace(LIMITS, uid="another"))[0].kind is EndKind.GONE
+    assert watched(StandIn(), replace(LIMITS, uid="another"))[0].kind is EndKind.FAILED
 
 
 def test_the_tasks_deadline_ends_the_watch(clock: Time) -> None:
-    end, _ = watched(StandIn(ready=1), limits(deadline=(START + timedelta(seconds=65)).isoformat()))
-    assert end.kind is EndKind.TIMEOUT and 65 <= clock.passed_s < 80
+    deadline = (START + timedelta(seconds=65)).isoformat()
+    end, _ = watched(StandIn(ready=1), replace(LIMITS, deadline=deadline))
+    assert end.kind is EndKind.LATE and 65 <= clock.passed_s < 80
 
 
 def test_a_watch_does_not_pause_while_a_pod_is_ending(
@@ -316,5 +312,5 @@ def test_a_watch_does_not_pause_while_a_pod_is_ending(
     ending["metadata"]["deletionGracePeriodSeconds"] = 330
     job = StandIn(ready=1, terminating=1)
     job.in_phase = {"": [ending]}
-    watched(job, limits(1000, pause_s=60))
+    watched(job, replace(LIMITS, pause_s=60))
     assert job.removed == ["p"] and 390 <= clock.passed_s <= 600

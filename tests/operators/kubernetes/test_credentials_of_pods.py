@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import yaml
 from airflow.providers.common.compat.sdk import AirflowFailException
 from helm_chart.rendering import render
 from kubernetes.client import ApiClient
-from operators.kubernetes.test_cluster_job import LATER, body
+from operators.kubernetes.test_cluster_job import body
 from support.kubernetes.cluster import Cluster, python_image
 from support.kubernetes.objects import ApiError
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance
+from support.watched_jobs import LATER, watched_job
 
-from batchllm_operator.operators.jobs.calls import Cluster as Where
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 
 KEY_ID, KEY = "AKIACANARY0KEYID", "canary/secret+key"
@@ -154,15 +155,13 @@ def test_room_for_a_secret_in_a_quota_is_waited_for(cluster: Cluster) -> None:
 def put_secrets(cluster: Cluster, *values: str) -> None:
     """Put a Job's Secret with each of these values in turn."""
     cluster.agent.hold_scheduling()
-    where = Where(None, False, None, str(cluster.kubeconfig))
+    where = {"config_file": str(cluster.kubeconfig), "namespace": cluster.namespace}
 
     async def put() -> None:
-        log = logging.getLogger("jobs")
-        name = {"name": "job", "namespace": cluster.namespace}
-        async with ClusterJob(where, **name, attempt=LATER, log=log, patience_s=5.0) as job:
-            made, _ = await job.take(body(LATER))
+        of = watched_job(**asdict(LATER), **where, api_s=5.0)
+        async with ClusterJob(of, logging.getLogger("jobs")) as job:
             for value in values:
-                await job.put_secret(made, {"KEY": value})
+                await job.take(body(LATER), {"KEY": value})
 
     asyncio.run(put())
 

@@ -12,7 +12,7 @@ from support.kubernetes.pod_worker import Image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance
 
-from batchllm_operator.operators import BatchLLMGenerateOperator, stage_operator
+from batchllm_operator.operators import BatchLLMGenerateOperator
 from batchllm_operator.operators.command import BatchLLMCommandOperator
 
 FREE = "plan p: 3 of 4 shards finished, and no worker runs shard 3"
@@ -187,10 +187,7 @@ def test_a_job_is_scaled_when_the_number_of_workers_changes(shards: Shards, lake
 
 
 @in_worker
-def test_a_look_that_fails_does_not_end_the_task(
-    shards: Shards, lake: Lake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage_operator, "_VERIFY_PAUSES_S", ())
+def test_a_look_that_fails_does_not_end_the_task(shards: Shards, lake: Lake) -> None:
     run = shards.start(**SOON)
     shards.pod_names(2)
     looked: list[bool] = []

@@ -85,7 +85,7 @@ def test_a_watcher_that_may_not_read_the_job_says_so(shards: Shards) -> None:
     shards.wait_until_watched(run)
     shards.cluster.agent.freeze(name)
     proxy.deny("get", "jobs")
-    assert "may not read it" in str(run.failure())
+    assert "lacks a right" in str(run.failure())
     proxy.allow_all()
     check_adopted(shards, name)
 

@@ -195,16 +195,18 @@ def test_the_tasks_timeout_ends_the_job(shards: Shards) -> None:
 
 @in_worker
 def test_a_task_whose_supervisor_died_leaves_the_job_to_the_next_try(shards: Shards) -> None:
+    """Its own process knows nothing of that: it watches on, and a later try has the Job."""
     shards.plan(delay_s=0.1)
-    run = shards.start()
-    name = shards.working_pod(run)
-    run.task._supervisor_pid = -1  # what it was when the try began
-    run.failure()
-    assert shards.pod() == name
+    orphan = shards.start(TaskInstance(max_tries=0))
+    name = shards.working_pod(orphan)
+    shards.cluster.agent.freeze(name)
     run = shards.start(TaskInstance(try_number=2))
-    shards.working_pod(run)
+    shards.wait_until_watched(run)
+    assert shards.pod() == name
     run.kill("failed")
     run.failure()
+    shards.cluster.agent.thaw(name)
+    orphan.failure()
     shards.check_nothing_left()
 
 
@@ -217,11 +219,11 @@ def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_job(
     has_come, goes_on = threading.Event(), threading.Event()
     take, first = ClusterJob.take, TaskInstance()
 
-    async def late(self: ClusterJob, body: Any) -> Any:
-        if self.attempt.try_id == str(first.id):
+    async def late(self: ClusterJob, body: Any, secret: Any) -> Any:
+        if self.of.try_id == str(first.id):
             has_come.set()
             assert goes_on.wait(180)
-        return await take(self, body)
+        return await take(self, body, secret)
 
     monkeypatch.setattr(ClusterJob, "take", late)
     earlier = shards.start(first)

@@ -13,7 +13,7 @@ from support.pod_shards import NUM_ROWS, Shards, in_triggerer
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.demo.model import build_demo_model
-from batchllm_operator.operators import child
+from batchllm_operator.operators import command
 from batchllm_operator.plan.plan_job import plan_job
 
 
@@ -22,7 +22,7 @@ def test_vllm_generates_in_a_pod_what_it_generates_here(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards.cluster.agent.add_image("job:1", python_image())
-    monkeypatch.setattr(child, "subprocess", subprocess)  # both import vLLM, as for users
+    monkeypatch.setattr(command, "subprocess", subprocess)  # both import vLLM, as for users
     build_demo_model(shards.lake / "model")
     write_table(shards.lake / "documents", document_rows())
     spec = fake_spec(

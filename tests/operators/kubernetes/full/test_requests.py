@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import Any
 
 import pytest
-from operators.kubernetes.test_cluster_job import LATER, body
+from operators.kubernetes.test_cluster_job import body
 from support.kubernetes.cluster import Cluster
+from support.watched_jobs import LATER, watched_job
 
 from batchllm_operator.operators.jobs import watch
-from batchllm_operator.operators.jobs.calls import Cluster as Where
 from batchllm_operator.operators.jobs.calls import ClusterCalls
 from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 from batchllm_operator.operators.jobs.end import EndKind
-from batchllm_operator.operators.jobs.watch import JobWatch, WatchedJob
+from batchllm_operator.operators.jobs.watch import JobWatch
 
 FASTER = 100  # than by default: a minute takes 0.6 s
 
@@ -34,21 +34,19 @@ def test_requests_a_minute_do_not_depend_on_the_number_of_workers(
         asked.append(method)
         return await call(self, api, method, *args, **options)
 
-    where = Where(None, False, None, str(cluster.kubeconfig))
     minutes = 8
+    where = {"config_file": str(cluster.kubeconfig), "namespace": cluster.namespace}
+    limits = {f"{name}_s": 3600 for name in ("queue", "start", "stuck")}
+    limits |= {"api_s": 10.0, "poll_s": 10 / FASTER, "pause_s": minutes * 60 / FASTER}
 
     async def watched() -> EndKind:
-        log = logging.getLogger("jobs")
-        name = {"name": "job", "namespace": cluster.namespace}
-        async with ClusterJob(where, **name, attempt=LATER, log=log, patience_s=10.0) as job:
-            made, _ = await job.take(body(LATER, num_workers))
+        of = watched_job(**asdict(LATER), **where, **limits)
+        async with ClusterJob(of, logging.getLogger("jobs")) as job:
+            await job.take(body(LATER, num_workers), {})
             all_there = lambda: len(cluster.pods()) == num_workers  # noqa: E731
             await asyncio.to_thread(cluster.wait_for, all_there, "all pods")
             monkeypatch.setattr(ClusterCalls, "call", counted)
-            of_job: tuple[Any, ...] = ("job", cluster.namespace, made.metadata.uid, {}, "base")
-            limits: tuple[Any, ...] = (3600, 3600, 3600, 60, 10 / FASTER, minutes * 60 / FASTER)
-            watched = WatchedJob(*astuple(where), *of_job, *limits)
-            end = await JobWatch(job, watched, lambda _: None).until_end()
+            end = await JobWatch(job, str).until_end()
             return end.kind
 
     assert asyncio.run(watched()) is EndKind.PAUSED
