@@ -132,7 +132,7 @@ def test_a_secret_is_renewed_and_no_value_of_it_is_logged(
     """The client logs the body of every answer that it reads, and base64 isn't masked."""
     with caplog.at_level(logging.DEBUG, "kubernetes_asyncio.client.rest"):
         put_secrets(cluster, "first", "second", "third")
-    assert '"kind": "Job"' in caplog.text
+    assert '"kind":"Job"' in caplog.text.replace(" ", "")  # a real server writes no spaces
     assert held_secret(cluster) == "third"
     assert base64.b64encode(b"third").decode() not in caplog.text
 
