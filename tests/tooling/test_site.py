@@ -24,6 +24,7 @@ from batchllm_operator.spec.model import _AFTER
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+FIRST_DAG = DOCS / "start" / "airflow.md"
 BESIDE = ("", "tests/", "helm/", "helm/batchllm/", "benchmarks/", "plugins/")
 PAGES = [
     *(ROOT / f"{folder}README.md" for folder in BESIDE),
@@ -32,6 +33,7 @@ PAGES = [
     *sorted(DOCS.rglob("*.md")),
 ]
 PACKAGE = sorted((ROOT / "batchllm_operator").rglob("*.py"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SMALLEST: dict[str, Any] = {
     "spec_version": 1,
     "name": "job",
@@ -200,7 +202,7 @@ def anchors(page: Path) -> set[str]:
     }
 
 
-def test_there_is_no_more_to_read_than_can_be_kept_true() -> None:
+def test_all_pages_have_at_most_35000_words() -> None:
     pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 35_000
 
@@ -245,3 +247,25 @@ def test_specs_values_and_commands_on_a_page_are_valid(page: Path) -> None:
             o for a in reference.command_parsers()[command[0]]._actions for o in a.option_strings
         }
         assert set(re.findall(r"--[a-z-]+", command[1])) <= known, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_files_and_targets_that_commands_name_are_there(page: Path) -> None:
+    spans = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    for code in [*spans, *(block for language, block in blocks(page) if language in ("", "bash"))]:
+        folders = "docker|helm|scripts|benchmarks|dags|requirements|tests|plugins|kernels"
+        for path in re.findall(rf"(?<![\w./-])((?:{folders})/[\w./-]*[\w/])(?![\w*<{{-])", code):
+            assert (ROOT / path).exists(), path
+        for module in re.findall(r"python -m benchmarks\.(\w+)", code):
+            assert list((ROOT / "benchmarks").glob(f"{module}*")), module
+        for target in re.findall(r"^(?:\w+=\S+ )*make ([a-z-]+)", code, re.MULTILINE):
+            assert f"\n{target}: " in MAKEFILE, target
+
+
+def test_the_first_dag_has_its_tasks() -> None:
+    pytest.importorskip("airflow.sdk")
+    [code] = [block for language, block in blocks(FIRST_DAG) if language == "python"]
+    names: dict[str, Any] = {}
+    exec(compile(code, str(FIRST_DAG), "exec"), names)
+    tasks = ("plan", "generate", "commit", "report")
+    assert set(names["dag"].task_ids) == {f"batchllm.{task}" for task in tasks}
