@@ -54,6 +54,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with its generated parts, and with links that lead where its targets are here."""
     path = _path_of(page.file.src_uri)
+    if page.file.src_uri.startswith(("adr/", REPO)):
+        page.meta.setdefault("search", {"boost": 0.3})  # below what a user looks for
     if not path.endswith(".md"):  # a block of code
         return markdown
     markdown = _GENERATED.sub(lambda match: reference.GENERATED[match[1]](), markdown)
