@@ -158,12 +158,10 @@ class VLLMEngine:
             num_held = self.llm_engine.get_num_unfinished_requests()
             num_wanted = num_to_feed(num_held, num_finished, self._max_num_seqs)
             for _ in range(0 if exhausted else -(-num_wanted // self._answers.num_samples)):
-                request = next(requests, None)
-                if request is None:
+                if (request := next(requests, None)) is None:
                     exhausted = True
                     break
-                refusal = self.add(request)
-                if refusal is not None:
+                if (refusal := self.add(request)) is not None:
                     yield refusal
             num_held = self.llm_engine.get_num_unfinished_requests()
             outputs = self.step() if self._in_flight else []

@@ -95,8 +95,8 @@ class BlockProjection:
         np.maximum(steps, 0, out=steps)
         if growth.tokens_per_step != 1.0:
             steps = np.ceil(steps * growth.tokens_per_step).astype(np.int64)
-        tokens = growth.num_tokens + steps
-        return np.asarray(-(-tokens // self._block_size) - growth.num_shared_blocks)
+        steps += growth.num_tokens + self._block_size - 1
+        return np.asarray(steps // self._block_size - growth.num_shared_blocks)
 
     def _reach(self, end: int) -> None:
         """Make room for the steps before `end`."""

@@ -228,7 +228,9 @@ class BatchLLMScheduler(AsyncScheduler):
         self._now = StepState(self.chunk_size, self.chunk_size, self._now.num_prefill_ahead)
         self._reservations.advance(self._step, self._prefilling)
         # vLLM schedules them in order: no decode waits for a prefill.
-        self.running.sort(key=lambda request: request.request_id in self._prefilling)
+        last = self.running[len(self.running) - len(self._prefilling) :]
+        if any(request.request_id not in self._prefilling for request in last):
+            self.running.sort(key=lambda request: request.request_id in self._prefilling)
         self._limit_tokens()
         self._make_room_for_first()
         self._put_victims_last()
@@ -236,10 +238,12 @@ class BatchLLMScheduler(AsyncScheduler):
     def _put_victims_last(self) -> None:
         """If the step would run out of blocks, choose which requests vLLM preempts: the last ones.
 
-        They have the fewest tokens to compute again, and are no more than needed. Prefixes are
-        unpinned before any preemption.
+        They have the fewest tokens to compute again. Prefixes are unpinned before any preemption.
         """
         size, num_blocks, num_tokens = self.block_size, 0, self._now.prefill_budget
+        most = (len(self.running) + num_tokens // size) * self._num_kv_groups
+        if most <= self._pool.get_num_free_blocks():  # without a look at each request
+            return
         for request in self._prefilling.values():
             begin = request.num_computed_tokens
             end = min(request.num_tokens, begin + num_tokens)
@@ -325,9 +329,7 @@ class BatchLLMScheduler(AsyncScheduler):
         return -(-num_tokens // self._now.later_prefill_budget)
 
     def _row(self, output: SchedulerOutput, begun_at: float) -> StepRow:
-        now = self._now
-        if self._started_at is None:
-            self._started_at = begun_at
+        now, self._started_at = self._now, self._started_at or begun_at
         from batchllm_operator.vllm_plugin.scheduler.trace import StepRow  # needs pyarrow
 
         return StepRow(
