@@ -28,7 +28,7 @@ from batchllm_operator.engine.vllm.logs import without_llvmlite
 from batchllm_operator.spec import load_spec
 from benchmarks.provenance import print_last_line, provenance
 
-_DS: Final = "2026-01-31"
+DS: Final = "2026-01-31"
 _TEMPLATE: Final = "{document}\n\nQuery: {query}\n\nAnswer:"
 _MOST_DOCUMENT_CHARS: Final = 800  # so that a CPU is done in minutes
 _NUM_LOGPROBS: Final = 8
@@ -37,13 +37,13 @@ _KV_BYTES: Final = 1 << 30
 
 def make_table(folder: Path, num_rows: int) -> list[dict[str, Any]]:
     """Write `num_rows` of the demo's rows as a table, and return them."""
-    build_demo_table(folder / "demo", ds=_DS)
+    build_demo_table(folder / "demo", ds=DS)
     table = pq.read_table(next((folder / "demo").rglob("*.parquet")))
     rows = [
         {**row, "document": row["document"][:_MOST_DOCUMENT_CHARS]}
         for row in table.slice(0, num_rows).to_pylist()
     ]
-    partition = folder / "table" / f"ds={_DS}"
+    partition = folder / "table" / f"ds={DS}"
     partition.mkdir(parents=True)
     pq.write_table(type(table).from_pylist(rows), partition / "rows.parquet")
     return rows
@@ -64,10 +64,10 @@ def job_texts(folder: Path, model: str, dtype: str, max_tokens: int) -> dict[str
         "planner": {"memory_budget_bytes": "16GiB"},
         "output": {"uri": str(out)},
     }
-    uri = plan_job(load_spec(fields), _DS).folder.uri
+    uri = plan_job(load_spec(fields), DS).folder.uri
     run_worker(uri, 0, 1)
     commit_run(uri)
-    rows = pq.read_table(out / f"ds={_DS}" / "data.parquet").to_pylist()
+    rows = pq.read_table(out / f"ds={DS}" / "data.parquet").to_pylist()
     return {row["snippet_id"]: row["generated_text"] for row in rows}
 
 
