@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiofiles.threadpool
 import certifi
 import pytest
 import yaml
@@ -137,7 +136,7 @@ def test_a_trigger_that_is_cancelled_while_it_connects_leaves_no_file_open(
         assert may_go_on.wait(30)
         return opened[0]
 
-    monkeypatch.setattr(aiofiles.threadpool, "sync_open", open_slowly)
+    monkeypatch.setattr("aiofiles.threadpool.sync_open", open_slowly)
 
     async def watch() -> None:
         async with calls_of(30.0, config_file=str(path)) as made:

@@ -36,7 +36,7 @@ def test_requests_a_minute_do_not_depend_on_the_number_of_workers(
 
     minutes = 8
     where = {"config_file": str(cluster.kubeconfig), "namespace": cluster.namespace}
-    limits = {f"{name}_s": 3600 for name in ("queue", "start", "stuck")}
+    limits: dict[str, float] = {f"{name}_s": 3600 for name in ("queue", "start", "stuck")}
     limits |= {"api_s": 10.0, "poll_s": 10 / FASTER, "pause_s": minutes * 60 / FASTER}
 
     async def watched() -> EndKind:
