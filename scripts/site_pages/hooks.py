@@ -71,6 +71,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     return _LINK.sub(here, markdown)
 
 
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """The page's HTML, in which the theme's search has a name for those who hear it."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+
+
 def on_post_build(*, config: MkDocsConfig) -> None:
     """Refuse a site that loads anything from elsewhere.
 
