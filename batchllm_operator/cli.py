@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -57,6 +58,7 @@ _WITHOUT_RESULT: Final = ("schema", "demo-table", "demo-model")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, with credentials masked in all that is printed."""
+    gc.set_threshold(200_000, 5, 5)  # imports make a million objects and no garbage
     standard_streams.open_streams()
     masker = Masker.of(os.environ)
     with (

@@ -16,6 +16,7 @@ if os.environ["VLLM_LOGGING_LEVEL"].upper() == "ERROR":
     logging.getLogger("vllm").setLevel(logging.ERROR)
 
 import torch
+from vllm import ModelRegistry
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -25,15 +26,17 @@ from batchllm_operator.simulate.machine import Machine, Policy
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
-_CONFIG: Final = {  # of a model that is never loaded; the scheduler only needs its type
-    "architectures": ["LlamaForCausalLM"],
+
+class _Model(torch.nn.Module):
+    """Is never made or called. Its own models vLLM imports in another process, to look at them."""
+
+    forward = embed_input_ids = compute_logits = torch.nn.Module.__call__
+
+
+ModelRegistry.register_model(_Model.__name__, _Model)
+_CONFIG: Final = {
+    "architectures": [_Model.__name__],
     "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "vocab_size": 1 << 17,
     "max_position_embeddings": 1 << 20,
 }
 
