@@ -1,0 +1,85 @@
+"""A report as a table in Markdown and as bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+_LABELS: Final = {
+    "llm": "LLM.generate, as given",
+    "llm_sorted": "LLM.generate, sorted",
+    "run_batch": "vllm run-batch",
+    "ray": "Ray Data LLM",
+    "daft": "Daft, vllm-prefix-caching",
+    "datatrove": "datatrove",
+    "ours": "BatchLLM Operator",
+}
+_HEAD: Final = (
+    "| | with plan and commit | generating | whole command | CPU time | prompt tokens | memory"
+    " | equal texts | one null prompt | SIGKILL at half, then again |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---|---|\n"
+)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table; times in seconds."""
+    lines = (_cells(each, report["num_prompt_tokens"]) for each in report["results"])
+    return _HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def total_s(found: dict[str, Any]) -> float:
+    """Seconds of generating, with plan and commit where there are some."""
+    return float(found["generate_s"] + found.get("plan_s", 0.0) + found.get("commit_s", 0.0))
+
+
+def _cells(found: dict[str, Any], num_prompt_tokens: int) -> tuple[str, ...]:
+    share = found["num_computed"] / num_prompt_tokens
+    return (
+        f"{_LABELS[found['name']]} {found['version'] or ''}".rstrip(),
+        *(f"{each:.1f}" for each in (total_s(found), found["generate_s"], found["wall_s"])),
+        f"{found['cpu_s']:.0f}",
+        f"{found['num_computed']:,.0f} ({share:.0%})",
+        f"{found['peak_bytes'] / (1 << 30):.1f} GiB",
+        f"{found['equal_texts']:.1%}",
+        _null(found["null"]) if "null" in found else "",
+        _killed(found["killed"]) if "killed" in found else "",
+    )
+
+
+def _null(found: dict[str, Any]) -> str:
+    end = f", exit code {found['code']}" if found["code"] else ""
+    return f"{found['num_texts']} of {found['num_rows']} others{end}"
+
+
+def _killed(found: dict[str, Any]) -> str:
+    line = f"{found['num_again']} of {found['num_done']} again, {found['generate_s']:.1f} s"
+    if found["code"] or found["num_texts"] != found["num_rows"]:
+        line += f", exit code {found['code']}, {found['num_texts']} of {found['num_rows']} texts"
+    return line + (f"; {found['num_orphans']} processes went on" * bool(found["num_orphans"]))
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    """The bars, as SVG."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "peers"
+    from matplotlib import pyplot as plt
+
+    results = report["results"][::-1]
+    names = [_LABELS[each["name"]] for each in results]
+    colours = ["#d9730d" if each["name"] == "ours" else "#5b7fa6" for each in results]
+    columns = {
+        "seconds, with plan and commit": [total_s(each) for each in results],
+        "CPU seconds of the command": [each["cpu_s"] for each in results],
+        "thousand prompt tokens computed": [each["num_computed"] / 1e3 for each in results],
+        "memory, GiB": [each["peak_bytes"] / (1 << 30) for each in results],
+    }
+    figure, axes = plt.subplots(1, 4, sharey=True, figsize=(12, 3), layout="constrained")
+    figure.patch.set_facecolor("white")  # on a dark page, too
+    for axis, (title, values) in zip(axes, columns.items(), strict=True):
+        axis.bar_label(axis.barh(names, values, color=colours), fmt="%.3g", padding=2, fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.margins(x=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, metadata={"Date": None})
