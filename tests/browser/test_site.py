@@ -19,7 +19,8 @@ PAGES = (
 
 @pytest.fixture(params=LOOKS, ids=str)
 def look(request: pytest.FixtureRequest) -> Look:
-    return request.param
+    chosen: Look = request.param
+    return chosen
 
 
 @pytest.fixture
