@@ -18,7 +18,6 @@ from typing import Any, Final
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu, matrix_seconds
 from batchllm_operator.engine import EngineJob, EngineOutput
 from batchllm_operator.engine.device_profile import StoredProfiles
-from batchllm_operator.spec import SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 from benchmarks.end_to_end.models import max_model_len
 from benchmarks.end_to_end.policies import POLICIES
@@ -163,7 +162,8 @@ class _EngineSession(_Session):
             step_cost=_step_cost(self._task.model),
             profiles=self._profiles,
         )
-        self._engine.begin(job, SamplingSpec(max_tokens=planned.output_tokens, ignore_eos=True))
+        sampling = {"max_tokens": planned.output_tokens, "ignore_eos": True}
+        self._engine.begin(job, self._task.spec(**sampling))
         self._log.start()
         outputs = list(self._engine.stream(iter(planned.requests)))
         steps = self._log.stop()

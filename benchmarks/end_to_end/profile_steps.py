@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator.engine import EngineJob
-from batchllm_operator.spec import SamplingSpec
 from benchmarks.end_to_end.engine_run import Profiles
 from benchmarks.end_to_end.models import MODELS, max_model_len
 from benchmarks.end_to_end.policies import POLICIES
@@ -42,7 +41,7 @@ def profile_run(task: Task, workload: str) -> dict[str, Any]:
         block_size = int(engine.llm_engine.vllm_config.cache_config.block_size)
         planned = task.requests(workload, block_size)
         job = EngineJob(1, num_requests=len(planned.requests), profiles=profiles)
-        engine.begin(job, SamplingSpec(max_tokens=planned.output_tokens, ignore_eos=True))
+        engine.begin(job, task.spec(max_tokens=planned.output_tokens, ignore_eos=True))
         log = StepLog(engine.llm_engine.engine_core.engine_core.scheduler)
         log.start()
         for request in planned.requests:

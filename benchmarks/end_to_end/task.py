@@ -47,8 +47,8 @@ class Task:
         """For the command line."""
         return json.dumps(asdict(self))
 
-    def spec(self) -> JobSpec:
-        """Of a job that an operator would run: only its model and engine matter here."""
+    def spec(self, **sampling: Any) -> JobSpec:
+        """Of a job that an operator would run: only its model, engine and sampling matter here."""
         policy = POLICIES[self.policy]
         engine: dict[str, Any] = {
             "scheduler": policy.scheduler,
@@ -71,6 +71,7 @@ class Task:
             "input": {"uri": "unused", "key": "key"},
             "prompt": {"template": "{text}"},
             "model": {"path": str(write_model(self.model))},
+            "sampling": sampling,
             "output": {"uri": "unused-out"},
             "engine": engine,
         }

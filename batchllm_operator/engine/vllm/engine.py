@@ -37,7 +37,7 @@ from batchllm_operator.engine.vllm.start import (
     start_attention,
 )
 from batchllm_operator.errors import EngineError, ModelError, SpecError, one_line
-from batchllm_operator.spec import JobSpec, SamplingSpec
+from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.register import attention_chosen
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import num_to_feed
@@ -84,8 +84,8 @@ class VLLMEngine:
 
             self.chain = ChainedEngine(self.llm_engine, self._unpaced)
 
-    def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
-        """Begin another job of the same `max_model_len` with an empty prefix cache.
+    def begin(self, job: EngineJob, spec: JobSpec) -> None:
+        """Begin another job, of the same `engine_args`, with an empty prefix cache.
 
         Raises:
             SpecError: vLLM refuses the sampling parameters.
@@ -94,8 +94,7 @@ class VLLMEngine:
         """
         if self.llm_engine.has_unfinished_requests() or not self.llm_engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
-        spec = self._spec.model_copy(update={"sampling": sampling})
-        self._answers = VLLMAnswers(spec, job, self._splitter)
+        self._spec, self._answers = spec, VLLMAnswers(spec, job, self._splitter)
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
