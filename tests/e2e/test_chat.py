@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.demo_job import DS, Demo
 
-from batchllm_operator.errors import ExitCode
+from batchllm_operator.errors import SpecError
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import load_spec
 
@@ -198,15 +198,9 @@ def test_every_row_equals_stock_chat_and_its_parser(demo: Demo, model: Path, sto
     ],
 )
 def test_a_parser_that_cannot_be_used_is_refused(demo: Demo, name: str, reason: str) -> None:
-    spec = demo.write_spec(
-        name,
-        model={"path": "./model", "reasoning_parser": name},
-        engine={"extra_args": {"reasoning_parser_plugin": PLUGIN}},
-    )
-    plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    code, output = demo.start(
-        "run", "--plan", plan["plan_uri"], "--worker", "0", "--num-workers", "1"
-    ).end()
-    assert code == ExitCode.INVALID, output
-    assert "error: model.reasoning_parser: " in output
-    assert reason in output
+    with pytest.raises(SpecError, match=f"^model.reasoning_parser: .*{reason}"):
+        demo.run_job(
+            name,
+            model={"path": "./model", "reasoning_parser": name},
+            engine={"extra_args": {"reasoning_parser_plugin": PLUGIN}},
+        )

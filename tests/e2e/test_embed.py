@@ -1,4 +1,4 @@
-"""Vectors of jobs that embed or pool are those of stock vLLM, and prefixes are shared."""
+"""Vectors of jobs that embed or pool are those of other libraries, and prefixes are shared."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.demo_job import DS, Demo, Job
+from support.messy_table import answerable, messy_rows
+
+from batchllm_operator.errors import SpecError
 
 LABELS = ("good", "bad", "ugly")
 PROMPT: dict[str, Any] = {"system": None, "template": "Document: {document}\nQuery: {query}"}
@@ -33,26 +37,6 @@ def with_head(model: Path, folder: Path) -> Path:
     config["id2label"] = {str(idx): label for idx, label in enumerate(LABELS)}
     config["label2id"] = {label: idx for idx, label in enumerate(LABELS)}
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def encoder(model: Path, folder: Path) -> Path:
-    """A BERT with the demo's tokens; the folder."""
-    from transformers import BertConfig, BertModel
-
-    shutil.copytree(model, folder)
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    config = BertConfig(
-        vocab_size=size,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        max_position_embeddings=2048,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        BertModel(config).save_pretrained(folder)
     return folder
 
 
@@ -101,22 +85,29 @@ def test_scores_of_a_head_equal_stock(demo: Demo) -> None:
     assert json.loads(names.metadata[b"batchllm.labels"]) == list(LABELS)
 
 
-def test_an_encoder_is_planned_without_sharing(demo: Demo) -> None:
-    model = encoder(demo.model, demo.folder / "bert")
-    wanted = stock_vectors(demo, model, "embed")
-    job = pooled(demo, "bert", model, "embed")
-    np.testing.assert_allclose(vectors(job, "embedding"), wanted, atol=1e-4)
-    assert job.plan["num_shared_groups"] == 0
-    assert job.report["achieved_saving_ratio"] == pytest.approx(
-        job.report["planned_saving_ratio"], abs=1e-3
-    )
+def test_embeddings_of_an_encoder_are_those_of_sentence_transformers(
+    real: Demo, minilm: Path
+) -> None:
+    """As that library computes them for this model: the mean over tokens, of length 1."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = (kind.from_pretrained(minilm) for kind in (AutoTokenizer, AutoModel))
+    texts = ["{document}\n{query}".format(**row) for row in answerable(messy_rows())]
+    given = tokenizer(texts, return_tensors="pt", padding=True)
+    with torch.inference_mode():
+        states, mask = model(**given).last_hidden_state, given["attention_mask"][:, :, None]
+    means = (states * mask).sum(1) / mask.sum(1)
+    wanted = torch.nn.functional.normalize(means).numpy()
+
+    changes = {"prompt": {"system": None, "template": "{document}\n{query}"}, "input": {}}
+    own = {"engine": {"max_model_len": None}, "max_failed_fraction": 0.1}
+    job = pooled(real, "minilm", minilm, "embed", **changes, **own)
+    found = job.table.filter(pc.is_null(job.table["error"]))["embedding"].to_pylist()
+    np.testing.assert_allclose(np.array(found), wanted, rtol=0, atol=1e-5)
+    assert job.plan.manifest.counts.num_shared_groups == 0
+    assert job.report["achieved_saving_ratio"] == job.report["planned_saving_ratio"]
 
 
 def test_a_model_without_a_head_is_refused(demo: Demo) -> None:
-    spec = demo.write_spec("no-head", task="pool", sampling={"max_tokens": 1})
-    plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    code, output = demo.start(
-        "run", "--plan", plan["plan_uri"], "--worker", "0", "--num-workers", "1"
-    ).end()
-    assert code == 2, output
-    assert "vLLM can't on this model" in output
+    with pytest.raises(SpecError, match="vLLM can't on this model"):
+        demo.run_job("no-head", task="pool", sampling={"max_tokens": 1})

@@ -15,9 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from support.fork_server import ForkServer
+from support.warm_engines import WarmEngines
 from tokenizers import Tokenizer
 
+from batchllm_operator.commit.commit_run import commit_run
+from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import prefix_sharing_groups
+from batchllm_operator.run.run_shards import run_worker
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DS = "2026-01-31"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -36,6 +41,7 @@ class Demo:
     folder: Path
     commands: ForkServer
     engines: ForkServer
+    warm: WarmEngines
 
     @property
     def model(self) -> Path:
@@ -56,8 +62,9 @@ class Demo:
             "output": {"uri": f"out-{name}", "carry": ["query"]},
             "engine": {
                 "dtype": "float32",
+                "max_model_len": 2048,
                 "max_num_seqs": 32,
-                "kv_cache_memory_bytes": 1 << 27,
+                "kv_cache_memory_bytes": 1 << 28,
             },
             "planner": {"num_shards": 1, "part_rows": 40},
         }
@@ -107,28 +114,24 @@ class Demo:
         return dict(json.loads(printed.splitlines()[-1]))
 
     def run_job(self, name: str, **changes: Any) -> Job:
-        """Plan, run all shards by one worker, and commit; `changes` as for `write_spec`."""
-        plan = self.run("plan", "--job", str(self.write_spec(name, **changes)), "--ds", DS)
-        one = ("--worker", "0", "--num-workers", "1")
-        assert (
-            self.run("run", "--plan", plan["plan_uri"], *one)["num_finished"]
-            == (plan["num_shards"])
-        )
-        report = self.run("commit", "--plan", plan["plan_uri"])
-        return Job(plan, report, pq.read_table(self.folder / f"out-{name}"))
+        """Plan, run all shards in a warm engine, and commit; `changes` as for `write_spec`."""
+        planned = plan_job(self.write_spec(name, **changes), DS)
+        assert len(run_worker(planned, start=self.warm).shards) == len(planned.manifest.shards)
+        report = commit_run(planned).figures()
+        return Job(planned, report, pq.read_table(self.folder / f"out-{name}"))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a job has left: results of `plan` and `commit`, and the published partition."""
+    """What a job has left: the plan, figures of the report, and the published partition."""
 
-    plan: dict[str, Any]
+    plan: StoredPlan
     report: dict[str, Any]
     table: pa.Table
 
     def traces(self) -> list[pa.Table]:
         """What the engines noted of their steps."""
-        return traces(Path(self.plan["plan_uri"]))
+        return traces(Path(self.plan.folder.path))
 
 
 class Command:

@@ -12,34 +12,7 @@ import sys
 from typing import Any
 
 from batchllm_operator.engine import EngineJob, EngineRequest
-from batchllm_operator.spec import SamplingSpec, load_spec
-
-
-def two_jobs(path: str) -> dict[str, Any]:
-    """What each job of one engine gives, and what happens to a job that comes too early."""
-    from batchllm_operator.engine.vllm.engine import VLLMEngine
-
-    prompt = [5 + idx % 40 for idx in range(96)]
-    requests = [EngineRequest(idx, [*prompt, 50 + idx], 0, 96, 4) for idx in range(4)]
-
-    def outputs() -> list[Any]:
-        found = sorted(engine.stream(iter(requests)), key=lambda each: each.request_idx)
-        return [[each.num_output_tokens, each.num_cached_tokens, each.text] for each in found]
-
-    engine = VLLMEngine(load_spec(path), EngineJob(128, num_requests=4))
-    jobs = [outputs()]
-    engine.begin(EngineJob(1, num_requests=4), SamplingSpec(max_tokens=3, ignore_eos=True))
-    jobs.append(outputs())
-    stream = engine.stream(iter(requests))
-    next(stream)
-    early = None
-    try:
-        engine.begin(EngineJob(1), SamplingSpec(max_tokens=3))
-    except RuntimeError as error:
-        early = str(error)
-    rest = len(list(stream))
-    engine.close()
-    return {"jobs": jobs, "early": early, "rest": rest}
+from batchllm_operator.spec import load_spec
 
 
 def poisoned(path: str) -> dict[str, Any]:

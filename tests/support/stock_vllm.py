@@ -23,8 +23,8 @@ def start(model: str, **changes: Any) -> Any:
     from vllm import LLM
 
     sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
-    args: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "block_size": 32}
-    return LLM(model, enforce_eager=True, **args | changes)
+    sizes = {"max_model_len": 2048, "kv_cache_memory_bytes": 1 << 28, "block_size": 32}
+    return LLM(model, **{"dtype": "float32", "enforce_eager": True, **sizes, **changes})
 
 
 def greedy(**changes: Any) -> Any:
@@ -33,14 +33,35 @@ def greedy(**changes: Any) -> Any:
     return SamplingParams(**{"temperature": 0.0, **changes})
 
 
-def texts(model: str, lists: list[list[Any]]) -> list[Any]:
-    """Text and finish reason for each prompt (a text, or the messages of a chat), list by list."""
-    llm, found = start(model), []
-    for prompts in lists:
-        generate = llm.generate if isinstance(prompts[0], str) else llm.chat
-        outputs = generate(prompts, greedy(max_tokens=16), use_tqdm=False)
-        found.append([(each.outputs[0].text, each.outputs[0].finish_reason) for each in outputs])
+def texts(model: str, lists: dict[str, list[list[Any]]]) -> dict[str, list[list[Any]]]:
+    """By type of the numbers, list by list: the output of each prompt (a text, or a chat).
+
+    With its text, finish reason, tokens and their ids, and for each place the ids of the likeliest
+    tokens by their texts.
+    """
+    found: dict[str, list[list[Any]]] = {}
+    for dtype, prompts_of in lists.items():
+        llm = start(model, dtype=dtype)
+        found[dtype] = []
+        for prompts in prompts_of:
+            generate = llm.generate if isinstance(prompts[0], str) else llm.chat
+            outputs = generate(prompts, greedy(max_tokens=16, logprobs=8), use_tqdm=False)
+            found[dtype].append([_output(output) for output in outputs])
+        del generate, llm  # never more than one is in memory
     return found
+
+
+def _output(output: Any) -> dict[str, Any]:
+    [first] = output.outputs
+    places = list(zip(first.token_ids, first.logprobs, strict=True))
+    return {
+        "text": first.text,
+        "finish_reason": first.finish_reason,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": list(first.token_ids),
+        "tokens": [likely[token_id].decoded_token for token_id, likely in places],
+        "likely": [{at.decoded_token: key for key, at in likely.items()} for _, likely in places],
+    }
 
 
 def embed(model: str, prompts: list[str]) -> list[Any]:
