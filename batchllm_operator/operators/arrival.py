@@ -41,7 +41,8 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
         ).expand_kwargs(events.output)
         partition = ShortCircuitOperator(
             task_id="partition",
-            python_callable=lambda ds: ds,  # if it is empty, the tasks that follow are skipped
+            # If it is empty, what follows is skipped. Airflow keeps names such as `ds` to itself.
+            python_callable=lambda given: given,
             op_args=[XComArg(events, key=DS_KEY)],
             ignore_downstream_trigger_rules=False,
         )

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from airflow.configuration import conf
-from airflow.providers.common.compat.sdk import AirflowFailException
-from airflow.sdk import Asset
+from airflow.providers.common.compat.sdk import AirflowFailException, DownstreamTasksSkipped
+from airflow.providers.standard.operators.empty import EmptyOperator
+from airflow.sdk import DAG, Asset, Context
 
-from batchllm_operator.operators import BatchLLMArrivalOperator
+from batchllm_operator.operators import BatchLLMArrivalOperator, one_run_per_partition
 
 DOCUMENTS, USERS = Asset("documents"), Asset("users")
 START = datetime(2026, 2, 1, tzinfo=UTC)
@@ -146,6 +147,22 @@ def test_what_is_given_by_hand_or_by_airflow_comes_first(given: dict[str, Any]) 
 def test_a_run_for_no_partition_fails_at_once() -> None:
     with pytest.raises(AirflowFailException, match="trigger the DAG with the conf"):
         Run().execute()
+
+
+def test_what_follows_is_given_the_partition_or_is_skipped() -> None:
+    """In a run that has all that Airflow may give it, as one with a logical date."""
+    with DAG("arrival", schedule=DOCUMENTS) as dag:
+        one_run_per_partition(DOCUMENTS) >> EmptyOperator(task_id="plan")
+    task: Any = dag.get_task("arrival.partition")
+    execute = type(task).execute.__wrapped__
+    ti = SimpleNamespace(xcom_push=lambda key, value: None, map_index=-1)
+    context = {**dict.fromkeys(Context.__annotations__), "ti": ti, "task": task}
+    task.op_args = ["2026-01-31"]
+    assert execute(task, context) == "2026-01-31"
+    task.op_args, task.op_kwargs = [""], {}
+    with pytest.raises(DownstreamTasksSkipped) as skipped:
+        execute(task, context)
+    assert skipped.value.tasks == ["plan"]
 
 
 @pytest.mark.parametrize("extra", [{}, {"ds": ""}, {"ds": 20260131}])
