@@ -144,7 +144,7 @@ def test_a_task_that_was_marked_meanwhile_is_not_deferred(
         task._defer(context(state), task._job.of)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", [*STATES, "unknown"])
 def test_a_cancelled_trigger_deletes_the_job_unless_a_try_lives(
     task: BatchLLMGenerateOperator, state: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,12 +156,14 @@ def test_a_cancelled_trigger_deletes_the_job_unless_a_try_lives(
         deleted.append(job.of.name)
 
     async def state_now() -> str | None:
+        if state == "unknown":
+            raise ConnectionError
         return state
 
     monkeypatch.setattr(trigger, "_delete", delete)
     monkeypatch.setattr(trigger, "get_task_state", state_now)
     asyncio.run(trigger.cleanup())
-    assert bool(deleted) == (state not in LIVE_STATES)
+    assert bool(deleted) == (state not in {*LIVE_STATES, "unknown"})
 
 
 @pytest.mark.parametrize("kind", [EndKind.UNSEEN, EndKind.FAILED, EndKind.LATE])

@@ -65,8 +65,8 @@ class JobWatch:
                 if isinstance(error, ApiException) and error.status == FORBIDDEN:
                     why = "its watcher lacks a right: give the triggerer's (or, with"
                     why += " deferrable=False, the worker's) service account the chart's Role"
-                text = f"is left alone, and the next try looks for it; {why} ({message_of(error)})"
-                return self._end(EndKind.UNSEEN, text)
+                text = f"is left alone, and the next try looks for it; {why}; the last error: "
+                return self._end(EndKind.UNSEEN, text, message_of(error))
             if end is not None:
                 return end
 
@@ -148,15 +148,14 @@ class JobWatch:
             waited_s = (now - (state.since or now)).total_seconds()
             is_final = state.reason in HOPELESS
             if is_final or (state.reason in STUCK and waited_s > self._of.stuck_s):
-                text = f"goes, as its pod {name} can't start ({state.reason}): {state.said}"
-                return self._end(EndKind.LATE, text, is_final=is_final)
+                text = f"is deleted, as its pod {name} can't start ({state.reason}): "
+                return self._end(EndKind.LATE, text, state.said, is_final=is_final)
             if waited_s > self._of.start_s:
-                text = f"goes, as no pod started in time (start_timeout): {state.reason}"
-                text = f"{text} {state.said}".rstrip()
-                return self._end(EndKind.LATE, text)
+                text = f"is deleted, as no pod started in time (start_timeout): {state.reason} "
+                return self._end(EndKind.LATE, text, state.said)
         if not starting and idle_s > self._of.queue_s:
-            text = f"goes, as no pod found room in time (queue_timeout): {why}"
-            return self._end(EndKind.LATE, text)
+            text = "is deleted, as no pod found room in time (queue_timeout): "
+            return self._end(EndKind.LATE, text, why)
         return None
 
     async def _pods(self, phase: str) -> list[tuple[str, PodState]]:
@@ -201,13 +200,13 @@ class JobWatch:
         if own and (is_final or condition.reason != _POLICY):
             text = f"pod {own[-1][0]} {own[-1][1].failure()}"
         is_final = is_final or condition.reason == _POLICY
-        return self._end(EndKind.FAILED, f"failed: {text}", is_final=is_final)
+        return self._end(EndKind.FAILED, "failed: ", text, is_final=is_final)
 
     def _note(self, **seen: Any) -> None:
         self._seen = replace(self._seen, **seen)
 
-    def _end(self, kind: EndKind, text: str, *, is_final: bool = False) -> JobEnd:
-        text = self._masked(f"Job {self._of.name} {text}")
+    def _end(self, kind: EndKind, text: str, said: str = "", *, is_final: bool = False) -> JobEnd:
+        text = f"Job {self._of.name} {text}{self._masked(said) if said else ''}".rstrip()
         return replace(self._seen, kind=kind, text=text, is_final=is_final)
 
 

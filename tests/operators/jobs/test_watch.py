@@ -167,6 +167,8 @@ def test_secrets_are_masked(clock: Time) -> None:
     job.in_phase = {"Failed": [failed("secret", 1)]}
     end, lines = watched(job, masked=lambda text: text.replace("secret", "***"))
     assert "secret" not in f"{lines} {end.text} {end.last_lines}"
+    end, _ = watched(job, masked=lambda _: "(left out)")  # the trigger knows no secret to mask
+    assert end.text == "Job job failed: (left out)"
 
 
 def ended(kind: str, reason: str) -> dict[str, str]:
