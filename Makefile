@@ -40,7 +40,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow docs site test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
+.PHONY: help setup demo airflow docs site dist test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ docs: ## Serve the documentation here until Ctrl-C, and make it again at each ch
 site: ## Make the documentation as a site in build/site, without a warning; it needs no network
 	@scripts/setup.sh docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+dist: ## Build sdist and wheel in build/dist, and test the wheel in an environment that has nothing else
+	@scripts/dist.sh
 
 test: setup ## Run the tests for every change: each promise once, on real parts
 	$(call PYTEST,$(BIN))
