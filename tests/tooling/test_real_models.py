@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import real_models
-import regex
+import regex  # type: ignore[import-untyped]
 
 from batchllm_operator.demo.table import demo_documents
 
