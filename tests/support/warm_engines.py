@@ -44,5 +44,8 @@ class _Kept:
         yield from self._engine.stream(requests)
 
     def close(self) -> None:
-        if self._engine._scheduler is not None:
-            self._engine._scheduler.begin(SchedulerSettings())  # which ends the trace
+        scheduler = self._engine._scheduler
+        if scheduler is not None:
+            while scheduler.has_unfinished_requests():  # aborted ones leave with the next step
+                self._engine.llm_engine.step()
+            scheduler.begin(SchedulerSettings())  # which ends the trace
