@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +13,6 @@ from support.warm_engines import WarmEngines
 
 from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.demo.table import build_demo_table
-
-
-@pytest.fixture(autouse=True, scope="module")
-def bound_proxies() -> Iterator[None]:
-    """Starting, vLLM looks at every object of every module; Flask's proxies, which a double of S3
-    has imported in this process, raise without a request.
-    """
-    with ExitStack() as stack:
-        if "flask" in sys.modules:
-            stack.enter_context(sys.modules["flask"].Flask(__name__).test_request_context())
-        yield
 
 
 @pytest.fixture(scope="session")

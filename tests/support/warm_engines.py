@@ -6,7 +6,9 @@ They end with the process: to free one takes seconds, too.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
@@ -28,8 +30,29 @@ class WarmEngines:
         if key in self._engines:
             self._engines[key].begin(job, spec)
         else:
-            self._engines[key] = VLLMEngine(spec, job)
+            with _without_proxies():
+                self._engines[key] = VLLMEngine(spec, job)
         return _Kept(self._engines[key])
+
+
+@contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Hide modules that hold a proxy of Flask's, which other tests have imported.
+
+    vLLM looks at every object of every module when it starts; a proxy raises without a request.
+    """
+    proxy = getattr(sys.modules.get("werkzeug.local"), "LocalProxy", None)
+    hidden = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if any(type(value) is proxy for value in list(getattr(module, "__dict__", {}).values()))
+    }
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 class _Kept:
