@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.demo_job import DS, Demo
 from support.fork_server import ForkServer
 from support.messy_table import write_messy_table
@@ -13,6 +15,14 @@ from support.warm_engines import WarmEngines
 
 from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.demo.table import build_demo_table
+
+
+@pytest.fixture(autouse=True, scope="module")
+def dates_in_yaml() -> Iterator[None]:
+    """An engine with typed answers imports lm-format-enforcer, for which they are text in YAML."""
+    constructors = dict(yaml.SafeLoader.yaml_constructors)
+    yield
+    yaml.SafeLoader.yaml_constructors.update(constructors)
 
 
 @pytest.fixture(scope="session")
