@@ -89,7 +89,7 @@ class Job:
             self._engine = VLLMEngine(spec, job)
             self._engine.close = lambda: None
         else:
-            self._engine.begin(job, spec.sampling)
+            self._engine.begin(job, spec)
         self._begun = clocks()
         return self._engine
 

@@ -28,7 +28,7 @@ from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
 
 class _Model(torch.nn.Module):
-    """Is never made or called. Its own models vLLM imports in another process, to look at them."""
+    """A model that is never built; vLLM would start a process to inspect one of its own."""
 
     forward = embed_input_ids = compute_logits = torch.nn.Module.__call__
 

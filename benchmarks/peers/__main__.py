@@ -150,14 +150,14 @@ def compare(series: Series, args: argparse.Namespace) -> list[dict[str, Any]]:
                 runs[name].append(series.whole(name))
     expected = runs[args.contenders[0]][0]["texts"]
     results = []
-    for name, found in runs.items():
-        texts = [each.pop("texts") for each in found]
-        equal = min(sum(each.get(key) == expected[key] for key in expected) for each in texts)
+    for name, figures in runs.items():
+        texts = [of_run.pop("texts") for of_run in figures]
+        equal = min(sum(text.get(key) == expected[key] for key in expected) for text in texts)
         installed = metadata.distributions(name=name, path=[str(args.packages / name)])
         results.append(
-            {"name": name, "version": next((each.version for each in installed), None)}
-            | {key: statistics.median(each[key] for each in found) for key in found[0]}
-            | {"equal_texts": equal / len(series.rows), "num_texts": len(texts[0]), "runs": found}
+            {"name": name, "version": next((peer.version for peer in installed), None)}
+            | {key: statistics.median(of_run[key] for of_run in figures) for key in figures[0]}
+            | {"equal_texts": equal / len(series.rows), "num_texts": len(texts[0]), "runs": figures}
             | stops[name]
         )
     return results

@@ -23,7 +23,7 @@ _HEAD: Final = (
 
 def markdown(report: dict[str, Any]) -> str:
     """The table; times in seconds."""
-    lines = (_cells(each, report["num_prompt_tokens"]) for each in report["results"])
+    lines = (_cells(result, report["num_prompt_tokens"]) for result in report["results"])
     return _HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -36,7 +36,7 @@ def _cells(found: dict[str, Any], num_prompt_tokens: int) -> tuple[str, ...]:
     share = found["num_computed"] / num_prompt_tokens
     return (
         f"{_LABELS[found['name']]} {found['version'] or ''}".rstrip(),
-        *(f"{each:.1f}" for each in (total_s(found), found["generate_s"], found["wall_s"])),
+        *(f"{seconds:.1f}" for seconds in (total_s(found), found["generate_s"], found["wall_s"])),
         f"{found['cpu_s']:.0f}",
         f"{found['num_computed']:,.0f} ({share:.0%})",
         f"{found['peak_bytes'] / (1 << 30):.1f} GiB",
@@ -67,13 +67,13 @@ def plot(report: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     results = report["results"][::-1]
-    names = [_LABELS[each["name"]] for each in results]
-    colours = ["#d9730d" if each["name"] == "ours" else "#5b7fa6" for each in results]
+    names = [_LABELS[result["name"]] for result in results]
+    colours = ["#d9730d" if result["name"] == "ours" else "#5b7fa6" for result in results]
     columns = {
-        "seconds, with plan and commit": [total_s(each) for each in results],
-        "CPU seconds of the command": [each["cpu_s"] for each in results],
-        "thousand prompt tokens computed": [each["num_computed"] / 1e3 for each in results],
-        "memory, GiB": [each["peak_bytes"] / (1 << 30) for each in results],
+        "seconds, with plan and commit": [total_s(result) for result in results],
+        "CPU seconds of the command": [result["cpu_s"] for result in results],
+        "thousand prompt tokens computed": [result["num_computed"] / 1e3 for result in results],
+        "memory, GiB": [result["peak_bytes"] / (1 << 30) for result in results],
     }
     figure, axes = plt.subplots(1, 4, sharey=True, figsize=(12, 3), layout="constrained")
     figure.patch.set_facecolor("white")  # on a dark page, too
