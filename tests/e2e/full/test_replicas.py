@@ -64,6 +64,7 @@ def job(demo: Demo, name: str, num_replicas: int, **changes: Any) -> Path:
         sampling=changes.pop("sampling", {"max_tokens": 12, "ignore_eos": True}),
         engine={
             "replicas": num_replicas,
+            "max_model_len": None,
             "max_num_batched_tokens": 2048,
             "kv_cache_memory_bytes": 1 << 26,
             **changes.pop("engine", {}),

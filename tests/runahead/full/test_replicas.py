@@ -205,6 +205,7 @@ def test_a_replica_whose_engine_fails_leaves_nobody_waiting(replicas: Replicas) 
     chain = replicas.chain(2)
     group = Group(0, (320, 352 - 32))
     (expected,) = alone(chain[1], [group])
+    assert phase(chain, []) == [None, None]  # else one may fail before the other is there
     replicas.spoil()
     chain[0].call("break_step")
     chain[0].ask("prefill", [group.group])
