@@ -226,13 +226,15 @@ def test_a_try_whose_job_is_refused_leaves_an_earlier_ones_only_to_a_next_try(
         execute(task, context(is_last=is_last))
 
 
-@pytest.mark.parametrize("num_workers", ["many", "None"])
+@pytest.mark.parametrize("num_workers", ["many", "None", ""])
 def test_a_try_that_is_refused_before_it_starts_leaves_no_earlier_job(
     task: BatchLLMGenerateOperator, num_workers: str
 ) -> None:
     task.num_workers = num_workers
-    with pytest.raises(ReleasedError):
+    with pytest.raises(ReleasedError) as refused:
         execute(task, context())
+    said = f"num_workers is {num_workers!r}; it must be an integer from 1, so its template needs a"
+    assert said in str(refused.value.__cause__ or refused.value.__context__)
 
 
 def test_a_job_goes_also_when_the_lake_cannot_be_looked_at_at_all(

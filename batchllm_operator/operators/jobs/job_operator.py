@@ -180,10 +180,10 @@ class BatchLLMJobOperator(BatchLLMCommandOperator, KubernetesJobOperator):
     def request(self, context: Context, secret_keys: Sequence[str]) -> dict[str, Any]:
         """The Job to create, whose Secret has such keys; `AirflowFailException` if it is unfit."""
         attempt = self._attempt(context)
+        of_app = {"name": "batchllm", "component": self.component, "managed-by": "airflow"}
         labels = {
             **self.labels,
-            "app.kubernetes.io/component": self.component,
-            "app.kubernetes.io/managed-by": "airflow",
+            **{f"app.kubernetes.io/{key}": text for key, text in of_app.items()},
             **{key: make_safe_label_value(text) for key, text in self.identity()[2].items()},
             **attempt.labels,
         }
@@ -244,4 +244,5 @@ def number_of_workers(rendered: Any, *, at_least: int = 0) -> int:
     with suppress(ValueError):
         if (number := max(0, int(str(rendered)))) >= at_least:
             return number
-    raise AirflowFailException(f"num_workers is {rendered!r}; it must be an integer from 1")
+    text = f"num_workers is {rendered!r}; it must be an integer from 1, so its template needs a"
+    raise AirflowFailException(f"{text} default, such as {{{{ var.value.get('workers', 1) }}}}")

@@ -317,6 +317,15 @@ def test_a_job_has_a_pod_for_each_worker_and_says_which_failures_count() -> None
     assert pod["metadata"]["labels"]["batchllm.io/plan"] == "plan-0123abcd"
 
 
+def test_labels_that_selectors_rely_on_are_the_operators_own() -> None:
+    own = {"app.kubernetes.io/name": "batchllm", "app.kubernetes.io/component": "run"}
+    theirs = dict.fromkeys(own, "search")
+    given = template()["pod_template_dict"] | {"metadata": {"labels": theirs}}
+    job = job_of(operator(labels=theirs, pod_template_dict=given))
+    for labels in (job["metadata"]["labels"], job["spec"]["template"]["metadata"]["labels"]):
+        assert own.items() <= labels.items()
+
+
 def test_dollars_in_arguments_stay() -> None:
     assert escaped("$(HOME) $5") == "$$(HOME) $$5"
     assert escaped('{"text": "$(JOB_COMPLETION_INDEX)"}') == '{"text": "$$(JOB_COMPLETION_INDEX)"}'
