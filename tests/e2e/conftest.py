@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from support.demo_job import DS, Demo
+from support.demo_job import DS, OFFLINE, Demo
 from support.fork_server import ForkServer
 from support.messy_table import write_messy_table
-from support.warm_engines import WarmEngines
+from support.warm_engines import WarmProcess
 
 from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.demo.table import build_demo_table
 
 
-@pytest.fixture(autouse=True, scope="module")
-def dates_in_yaml() -> Iterator[None]:
-    """An engine with typed answers imports lm-format-enforcer, for which they are text in YAML."""
-    constructors = dict(yaml.SafeLoader.yaml_constructors)
-    yield
-    yaml.SafeLoader.yaml_constructors.update(constructors)
-
-
 @pytest.fixture(scope="session")
-def warm() -> WarmEngines:
-    return WarmEngines()
+def warm(engines: ForkServer) -> WarmProcess:
+    return WarmProcess(engines, {**os.environ, **OFFLINE})
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +26,7 @@ def demo(
     tmp_path_factory: pytest.TempPathFactory,
     commands: ForkServer,
     engines: ForkServer,
-    warm: WarmEngines,
+    warm: WarmProcess,
 ) -> Demo:
     folder = tmp_path_factory.mktemp("demo")
     build_demo_table(folder / "documents", ds=DS)
@@ -48,7 +39,7 @@ def real(
     tmp_path_factory: pytest.TempPathFactory,
     commands: ForkServer,
     engines: ForkServer,
-    warm: WarmEngines,
+    warm: WarmProcess,
     smollm2: Path,
 ) -> Demo:
     """The same of SmolLM2-135M-Instruct, over messy rows."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from support.demo_job import Demo
-
-from batchllm_operator.engine import EngineJob, EngineRequest
-from batchllm_operator.spec import load_spec
 
 LONG = {"max_tokens": 5, "ignore_eos": True}
 SHORT = {"max_tokens": 3, "ignore_eos": True}
@@ -26,11 +22,6 @@ def test_the_next_job_finds_nothing_of_the_one_before(demo: Demo) -> None:
 
 
 def test_a_job_waits_for_the_requests_of_the_one_before(demo: Demo) -> None:
-    spec, job = load_spec(demo.write_spec("waits", sampling=LONG)), EngineJob(64)
-    num_requests = 8 + (spec.engine.max_num_seqs or 0)  # so that the first to end leave others
-    requests = (EngineRequest(idx, [5, 6], idx, 0) for idx in range(num_requests))
-    stream = demo.warm(spec, job).stream(requests)
-    next(stream)
-    with pytest.raises(RuntimeError, match="the engine still has requests"):
-        demo.warm(spec, job)
-    assert len(list(stream)) == num_requests - 1
+    refusal, num_unfinished = demo.warm.second_job(demo.write_spec("waits", sampling=LONG))
+    assert "the engine still has requests" in refusal
+    assert num_unfinished == 0

@@ -15,13 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from support.fork_server import ForkServer
-from support.warm_engines import WarmEngines
+from support.warm_engines import WarmProcess
 from tokenizers import Tokenizer
 
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.prefixes import prefix_sharing_groups
-from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DS = "2026-01-31"
@@ -41,7 +40,7 @@ class Demo:
     folder: Path
     commands: ForkServer
     engines: ForkServer
-    warm: WarmEngines
+    warm: WarmProcess
 
     @property
     def model(self) -> Path:
@@ -116,7 +115,7 @@ class Demo:
     def run_job(self, name: str, **changes: Any) -> Job:
         """Plan, run all shards in a warm engine, and commit; `changes` as for `write_spec`."""
         planned = plan_job(self.write_spec(name, **changes), DS)
-        assert len(run_worker(planned, start=self.warm).shards) == len(planned.manifest.shards)
+        assert self.warm.run(planned.folder.uri) == len(planned.manifest.shards)
         report = commit_run(planned).figures()
         return Job(planned, report, pq.read_table(self.folder / f"out-{name}"))
 

@@ -1,19 +1,57 @@
-"""vLLM engines in this process that stay for later jobs, because an engine takes seconds to start.
+"""vLLM engines that stay for later jobs, because an engine takes seconds to start.
 
-They end with the process: to free one takes seconds, too.
+They share a process, which ends with the tests: to free an engine takes seconds, too, and ends
+what vLLM keeps for the whole process. It isn't the tests' own, in whose modules vLLM would find
+more than in a worker's, and whose modules would find vLLM's changes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+from pathlib import Path
 from typing import Any
 
+from support.fork_server import ForkServer
+
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
-from batchllm_operator.spec import JobSpec
+from batchllm_operator.run.run_shards import run_worker
+from batchllm_operator.spec import JobSpec, load_spec
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+
+
+class WarmProcess:
+    """The process of `WarmEngines`, as tests see it."""
+
+    def __init__(self, server: ForkServer, env: Mapping[str, str]) -> None:
+        self._server, self._env = server, env
+        self._connection: Connection | None = None
+
+    def run(self, plan: str) -> int:
+        """Run all that is left of the plan at an address; the number of shards that were run."""
+        return int(self._ask(run_plan, plan))
+
+    def second_job(self, spec: Path) -> list[Any]:
+        """See the function of this name."""
+        return list(self._ask(second_job, str(spec)))
+
+    def _ask(self, function: Callable[..., Any], argument: str) -> Any:
+        if self._connection is None:
+            self._connection, far = Pipe()
+            with far:  # the process answers on what would be its stdout
+                self._server.start(
+                    "support.warm_engines", [], env=self._env, stdout=far.fileno(), stderr=2
+                )
+        self._connection.send([function.__name__, argument])
+        error, found = self._connection.recv()
+        if error is not None:
+            raise error
+        return found
 
 
 class WarmEngines:
@@ -30,29 +68,8 @@ class WarmEngines:
         if key in self._engines:
             self._engines[key].begin(job, spec)
         else:
-            with _without_proxies():
-                self._engines[key] = VLLMEngine(spec, job)
+            self._engines[key] = VLLMEngine(spec, job)
         return _Kept(self._engines[key])
-
-
-@contextmanager
-def _without_proxies() -> Iterator[None]:
-    """Hide modules that hold a proxy of Flask's, which other tests have imported.
-
-    vLLM looks at every object of every module when it starts; a proxy raises without a request.
-    """
-    proxy = getattr(sys.modules.get("werkzeug.local"), "LocalProxy", None)
-    hidden = {
-        name: module
-        for name, module in list(sys.modules.items())
-        if any(type(value) is proxy for value in list(getattr(module, "__dict__", {}).values()))
-    }
-    for name in hidden:
-        del sys.modules[name]
-    try:
-        yield
-    finally:
-        sys.modules.update(hidden)
 
 
 class _Kept:
@@ -72,3 +89,40 @@ class _Kept:
             while scheduler.has_unfinished_requests():  # aborted ones leave with the next step
                 self._engine.llm_engine.step()
             scheduler.begin(SchedulerSettings())  # which ends the trace
+
+
+def run_plan(engines: WarmEngines, plan: str) -> int:
+    return len(run_worker(plan, start=engines).shards)
+
+
+def second_job(engines: WarmEngines, path: str) -> list[Any]:
+    """Why an engine takes no second job while it has requests, and how many it ends after that."""
+    spec, job = load_spec(path), EngineJob(64)
+    num_requests = 8 + (spec.engine.max_num_seqs or 0)  # so that the first to end leave others
+    requests = (EngineRequest(idx, [5, 6], idx, 0) for idx in range(num_requests))
+    stream = engines(spec, job).stream(requests)
+    next(stream)
+    try:
+        engines(spec, job)
+    except RuntimeError as error:
+        return [str(error), num_requests - 1 - len(list(stream))]
+    return ["", 0]
+
+
+def _serve() -> None:
+    connection, engines = Connection(os.dup(1)), WarmEngines()
+    os.dup2(2, 1)
+    functions = {function.__name__: function for function in (run_plan, second_job)}
+    while True:
+        try:
+            name, argument = connection.recv()
+        except EOFError:  # the tests have ended
+            sys.exit()
+        try:
+            connection.send([None, functions[name](engines, argument)])
+        except Exception as error:  # noqa: BLE001  # for the test that asked
+            connection.send([ExceptionWithTraceback(error, error.__traceback__), None])
+
+
+if __name__ == "__main__":
+    _serve()
