@@ -7,7 +7,7 @@ common with the one before counts as cached, in whole KV blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from operator import eq
 from typing import Any, Final
@@ -59,6 +59,7 @@ class FakeEngine:
         self._max_tokens = 0 if spec.is_pooled else spec.sampling.max_tokens
         self._block_size, self._max_model_len = block_size_of(spec), max_model_len
 
+    unread: Sequence[EngineOutput] = ()  # it computes one at a time
     chain = None
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:

@@ -44,6 +44,10 @@ class IsolatingEngine:
             yield from self._isolate(suspects)
 
     @property
+    def unread(self) -> Sequence[EngineOutput]:
+        return self._engine.unread if self._engine is not None else ()
+
+    @property
     def chain(self) -> ChainedEngine | None:
         return self._engine.chain if self._engine is not None else None
 

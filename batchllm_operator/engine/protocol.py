@@ -109,6 +109,11 @@ class Engine(Protocol):
         """
 
     @property
+    def unread(self) -> Sequence[EngineOutput]:
+        """Outputs that are computed when an error or a signal stops `stream`'s reader; the first
+        may be the one that it got last."""
+
+    @property
     def chain(self) -> ChainedEngine | None:
         """The engine as a replica of a chain; None if it can't be in one."""
 

@@ -59,7 +59,7 @@ class Replicas:
 
     def charged(self, output: EngineOutput) -> EngineOutput:
         """The output, with what it pays for as computed."""
-        cost = self._charged.pop(output.request_idx, 0)
+        cost = self._charged.get(output.request_idx, 0)
         if not cost or not output.is_served:
             return output
         return replace(output, num_cached_tokens=max(output.num_cached_tokens - cost, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -15,6 +15,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
+from batchllm_operator.row_error import INVALID_OUTPUT
 from batchllm_operator.run.live_progress import Holder, LiveProgress
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.shards.attempts import Attempt
@@ -143,8 +144,6 @@ class ShardRun:
         self._num_resumed = len(self._entries)
         self.open_parts = OpenParts(self._files.spilled(self._entries))
         self._lock = threading.RLock()
-        self._last_output: EngineOutput | None = None
-        """Not in `open_parts` yet, if a signal came while `take` waited for the lock."""
         self.progress = LiveProgress(
             *(plan, shard_idx, attempt, holder, self.finished.counts, self._num_resumed),
             also=self._spill_while_waiting,
@@ -180,27 +179,36 @@ class ShardRun:
             finished=[idx for part in spilled for idx in part.outputs],
         )
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Keep what is finished, and show the last state; `error` has ended the attempt."""
+    def end(self, error: BaseException | None = None, unread: Sequence[EngineOutput] = ()) -> None:
+        """Keep what is finished, and show the last state; `error` has ended the attempt.
+
+        Args:
+            unread: outputs of any shards, the first perhaps one that `take` has had.
+        """
         with self._context:
             try:
                 if error is not None and not isinstance(error, FencedError):
-                    self._keep_finished(error)
+                    self._keep_finished(error, unread)
             finally:
                 with self._lock:
                     self.open_parts.stop()
                 self.progress.end(error, self.finished.counts)
 
-    def _keep_finished(self, why: BaseException) -> None:
+    def _keep_finished(self, why: BaseException, unread: Sequence[EngineOutput]) -> None:
         is_trusted = isinstance(why, (KeyboardInterrupt, FailedRowsError))
+
+        def keep() -> None:
+            with self._lock:
+                for output in filter(self._is_final, map(self._judged, unread)):
+                    if output in self.open_parts:
+                        self.open_parts.add(output)
+                self.spill(with_suspects=is_trusted)
+
         try:
             try:
-                with self._lock:
-                    if self._last_output is not None and self._last_output in self.open_parts:
-                        self.open_parts.add(self._last_output)
-                    self.spill(with_suspects=is_trusted)
+                keep()
             except KeyboardInterrupt:  # the signal came while it was written
-                self.spill(with_suspects=is_trusted)
+                keep()
         except (BatchLLMError, OSError) as error:
             _log.warning("finished rows of shard %d are lost: %s", self.shard_idx, error)
 
@@ -249,10 +257,7 @@ class ShardRun:
 
         Raises `FencedError`: a later attempt has taken over.
         """
-        if output.is_served and output.text is not None:
-            fault = self._answers.fault(output.text, output.raw)
-            output = output if fault is None else replace(output, error=fault)
-        self._last_output = output
+        output = self._judged(output)
         with self._lock:
             num_rows, whole_part = self.open_parts.add(output)
             if self.is_given_up:
@@ -263,6 +268,17 @@ class ShardRun:
             elif self.open_parts.is_spill_due:
                 self.spill()
         return num_rows
+
+    def _judged(self, output: EngineOutput) -> EngineOutput:
+        if not output.is_served or output.text is None:
+            return output
+        fault = self._answers.fault(output.text, output.raw)
+        return output if fault is None else replace(output, error=fault)
+
+    def _is_final(self, output: EngineOutput) -> bool:
+        """Whether the row wouldn't be generated again for the form of its answer."""
+        is_invalid = output.error is not None and output.error.kind == INVALID_OUTPUT
+        return not (is_invalid and self._plan.manifest.spec.retry_invalid)
 
     def write_spilled_parts(self) -> None:
         """Write the parts of which earlier attempts have spilled all outputs.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
-from batchllm_operator.errors import FencedError, PlanError
+from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
 from batchllm_operator.progress import Progress
 from batchllm_operator.run.engine_job import engine_job, pin_revision, stream_with_retries, traced
 from batchllm_operator.run.live_progress import Holder
@@ -90,8 +90,9 @@ class Worker:
                 yield from self._run_all(lines)
             except BaseException as error:
                 self._holder.drain.end()
+                unread = self._unread(error)
                 for run in reversed(self._runs):
-                    run.end(error)
+                    run.end(error, unread)
                 if (kept := self._kept(error)) is not None:
                     error.add_note(kept)
                 raise
@@ -144,6 +145,15 @@ class Worker:
                 return run
             self._finish(run)
         return None
+
+    def _unread(self, error: BaseException) -> list[EngineOutput]:
+        """What the engine had computed when a signal or an error of ours stopped its reader."""
+        if self._engine is None or not isinstance(error, (KeyboardInterrupt, BatchLLMError)):
+            return []
+        return [self._charged(output) for output in self._engine.unread]
+
+    def _charged(self, output: EngineOutput) -> EngineOutput:
+        return output if self._replicas is None else self._replicas.charged(output)
 
     def _kept(self, error: BaseException) -> str | None:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
@@ -213,10 +223,8 @@ class Worker:
     def _keep(self, output: EngineOutput) -> None:
         run = next(run for run in (*self._runs, *self._given_up) if output in run.open_parts)
         num_failed = run.num_failed_rows
-        if self._replicas is not None:
-            output = self._replicas.charged(output)
         try:
-            num_rows = run.take(output)
+            num_rows = run.take(self._charged(output))
         except FencedError as error:
             self._give_up(run, error)
             return

@@ -19,7 +19,7 @@ class MortalEngine:
     """Takes up to `width` requests at a time; dies when one of them is fatal."""
 
     alive = 0
-
+    unread = ()
     chain = None
 
     def __init__(self, width: int) -> None:

@@ -143,6 +143,15 @@ def test_of_several_answers_each_is_a_request_of_vllm() -> None:
     assert all(each > 20 for each in held[: -2 * 20])  # it never runs dry
 
 
+def test_a_stopped_reader_leaves_the_other_outputs_of_its_step_unread() -> None:
+    engine = DoubledEngine(1024, [4])
+    outputs = engine.stream(requests(0, 20))
+    assert [next(outputs).request_idx for _ in range(6)] == list(range(6))
+    assert [each.request_idx for each in engine.unread] == [5, 6, 7]
+    assert [each.request_idx for each in outputs] == list(range(6, 20))
+    assert engine.unread == []
+
+
 def test_a_generator_that_ends_early_is_not_asked_again() -> None:
     asked = []
 

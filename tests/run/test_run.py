@@ -31,6 +31,7 @@ def plan(tmp_path: Path) -> StoredPlan:
 class Watched:
     """An engine that passes requests on to the real one and lets a test look at them."""
 
+    unread = ()
     chain = None
 
     def __init__(self, inner: Engine, job: EngineJob, stop_after: int | None = None) -> None:

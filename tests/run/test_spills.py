@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from support.fork_server import ForkServer
 from support.staged_job import NUM_ROWS, Engines, check_published, claim_attempt, plan_one_shard
 
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.engine import EngineOutput
+from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine.fake import FakeEngine
+from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.errors import FencedError, Interrupted, StorageError
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan.plan_job import plan_job
@@ -37,7 +40,7 @@ from batchllm_operator.shards.parts import (
     SpillEntry,
 )
 from batchllm_operator.shards.reports import ShardReport
-from batchllm_operator.spec import parse_spec
+from batchllm_operator.spec import JobSpec, parse_spec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -185,17 +188,20 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
+def plan_kind(folder: Path, kind: str, part_rows: int) -> StoredPlan:
+    write_table(folder / "documents", document_rows())
+    fields = job_fields(str(folder), planner={"num_shards": 1, "part_rows": part_rows})
+    del fields["sampling"]
+    engine = {**fields["engine"], **JOBS[kind].get("engine", {})}
+    engine["extra_args"] = {**fields["engine"]["extra_args"], **engine["extra_args"]}
+    return plan_job(parse_spec({**fields, **JOBS[kind], "engine": engine}, source="test spec"), DS)
+
+
 @pytest.mark.parametrize("kind", JOBS)
 def test_answers_of_every_kind_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     found = []
     for name, stops in {"whole": (), "pieces": (7, 11)}.items():
-        write_table(tmp_path / name / "documents", document_rows())
-        fields = job_fields(str(tmp_path / name), planner={"num_shards": 1, "part_rows": 500})
-        del fields["sampling"]
-        engine = {**fields["engine"], **JOBS[kind].get("engine", {})}
-        engine["extra_args"] = {**fields["engine"]["extra_args"], **engine["extra_args"]}
-        spec = parse_spec({**fields, **JOBS[kind], "engine": engine}, source="test spec")
-        plan = plan_job(spec, DS)
+        plan = plan_kind(tmp_path / name, kind, 500)
         for at in stops:
             stop(plan, at)
         run_worker(plan)
@@ -203,6 +209,40 @@ def test_answers_of_every_kind_come_back_as_they_were(tmp_path: Path, kind: str)
         commit_run(plan.folder.uri)
     assert found[0] == found[1]
     assert len(found[0]) == NUM_ROWS
+
+
+class SteppingEngine(FakeEngine):
+    """Computes eight outputs at a time, like a step of vLLM."""
+
+    def __init__(self, spec: JobSpec, job: EngineJob) -> None:
+        super().__init__(spec, job.max_model_len)
+        self.unread: list[EngineOutput] = []
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        outputs = super().stream(requests)
+        while step := list(islice(outputs, 8)):
+            self.unread = step
+            while self.unread:
+                yield self.unread[0]
+                del self.unread[0]
+
+
+@pytest.mark.parametrize("kind", ["embed", "invalid"])
+def test_a_signal_between_outputs_of_a_step_loses_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It comes while the first part is written, after five of the step's eight rows."""
+    whole, plan = (plan_kind(tmp_path / name, kind, 5) for name in ("whole", "stopped"))
+    run_worker(whole)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(ShardFiles, "write_part", lambda *_: interrupt())
+        run_worker(plan, start=lambda *args: IsolatingEngine(lambda: SteppingEngine(*args)))
+    assert entries(plan)
+    rest = Engines()
+    run_worker(plan, start=rest)
+    if kind == "embed":
+        assert rest.num_answers == NUM_ROWS - 8
+    assert answers(plan) == answers(whole), "no row was kept that comes again for its form"
 
 
 def test_workers_that_are_stopped_keep_rows_of_all_shards_that_they_have_begun(

@@ -55,6 +55,7 @@ class ActingEngine(FakeEngine):
             if self.num_answers == self._at:
                 self._act()
             self.num_answers += 1
+            self.unread = [output]
             yield output
 
 

@@ -80,6 +80,10 @@ class _Kept:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
+    @property
+    def unread(self) -> Any:
+        return self._engine.unread
+
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         yield from self._engine.stream(requests)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,8 +73,6 @@ class VLLMEngine:
             self._start(spec, self._args, job)
         self._answers = VLLMAnswers(spec, job, self._splitter)
         self._max_num_seqs = self.llm_engine.vllm_config.scheduler_config.max_num_seqs
-        self._in_flight: dict[str, EngineRequest] = {}
-        self._first_samples: dict[str, Any] = {}
         scheduler = self.llm_engine.engine_core.engine_core.scheduler
         # `extra_args` may name another scheduler.
         self._scheduler = scheduler if isinstance(scheduler, BatchLLMScheduler) else None
@@ -98,6 +97,10 @@ class VLLMEngine:
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
+        self._in_flight: dict[str, EngineRequest] = {}
+        self._first_samples: dict[str, Any] = {}
+        self._finished: deque[Any] = deque()
+        """vLLM's outputs that the reader of `stream` hasn't kept yet."""
         if self._scheduler is not None:
             self._trace_folder = job.trace_folder
             if job.num_requests is not None:
@@ -163,9 +166,18 @@ class VLLMEngine:
                 if (refusal := self.add(request)) is not None:
                     yield refusal
             num_held = self.llm_engine.get_num_unfinished_requests()
-            outputs = self.step() if self._in_flight else []
+            if self._in_flight:
+                self.step()
             num_finished = num_held - self.llm_engine.get_num_unfinished_requests()
-            yield from outputs
+            while self._finished:
+                yield self._answer(output := self._finished[0])
+                self._finished.popleft()
+                del self._in_flight[output.request_id]
+                self._first_samples.pop(output.request_id, None)
+
+    @property
+    def unread(self) -> list[EngineOutput]:
+        return [self._answer(output) for output in self._finished]
 
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
@@ -188,26 +200,25 @@ class VLLMEngine:
             self._first_samples[str(request.request_idx)] = states[f"0_{name}"]
         return None
 
-    def step(self) -> list[EngineOutput]:
-        """Run one step of vLLM; returns the finished outputs.
+    def step(self) -> None:
+        """Run one step of vLLM, and keep the finished outputs for `stream`.
 
         Raises:
             EngineDiedError: the step failed.
         """
         try:
-            finished = [output for output in self.llm_engine.step() if output.finished]
+            self._finished += (output for output in self.llm_engine.step() if output.finished)
         # A failed step leaves vLLM's state unknown.
         except Exception as error:
             _log.debug("an engine step failed", exc_info=error)
             # The frames hold the dead engine and its memory, which the next one will need.
             traceback.clear_frames(error.__traceback__)
             raise EngineDiedError(one_line(error), list(self._in_flight.values())) from error
-        return [self._take(output) for output in finished]
 
-    def _take(self, output: Any) -> EngineOutput:
+    def _answer(self, output: Any) -> EngineOutput:
         # Of several samples, vLLM says what the last one found, which the first has computed.
-        first = self._first_samples.pop(output.request_id, output)
-        request = self._in_flight.pop(output.request_id)
+        first = self._first_samples.get(output.request_id, output)
+        request = self._in_flight[output.request_id]
         return self._answers.convert(request, output, first.num_cached_tokens or 0)
 
     @contextmanager
