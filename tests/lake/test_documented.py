@@ -63,7 +63,9 @@ def test_the_delta_example(tmp_path: Path) -> None:
     assert table.history()[0]["batchllm.job"] == "snippets"
 
 
-def test_the_iceberg_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_iceberg_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     from pyiceberg.partitioning import PartitionField, PartitionSpec
     from pyiceberg.transforms import IdentityTransform
     from pyiceberg.utils.config import Config
@@ -76,6 +78,7 @@ def test_the_iceberg_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(*line.split("=", 1))
     monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # it was read at import
     catalog = pyiceberg.catalog.load_catalog("lake")
+    request.addfinalizer(catalog.close)
     catalog.create_namespace("search")
     schema = iceberg_schema(documents().schema)
     field = PartitionField(schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds")

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
 from lake.test_tables import first_call, numbers, rows, values
+from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.conversions import from_bytes
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.expressions import visitors
@@ -506,6 +507,19 @@ def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
     assert len(refused) == 2 and "database is locked" in refused[0]
     assert lake.load().scan().to_arrow()["n"].to_pylist() == [2, 3]
     assert len(lake.load().snapshots()) == 2
+
+
+def test_a_table_closes_its_catalog_when_it_goes(
+    lake: IcebergLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13 warns of connections to SQLite that are still open."""
+    closed: list[str] = []
+    close = SqlCatalog.close
+    monkeypatch.setattr(SqlCatalog, "close", lambda self: closed.append(self.name) or close(self))
+    table = open_lake(lake)
+    assert closed == []
+    del table
+    assert closed == ["tests"]
 
 
 # What isn't public in pyiceberg

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,6 +129,7 @@ class IcebergLake(Lake):
         # It was read when pyiceberg was imported.
         monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
         self.catalog = pyiceberg.catalog.load_catalog("tests")
+        weakref.finalize(self, self.catalog.close)
         self.catalog.create_namespace_if_not_exists("ns")
         self.name = f"ns.{name}"
         self.address, self.staging = f"iceberg://tests/{self.name}", f"{uri}/staging"

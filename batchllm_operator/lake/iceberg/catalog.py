@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,7 +74,7 @@ class CatalogTable:
         open, and answer as if it were committed.
         """
         with iceberg_errors(self.uri, faults=()):
-            self._catalog.close()
+            self._close()
         self._catalog = self._open()
         return self.load()
 
@@ -110,7 +111,7 @@ class CatalogTable:
     def _open(self) -> Catalog:
         try:
             with iceberg_errors(self.uri, faults=(), passing=(ValueError, NotInstalledError)):
-                return load_catalog(self._name)
+                catalog = load_catalog(self._name)
         except (ValueError, NotInstalledError) as error:
             text, cause = without_secrets(error, self.uri)
             prefix = f"PYICEBERG_CATALOG__{self._name.upper()}__"
@@ -119,6 +120,8 @@ class CatalogTable:
                 f" configuration: {text}. Describe it in .pyiceberg.yaml, or by environment"
                 f" variables such as {prefix}TYPE=rest and {prefix}URI=https://..."
             ) from cause
+        self._close = weakref.finalize(self, catalog.close)  # a SQL catalog keeps connections open
+        return catalog
 
 
 @contextmanager
