@@ -19,7 +19,9 @@ _EXTRAS: Final = {
     "pandas": ("spark",),
     "pyspark": ("spark",),
     "pyiceberg": ("iceberg",),
+    "s3fs": ("s3",),
     "torch": ("cpu", "gpu"),
+    "transformers": ("plan",),
     "vllm": ("gpu", "cpu"),
 }
 """Optional libraries, and the extras that install them."""

@@ -28,7 +28,7 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,from=spark,source=/opt,target=/from \
     --mount=type=bind,source=docker/airflow-constraints.txt,target=/constraints.txt \
     pip install --no-cache-dir --constraint /constraints.txt \
-      "batchllm-operator[spark,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+      "batchllm-operator[spark,plan,s3,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
     && cp /from/entrypoint.sh /opt/entrypoint.sh \
     && mkdir -p /opt/batchllm /opt/spark/work-dir \
     && ln -s "${SPARK_HOME%/*}/batchllm_operator/spark_driver.py" /opt/batchllm/plan.py \

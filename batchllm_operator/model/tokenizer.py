@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from batchllm_operator.errors import ModelError, one_line
+from batchllm_operator.errors import MissingLibraryError, ModelError, one_line
 from batchllm_operator.model.files import ModelFiles, pointer_fault
 from batchllm_operator.spec import ModelSpec
 
@@ -19,11 +19,16 @@ _TOKENIZERS: Final = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json
 
 
 def load_pretrained(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
-    """The tokenizer and the configuration of a model, of transformers' classes, or ModelError."""
+    """The tokenizer and the configuration of a model, of transformers' classes.
+
+    Raises `ModelError`, or `MissingLibraryError`: transformers isn't installed.
+    """
     _check_format(files)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    from transformers import AutoConfig, AutoTokenizer  # seconds to import
-
+    try:
+        from transformers import AutoConfig, AutoTokenizer  # seconds to import
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, files.where) from error
     origin: dict[str, Any] = {
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,

@@ -25,7 +25,13 @@ from fsspec.implementations.local import LocalFileSystem
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.secrets import holds_credentials
 from batchllm_operator.spec import check_folder
-from batchllm_operator.storage.s3 import Condition, check_honours, is_conflict, s3_options
+from batchllm_operator.storage.s3 import (
+    Condition,
+    check_honours,
+    is_conflict,
+    s3_options,
+    storage_errors,
+)
 
 _READ_AHEAD_BYTES: Final = 8 << 20
 _CONFLICT_WAITS_S: Final = (0.1, 0.4, 1.6, 6.4)
@@ -50,7 +56,7 @@ class Folder:
         Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client, unless
         `options` of the file system say otherwise.
 
-        Raises `SpecError`: the URI isn't one of these, or holds credentials.
+        Raises `SpecError`: the URI isn't one of these, or holds credentials; `MissingLibraryError`.
         """
         if holds_credentials(uri):  # without the URI, which goes into plans and reports, too
             raise SpecError(
@@ -169,15 +175,13 @@ class Folder:
 
         Raises `StorageError`: nothing was written, as far as can be known.
         """
-        from botocore.exceptions import BotoCoreError
-
         self.check_conditional_writes("IfNoneMatch")
         with self._errors(name, writing=True):
             for wait_s in (*_CONFLICT_WAITS_S, None):
                 try:
                     self._create(name, data)
                     return True
-                except (OSError, BotoCoreError) as error:
+                except storage_errors() as error:
                     with suppress(FileNotFoundError):
                         return bytes(self.fs.cat_file(self.full_path(name))) == data
                     if wait_s is None or not is_conflict(error):
@@ -283,11 +287,9 @@ class Folder:
     @contextmanager
     def _errors(self, name: str = "", *, writing: bool = False) -> Iterator[None]:
         """Turn errors into `StorageError`; a missing file to read stays `FileNotFoundError`."""
-        from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
-
         try:
             yield
-        except (OSError, BotoCoreError) as error:
+        except storage_errors() as error:
             if isinstance(error, FileNotFoundError) and not writing:
                 raise
             where = f"{self.uri}/{name}" if name else self.uri

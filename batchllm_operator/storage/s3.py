@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from batchllm_operator.errors import SpecError, StorageError
+from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError
 
 _TIMEOUTS: Final = {"connect_timeout": 10, "read_timeout": 30}
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -36,15 +36,28 @@ def s3_options(uri: str) -> dict[str, Any]:
     """File system options for an S3 URI: timeouts, and fsspec's own configuration; else none.
 
     Retries are botocore's: 5 requests, unless the environment or the AWS profile says otherwise.
-    Raises `SpecError`: the endpoint in the environment isn't valid.
+    Raises `SpecError`: the endpoint in the environment isn't valid; `MissingLibraryError`.
     """
     scheme = uri.partition("://")[0]
     if scheme not in ("s3", "s3a"):
         return {}
     _check_endpoint()
+    try:
+        import s3fs  # noqa: F401 - of the extra `s3`
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, uri) from error
     return {
         "config_kwargs": _TIMEOUTS | fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
     }
+
+
+def storage_errors() -> tuple[type[Exception], ...]:
+    """What fsspec and s3fs raise; to be called in an `except`, as botocore is slow to import."""
+    try:
+        from botocore.exceptions import BotoCoreError
+    except ModuleNotFoundError:  # without the extra `s3` nothing raises it
+        return (OSError,)
+    return (OSError, BotoCoreError)
 
 
 def _check_endpoint() -> None:
@@ -69,7 +82,7 @@ def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:
     one claim, and two commits overwrite each other. A bucket is tried once in a process. If the
     folder can't be written, nothing is known: plans may be made with fewer rights than commits.
     """
-    from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+    from botocore.exceptions import BotoCoreError  # slow to import
 
     path = f"{folder}/_probe-{uuid.uuid4().hex}"
     bucket, key, _ = fs.split_path(path)

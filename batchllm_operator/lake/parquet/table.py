@@ -282,8 +282,6 @@ def replace_file(
 
     The caller holds the folder's `exclusive` lock.
     """
-    from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
-
     try:
         if folder.is_local:
             folder.publish_file(source, name)
@@ -292,7 +290,7 @@ def replace_file(
         return None
     except StorageError as error:
         return RefusedCommit(str(error), error, may_repeat=False)
-    except (OSError, BotoCoreError) as error:
+    except s3.storage_errors() as error:
         text, status = f"{folder.uri}/{name}: {error}", s3.http_status(error)
         # 404, too, where a file was expected.
         if s3.is_unmet(error) or (status == 404 and etag is not None):
