@@ -1,8 +1,8 @@
 """vLLM engines that stay for later jobs, because an engine takes seconds to start.
 
-They share a process, which ends with the tests: to free an engine takes seconds, too, and ends
-what vLLM keeps for the whole process. It isn't the tests' own, in whose modules vLLM would find
-more than in a worker's, and whose modules would find vLLM's changes.
+They share a process, which ends with the tests: to free an engine takes seconds, too. It isn't the
+tests' own, in whose modules vLLM would find more than in a worker's, and whose modules would find
+vLLM's changes.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ def second_job(engines: WarmEngines, path: str) -> list[Any]:
 
 
 def _serve() -> None:
+    from vllm.v1.engine import core
+
+    assert core.cleanup_dist_env_and_memory
+    # An engine that a test sees refused would end the groups of all.
+    core.cleanup_dist_env_and_memory = lambda: None
     connection, engines = Connection(os.dup(1)), WarmEngines()
     os.dup2(2, 1)
     functions = {function.__name__: function for function in (run_plan, second_job)}
