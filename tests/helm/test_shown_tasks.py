@@ -13,15 +13,10 @@ from batchllm_operator import __version__
 def test_the_shown_tasks_have_pods(tmp_path: Path) -> None:
     """As the page's values make them, with nothing else given."""
     ours, _, _ = shown_values()
-    generating, planning, amd = (*blocks(START, "python"), *blocks(PAGE, "python"))
+    generating, amd = (*blocks(START, "python"), *blocks(PAGE, "python"))
     pods = pods_of(generating, ours, tmp_path)
     assert {name: image_of(pod) for name, pod in pods.items()} == {
         "generate": f"{REGISTRY}/batchllm-cuda:{__version__}"
-    }
-    pods = pods_of(planning, {**ours, "cpu": {"enabled": True}}, tmp_path)
-    assert {name: image_of(pod) for name, pod in pods.items()} == {
-        "generate": f"{REGISTRY}/batchllm-cuda:{__version__}",
-        "plan": f"{REGISTRY}/batchllm-airflow:{__version__}",
     }
     pods = pods_of(amd, ours, tmp_path)
     spec = pods["generate"]["spec"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
@@ -15,7 +16,7 @@ import yaml
 from helm_chart.validation import KUBERNETES_VERSIONS
 from jsonschema import Draft7Validator
 from pydantic import BaseModel
-from site_pages import reference
+from site_pages import hooks, reference
 
 from batchllm_operator import errors
 from batchllm_operator.cli import main
@@ -34,6 +35,9 @@ PAGES = [
 ]
 PACKAGE = sorted((ROOT / "batchllm_operator").rglob("*.py"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+QUESTIONS: dict[str, dict[str, tuple[str, str]]] = tomllib.loads(
+    Path(__file__).with_name("questions.toml").read_text(encoding="utf-8")
+)
 SMALLEST: dict[str, Any] = {
     "spec_version": 1,
     "name": "job",
@@ -189,22 +193,52 @@ def test_the_tested_versions_are_those_of_the_locks() -> None:
 # What pages show
 
 
-def anchors(page: Path) -> set[str]:
-    """What a link to a part of the page may end with."""
+def sections(page: Path) -> dict[str, str]:
+    """The page's text by what a link to it may end with: the whole page, and each section."""
     text = page.read_text(encoding="utf-8")
     for name, make in reference.GENERATED.items():
-        if f"<!-- generated: {name} -->" in text:
-            text += make()
-    found = re.findall(r"^#+ (.+?)(?: \{#(.+)\})?$", text, re.MULTILINE)
-    return {
-        given or re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-        for heading, given in found
-    }
+        if (mark := f"<!-- generated: {name} -->") in text:
+            text = text.replace(mark, make())
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    text = code.sub(lambda block: block[0].replace("\n#", "\n #"), text)
+    found = {"": text}
+    for heading in re.finditer(r"^(#+) (.+?)(?: \{#(.+)\})?$", text, re.MULTILINE):
+        level, title, given = heading.groups()
+        anchor = given or re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        rest = text[heading.end() :]
+        found[anchor] = re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return found
+
+
+def clicks() -> dict[str, int]:
+    """Clicks from docs/index.md to each page, by the tabs, the tab's sidebar and links."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = yaml.safe_load(text[text.index("nav:\n  - ") :])["nav"]
+    tabs = [[hooks._path_of(uri) for uri in re.findall(r"[\w/.-]+\.md", str(tab))] for tab in nav]
+    firsts = [pages[0] for pages in tabs]
+    reached = {"docs/index.md": 0}
+    for page in (todo := ["docs/index.md"]):
+        beside = next((pages for pages in tabs if page in pages), [])
+        links = hooks._targets(page) if page.endswith(".md") else ()
+        for target in {*firsts, *beside, *links} - reached.keys():
+            reached[target] = reached[page] + 1
+            todo.append(target)
+    return reached
 
 
 def test_all_pages_have_at_most_35000_words() -> None:
-    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
+    beside = (ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING"))
+    pages = [*DOCS.rglob("*.md"), *beside]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 35_000
+
+
+@pytest.mark.parametrize("role", QUESTIONS)
+def test_a_strangers_question_is_answered_within_two_clicks(role: str) -> None:
+    away = clicks()
+    for question, (where, says) in QUESTIONS[role].items():
+        page, _, anchor = where.partition("#")
+        assert says in sections(ROOT / page)[anchor], question
+        assert away[page] <= 2, question
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
@@ -215,7 +249,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         leads_to = page.parent / path if path else page
         assert leads_to.exists(), target
-        assert not anchor or anchor in anchors(leads_to), target
+        assert not anchor or anchor in sections(leads_to), target
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
