@@ -127,7 +127,7 @@ class Cluster:
 
     def _node_agent(self) -> NodeAgent | RealNodes:
         if self.backend.has_nodes:
-            return RealNodes(self.api, self.namespace)
+            return RealNodes(self.api, self.namespace, self.proxy)
         admin, serves_logs = self.backend.admin_kubeconfig, not self.backend.is_double
         return NodeAgent(admin, self.namespace, serves_logs=serves_logs)
 

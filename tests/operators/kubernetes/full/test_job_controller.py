@@ -106,7 +106,7 @@ def test_a_pod_is_replaced_once_it_has_ended(cluster: Cluster) -> None:
     cluster.wait_for(lambda: status(cluster).terminating == 1, "it to be terminating")
     assert len(cluster.pods()) == 1 and not status(cluster).active
     cluster.wait_for(lambda: indexes(cluster) == ["0"], "another pod that runs")
-    assert status(cluster).failed == 1
+    cluster.wait_for(lambda: status(cluster).failed == 1, "the first one to count")
 
 
 def test_a_pod_that_is_removed_by_force_stays_until_it_has_ended(cluster: Cluster) -> None:
