@@ -112,7 +112,8 @@ days=()
 for ago in 5 4 3 2 1 0; do days+=("$(days_ago "$ago")"); done
 if ((${#dag_ids[@]})) && [[ "$BATCHLLM_SPEC_DIR" == "$root/dags/specs" ]]; then
   make_demo_table "${days[@]}"
-  make_demo_model
+  choose_model "$([[ -d "$root/.models/smollm2" ]] && echo smollm2 || echo tiny)" # no download while it starts
+  export BATCHLLM_SPEC_DIR="$specs"
 fi
 
 new=()

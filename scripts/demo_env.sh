@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by demo.sh and airflow.sh, with the checkout's folder in $root: the demo's table and model
-# in .demo/, and an Airflow that is independent of the caller's.
+# Sourced by demo.sh and airflow.sh, with the checkout's folder in $root: the demo's table and specs
+# in .demo/, its model, and an Airflow that is independent of the caller's.
 
 demo="$root/.demo"
 venv="${BATCHLLM_VENV:-$root/.venv}"
@@ -50,6 +50,39 @@ make_demo_table() {
   done
 }
 
-make_demo_model() {
-  if [[ ! -f "$demo/model/config.json" ]]; then "${batchllm[@]}" demo-model "$demo/model"; fi
+# choose_model NAME: makes it if need be, and sets $specs to the folder of the specs that name it. NAME is smollm2, tiny,
+# a folder, or a name on the Hugging Face hub.
+choose_model() {
+  local model="$1" kind=given status=0
+  specs="$root/dags/specs"
+  if [[ "$model" == smollm2 ]]; then
+    "$venv/bin/python" -P "$root/scripts/real_models.py" smollm2 >/dev/null || status=$?
+    ((status)) || return 0
+    ((status == 5)) || exit "$status"
+    echo "demo: taking a tiny model with random weights, whose texts and scores mean nothing" >&2
+    model=tiny
+  fi
+  if [[ "$model" == tiny ]]; then
+    kind=tiny model="$demo/tiny"
+    if [[ ! -f "$model/config.json" ]]; then "${batchllm[@]}" demo-model "$model"; fi
+  elif [[ -d "$model" || "$model" == [./]* ]]; then
+    model="$(realpath -m -- "$model")"
+  else
+    unset HF_HUB_OFFLINE
+  fi
+  # As deep as the specs themselves, because their paths are relative.
+  local spec made="$demo/specs-$kind"
+  mkdir -p "$made"
+  for spec in "$specs"/*.yaml; do
+    MODEL="$model" "$venv/bin/python" -P -c '
+import os, sys, yaml
+spec = yaml.safe_load(sys.stdin)
+spec["model"]["path"] = os.environ["MODEL"]
+spec["engine"].pop("dtype")
+if "labels" in spec and sys.argv[1] == "tiny":  # its tokenizer has Yes and No in pieces
+    spec["labels"] = {"relevant": " True", "irrelevant": " False"}
+yaml.safe_dump(spec, sys.stdout, sort_keys=False)
+' "$kind" <"$spec" >"$made/${spec##*/}"
+  done
+  specs="$made"
 }

@@ -1,4 +1,4 @@
-"""The demo's lake table: passages of real documentation, each with several queries.
+"""The demo's lake table: passages of real documentation, each with the same queries.
 
 Every machine has such text: the long descriptions of installed Python distributions.
 """
@@ -9,11 +9,7 @@ import hashlib
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from importlib import metadata
-from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -23,22 +19,37 @@ import pyarrow.parquet as pq
 from batchllm_operator.amounts import counted
 from batchllm_operator.errors import TableError
 
+QUERIES: Final = (
+    "async programming",
+    "HTTP and the web",
+    "command line tools",
+    "parsing and validating data",
+    "testing code",
+)
+"""Each is asked of each document."""
+_MAX_DOCUMENTS: Final = 30
+_MIN_PASSAGE_CHARS: Final = 500
+_MAX_PASSAGE_CHARS: Final = 1_200
 _MIN_DOCUMENT_CHARS: Final = 400
 _MAX_DOCUMENT_CHARS: Final = 2_500
-_MARKDOWN_HEADING = re.compile(r"#{1,6}\s+(?P<text>.+?)[\s#]*$")
-_CODE_FENCE = re.compile(r"\s*```")
-_UNDERLINE = re.compile(r"""(?P<mark>[=\-~^"'*+#.:])(?P=mark){2,}$""")
+_IMAGE: Final = r"!\[[^\]]*\](?:\([^)]*\)|\[[^\]]*\])"
 _MARKUP: Final = (
-    (re.compile(r"!\[[^\]]*\]\([^)]*\)"), ""),  # images
+    (re.compile(r"<!--.*?-->|^```.*?^``` *$", re.DOTALL | re.MULTILINE), ""),  # and code
+    # Comments, images and the like of reStructuredText, with the lines that belong to them.
+    (re.compile(r"^\.\.(?: .*)?(?:\n[ \t]+\S.*)*$", re.MULTILINE), ""),
+    (re.compile(rf"\[{_IMAGE}\](?:\([^)]*\)|\[[^\]]*\])|{_IMAGE}"), ""),  # badges
     (re.compile(r"\[([^\]]*)\](\([^)]*\)|\[[^\]]*\])"), r"\1"),  # links
     (re.compile(r"`([^`<]+?)\s*<[^>]*>`_*"), r"\1"),  # links of reStructuredText
     (re.compile(r"<[^>]*>|\{[#:.][^}]*\}"), ""),  # tags
+    (re.compile(r"^\[[^\]]+\]: .*$", re.MULTILINE), ""),  # where links lead
+    # |badges|, tables, and lines of links
+    (re.compile(r"^[\s|*-]*(?:\|[^|\n]+\|_*\s*)+$|^.* \| .*$", re.MULTILINE), ""),
+    (re.compile(r"""^(?P<mark>[=\-~^"'*+#.:|])(?P=mark){2,}$""", re.MULTILINE), ""),  # underlines
+    (re.compile(r"[ \t]+$", re.MULTILINE), ""),
+    (re.compile(r"\n{3,}"), "\n\n"),
+    # Small models end their lines where the text does.
+    (re.compile(r"^(?!#)(.*\S)\n(?!\d+\. )(?=[\w(`'\"]|\*\S)", re.MULTILINE), r"\1 "),
 )
-_VERSION = re.compile(r"v?\d")
-_WORD = re.compile(r"[A-Za-z]{3}")
-_MAX_DOCUMENTS: Final = 60
-_MAX_QUERIES: Final = 5
-"""Of a document."""
 DEMO_SCHEMA: Final = pa.schema(
     [
         pa.field(name, pa.string(), nullable=False)
@@ -55,39 +66,36 @@ class DemoDocument(NamedTuple):
     """Normalised name of the distribution; identifies the document."""
     text: str
     """The description, clipped at a line break."""
-    headings: tuple[str, ...]
-    """Headings of the whole description in order of appearance, each once (ignoring case)."""
 
 
 def build_demo_table(folder: Path, *, ds: str) -> str:
     """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`; returns a summary.
 
-    Documents are descriptions of installed distributions; their queries are the headings that recur
-    most across all of them ("Installation", "Usage", ...), so that rows share documents as well as
-    queries. Rows are in a fixed order that isn't grouped by document. One environment always gives
-    the same bytes; an older file is replaced in one step. A TableError tells that `ds` can't name a
-    partition, or that no installed distribution has a description with headings.
+    Documents are the beginnings of installed distributions' descriptions, as plain text. Each
+    document is asked each of `QUERIES`, so that rows share documents as well as queries. Rows are
+    in a fixed order that isn't grouped by document. One environment always gives the same bytes; an
+    older file is replaced in one step. A TableError tells that `ds` can't name a partition, or that
+    no installed distribution has a description.
     """
     if not ds or "/" in ds or ds.startswith("."):
         raise TableError(f"demo table {folder}: {ds!r} can't name a partition; use 2026-01-31")
-    chosen = _choose(demo_documents())
-    if not chosen:
+    passages = _passages()
+    if not passages:
         raise TableError(
-            f"demo table {folder}: no Python distribution installed here has a long description"
-            " with headings, so there is nothing to make a table of"
+            f"demo table {folder}: no Python distribution installed here has a long description,"
+            " so there is nothing to make a table of"
         )
     rows = [
         {
-            "snippet_id": f"{document.package}:{idx}",
-            "package": document.package,
-            "document": document.text,
+            "snippet_id": f"{package}:{idx}",
+            "package": package,
+            "document": passage,
             "query": query,
         }
-        for document, queries in chosen
-        for idx, query in enumerate(queries)
+        for package, passage in passages.items()
+        for idx, query in enumerate(QUERIES)
     ]
-    # An order that is independent of the row's document.
-    rows.sort(key=lambda row: hashlib.sha256(row["snippet_id"].encode()).digest())
+    rows.sort(key=lambda row: _digest(row["snippet_id"]))  # regardless of the row's document
     partition_path = folder / f"ds={ds}"
     partition_path.mkdir(parents=True, exist_ok=True)
     unfinished = partition_path / f".part-0.parquet.{os.getpid()}"
@@ -96,29 +104,24 @@ def build_demo_table(folder: Path, *, ds: str) -> str:
         unfinished.replace(partition_path / "part-0.parquet")
     finally:
         unfinished.unlink(missing_ok=True)
-    queries = counted(len({row["query"] for row in rows}), "different query", "different queries")
-    documents = counted(len(chosen), "document")
-    return f"{counted(len(rows), 'row')} ({documents}, {queries}) in {partition_path}"
+    documents = counted(len(passages), "document")
+    return f"{counted(len(rows), 'row')} ({documents}, {len(QUERIES)} queries) in {partition_path}"
 
 
-def _choose(documents: Sequence[DemoDocument]) -> list[tuple[DemoDocument, list[str]]]:
-    """Documents with the queries that most others share, and their queries."""
-    spellings = Counter(heading for document in documents for heading in document.headings)
-    recurrence = Counter(h.casefold() for document in documents for h in document.headings)
-    # One spelling for all documents ("Quick Start", "Quick start"), so that queries are shared.
-    canonical: dict[str, str] = {}
-    for heading, _ in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
-        canonical.setdefault(heading.casefold(), heading)
-    candidates: dict[str, tuple[int, str, DemoDocument, list[str]]] = {}  # by text
-    for document in documents:
-        ranked = sorted((-recurrence[h.casefold()], h.casefold()) for h in document.headings)
-        num_shared = sum(count < -1 for count, _ in ranked[:_MAX_QUERIES])
-        queries = [canonical[heading] for _, heading in ranked[:_MAX_QUERIES]]
-        if queries:
-            candidate = -num_shared, document.package, document, queries
-            candidates.setdefault(document.text, candidate)
-    best = sorted(candidates.values(), key=itemgetter(0, 1))[:_MAX_DOCUMENTS]
-    return [(document, queries) for _, _, document, queries in best]
+def _passages() -> dict[str, str]:
+    """The beginnings of some descriptions, long enough to ask about, by package."""
+    packages: dict[str, str] = {}  # the first with a text
+    for document in demo_documents(max_chars=sys.maxsize):
+        passage = clip(plain_text(document.text), _MAX_PASSAGE_CHARS)
+        if len(passage) >= _MIN_PASSAGE_CHARS:
+            packages.setdefault(passage, document.package)
+    # A choice that changes little when other distributions are installed, too.
+    chosen = sorted(packages.items(), key=lambda item: _digest(item[1]))[:_MAX_DOCUMENTS]
+    return {package: passage for passage, package in chosen}
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> list[DemoDocument]:
@@ -142,10 +145,17 @@ def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> list[DemoDocument]:
     for package, text in sorted(descriptions.items()):
         if len(text) >= _MIN_DOCUMENT_CHARS:
             packages.setdefault(text, package)
-    return [
-        DemoDocument(package, clip(text, max_chars), headings_of(text))
-        for text, package in packages.items()
-    ]
+    return [DemoDocument(package, clip(text, max_chars)) for text, package in packages.items()]
+
+
+def plain_text(text: str) -> str:
+    """A Markdown or reStructuredText document without badges, code, links and underlines.
+
+    A paragraph is a line.
+    """
+    for pattern, kept in _MARKUP:
+        text = pattern.sub(kept, text)
+    return text.strip()
 
 
 def clip(text: str, max_chars: int) -> str:
@@ -155,27 +165,3 @@ def clip(text: str, max_chars: int) -> str:
     head = text[:max_chars]
     at_line = head.rfind("\n")
     return head[:at_line].rstrip() if at_line > 0 else head
-
-
-def headings_of(text: str) -> tuple[str, ...]:
-    """Headings in a Markdown or reStructuredText document, as plain text, each once.
-
-    Lines in code fences, version numbers and one-symbol lines don't count.
-    """
-    headings: dict[str, str] = {}
-    in_fence = False
-    for line, following in pairwise([*map(str.rstrip, text.splitlines()), ""]):
-        if _CODE_FENCE.match(line):
-            in_fence = not in_fence
-        if in_fence or not line or line[0].isspace() or _UNDERLINE.match(line):
-            continue
-        if match := _MARKDOWN_HEADING.match(line):
-            line = match["text"]
-        elif not _UNDERLINE.match(following):
-            continue
-        for pattern, kept in _MARKUP:
-            line = pattern.sub(kept, line)
-        heading = " ".join(line.split()).strip(" #*`_:.!|")
-        if 3 <= len(heading) <= 60 and _WORD.search(heading) and not _VERSION.match(heading):
-            headings.setdefault(heading.casefold(), heading)
-    return tuple(headings.values())

@@ -172,6 +172,6 @@ def test_the_dags_specs_are_valid(name: str) -> None:
     spec = load_spec(ROOT / "dags" / "specs" / f"{name}.yaml")
     assert spec.name == name
     assert spec.input.uri == str(ROOT / ".demo" / "lake" / "documents")
-    assert spec.model.path == str(ROOT / ".demo" / "model")
+    assert spec.model.path == str(ROOT / ".models" / "smollm2")
     assert spec.output.staging_uri == str(ROOT / ".demo" / "staging"), "not between partitions"
     assert spec.sampling.is_greedy

@@ -1,9 +1,8 @@
-"""The demo's table, and the documents and headings that it is made of."""
+"""The demo's table, and the documents that it is made of."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 from batchllm_operator.demo import table
 from batchllm_operator.demo.table import (
     DEMO_SCHEMA,
+    QUERIES,
     DemoDocument,
     build_demo_table,
     clip,
     demo_documents,
-    headings_of,
+    plain_text,
 )
 from batchllm_operator.errors import TableError
 
@@ -39,25 +39,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_table_has_a_few_hundred_rows_with_unique_keys(folder: Path) -> None:
+def test_table_has_rows_with_unique_keys_and_documents_of_a_length(folder: Path) -> None:
     file = pq.ParquetFile(folder / f"ds={DS}" / "part-0.parquet")
     assert file.schema_arrow.equals(DEMO_SCHEMA)
     rows = read_rows(folder)
-    assert 200 <= len(rows) <= 400
+    assert len(rows) == 30 * len(QUERIES)
     assert len({row["snippet_id"] for row in rows}) == len(rows)
     assert len({(row["document"], row["query"]) for row in rows}) == len(rows)
     assert all(row["document"].strip() and row["query"].strip() for row in rows)
-    assert max(len(row["document"]) for row in rows) <= 2_500
+    assert all(500 <= len(row["document"]) <= 1_200 for row in rows)
 
 
-def test_documents_have_several_queries_and_queries_recur(folder: Path) -> None:
-    rows = read_rows(folder)
-    queries_per_document = Counter(row["document"] for row in rows)
-    documents_per_query = Counter(row["query"] for row in rows)
-    assert sum(count >= 3 for count in queries_per_document.values()) > 0.8 * len(
-        queries_per_document
-    )
-    assert sum(count for count in documents_per_query.values() if count > 1) > 0.5 * len(rows)
+def test_each_document_has_each_query(folder: Path) -> None:
+    asked: dict[str, list[str]] = {}
+    for row in read_rows(folder):
+        asked.setdefault(row["document"], []).append(row["query"])
+    assert len(asked) == 30
+    assert all(sorted(queries) == sorted(QUERIES) for queries in asked.values())
 
 
 def test_rows_are_not_grouped_by_document(folder: Path) -> None:
@@ -75,30 +73,25 @@ def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path) -> 
     assert summary.startswith(f"{len(read_rows(tmp_path))} rows (")
 
 
-def test_spellings_of_one_heading_are_one_query(
+def test_documents_are_long_enough_and_none_is_there_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Long enough without their badges."""
+    text = "A sentence.\n" * 50
     documents = (
-        DemoDocument("a", "text of a", ("Quick Start", "Only here")),
-        DemoDocument("b", "text of b", ("Quick start",)),
-        DemoDocument("c", "text of c", ("Quick start",)),
-        DemoDocument("d", "text of c", ("Quick start",)),
-        DemoDocument("e", "text of e", ()),
+        DemoDocument("a", text),
+        DemoDocument("b", f"![badge](http://x)\n{text}"),
+        DemoDocument("c", "A sentence.\n" + "![badge](http://x)\n" * 50),
+        DemoDocument("d", f"D\n{text}"),
     )
-    monkeypatch.setattr(table, "demo_documents", lambda: documents)
-    monkeypatch.setattr(table, "_MAX_QUERIES", 1)
+    monkeypatch.setattr(table, "demo_documents", lambda max_chars: documents)
     summary = build_demo_table(tmp_path, ds=DS)
-    rows = sorted(read_rows(tmp_path), key=lambda row: row["snippet_id"])
-    assert [(row["snippet_id"], row["query"]) for row in rows] == [
-        ("a:0", "Quick start"),
-        ("b:0", "Quick start"),
-        ("c:0", "Quick start"),
-    ]
-    assert summary.startswith("3 rows (3 documents, 1 different query) in ")
+    assert {row["package"] for row in read_rows(tmp_path)} == {"a", "d"}
+    assert summary.startswith("10 rows (2 documents, 5 queries) in ")
 
 
 def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "demo_documents", lambda: ())
+    monkeypatch.setattr(table, "demo_documents", lambda max_chars: ())
     with pytest.raises(TableError, match="nothing to make a table of"):
         build_demo_table(tmp_path / "documents", ds=DS)
     assert not (tmp_path / "documents").exists()
@@ -110,48 +103,59 @@ def test_ds_must_be_able_to_name_a_partition(tmp_path: Path, ds: str) -> None:
         build_demo_table(tmp_path, ds=ds)
 
 
-# Documents and their headings
+# Documents and their text
 
 
-def test_markdown_headings_are_plain_text_without_code_and_versions() -> None:
+def test_markdown_keeps_its_headings_lists_and_what_links_say() -> None:
     text = """\
-# My *tool* ![badge](http://x/y.svg)
+<h1 align="center">My tool</h1> <!-- of
+two lines -->
+[![badge](http://x/y.svg)](http://x) ![badge][y]
 
-## Installation ##
+## Installation
 
-run it:
 ```
-# not a heading
+pip install [my-tool]
 ```
 
-## 1.2.3
-## [Usage](http://x)
-Quick start
------------
-## usage
+[Docs](http://x) | [Chat](http://y)
+
+See [the docs](http://x)
+and [more][y].
+- one
+- two
+
+[y]: http://x/y
 """
-    assert headings_of(text) == ("My *tool", "Installation", "Usage", "Quick start")
+    assert plain_text(text) == (
+        "My tool\n\n## Installation\n\nSee the docs and more.\n- one\n- two"
+    )
 
 
-def test_rst_headings_are_underlined_lines() -> None:
+def test_rst_loses_its_underlines_directives_and_comments() -> None:
     text = """\
-=====
+====
 Tool
-=====
+====
+
+.. Licensed to me
+   under a license
+
+.. image:: http://x/y.svg
+   :target: http://x
+
+|Build Status| |PyPI|_
 
 Getting `started <http://x>`_
 =============================
 
-Usage
-~~~~~
+.. code-block:: bash
 
-  Example
-  -------
+   pip install tool
 
-License
-'''''''
+.. |PyPI| image:: http://x
 """
-    assert headings_of(text) == ("Tool", "Getting started", "Usage", "License")
+    assert plain_text(text) == "Tool\n\nGetting started\n\n   pip install tool"
 
 
 def test_clip_ends_at_a_line_break() -> None:

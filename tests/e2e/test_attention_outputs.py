@@ -34,7 +34,7 @@ def test_greedy_outputs_are_equal(generated: dict[str, dict[str, Any]]) -> None:
     The demo's texts are those of installed packages, so any of them may bring such a place.
     """
     ours, stock = generated["batchllm"], generated["stock"]
-    assert len(ours["texts"]) == len(stock["texts"]) >= 200
+    assert len(ours["texts"]) == len(stock["texts"]) == 150
     assert all(error is None for _, error in ours["texts"])
     assert len({text for text, _ in ours["texts"]}) > 20
     pairs = zip(ours["texts"], stock["texts"], strict=True)
