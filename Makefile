@@ -40,7 +40,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow docs site dist test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
+.PHONY: help setup demo airflow docs site dist images test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ site: ## Make the documentation as a site in build/site, without a warning; it n
 
 dist: ## Build sdist and wheel in build/dist, and test the wheel in an environment that has nothing else
 	@scripts/dist.sh
+
+images: ## Build the container images, and run a small job in each (IMAGES=, REGISTRY=, BUILDER=, BUILD_ARGS=)
+	@scripts/images.sh
 
 test: setup ## Run the tests for every change: each promise once, on real parts
 	$(call PYTEST,$(BIN))

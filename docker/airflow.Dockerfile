@@ -19,13 +19,14 @@ LABEL org.opencontainers.image.title="batchllm-airflow" \
       org.opencontainers.image.licenses="Apache-2.0"
 # hadolint ignore=DL3066
 USER airflow
-# Airflow is named again with the image's own version, so that nothing can change it. Pods have
-# another home than the image, and must find the installed packages from there.
+# Airflow is named again with the image's own version, so that nothing can change it, and boto3, so that it follows the botocore
+# that s3fs needs. Pods have another home than the image, and must find the installed packages from there.
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=docker/airflow-constraints.txt,target=/constraints.txt \
     pip install --no-cache-dir --constraint /constraints.txt \
-      "apache-airflow==${AIRFLOW_VERSION}" \
+      "apache-airflow==${AIRFLOW_VERSION}" boto3 \
       "batchllm-operator[airflow,plan,s3,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+    && pip check \
     && HOME=/tmp batchllm schema >/dev/null \
     && HOME=/tmp python -c "import deltalake, pyiceberg, s3fs, transformers"
 HEALTHCHECK NONE

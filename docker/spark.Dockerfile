@@ -26,9 +26,12 @@ RUN apt-get update \
 ENV SPARK_HOME=/usr/local/lib/python3.11/site-packages/pyspark
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,from=spark,source=/opt,target=/from \
-    --mount=type=bind,source=docker/airflow-constraints.txt,target=/constraints.txt \
-    pip install --no-cache-dir --constraint /constraints.txt \
+    --mount=type=bind,source=requirements/cpu-py311-linux-x86_64.lock,target=/tested.lock \
+    sed 's/ --hash=.*//' /tested.lock >/tmp/constraints.txt \
+    && pip install --no-cache-dir --constraint /tmp/constraints.txt \
       "batchllm-operator[spark,plan,s3,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+    && rm /tmp/constraints.txt \
+    && pip check \
     && cp /from/entrypoint.sh /opt/entrypoint.sh \
     && mkdir -p /opt/batchllm /opt/spark/work-dir \
     && ln -s "${SPARK_HOME%/*}/batchllm_operator/spark_driver.py" /opt/batchllm/plan.py \

@@ -101,6 +101,27 @@ def test_what_is_installed_is_pinned(name: str) -> None:
             assert any(each in command for each in pinned), command
 
 
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_context_has_what_is_taken_from_it(name: str) -> None:
+    """And nothing else of the repository: `.dockerignore` names what isn't ignored."""
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    wheel, *_, last = parse(name)[1]
+    sources = [source for copied in wheel.arguments("COPY") for source in copied.split()[:-1]]
+    for command in last.arguments("RUN"):
+        sources += re.findall(r"--mount=type=bind,source=(\S+?),", command)
+    assert "*" in ignored
+    for source in sources:
+        assert (ROOT / source).exists()
+        is_kept = any(Path(source).match(each) or each.startswith(f"{source}/") for each in kept)
+        assert is_kept, f"{source} is ignored"
+
+
+@pytest.mark.parametrize("name", ["airflow.Dockerfile", "spark.Dockerfile"])
+def test_a_conflict_of_versions_fails_the_build(name: str) -> None:
+    assert "&& pip check &&" in parse(name)[1][-1].arguments("RUN")[-1]
+
+
 @pytest.mark.parametrize("name", ["gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"])
 def test_gpu_images_leave_the_command_to_the_pod(name: str) -> None:
     last = parse(name)[1][-1]
