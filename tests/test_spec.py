@@ -279,10 +279,19 @@ def test_a_bad_value_names_its_field(where: str, value: Any) -> None:
         ("engine__extra_args", [1], "engine.extra_args: must be a mapping of names to values"),
         ("engine__extra_args", {"a": {"b": date(2026, 1, 1)}}, "extra_args.a.b: must be text"),
         ("input__filter", "a == 1", "input.filter: must be a list"),
-        ("input__filter", [{"column": "a", "value": None}], "filter[0].value: has no value; it"),
+        ("input__filter", [{"column": "a", "value": None}], "filter[0]: 'is null' and 'is not n"),
+        ("input__filter", [{"column": "a", "op": "is null", "value": 1}], "take no value; the o"),
+        ("input__filter", [{"value": 1}], "filter[0]: names either a column, op and value, or an"),
+        ("input__filter", [{"any": [{"column": "a"}]}], "filter[0].any[0]: 'is null' and"),
+        ("input__filter", [{"column": "a", "any": [{"column": "a", "value": 1}]}], "names either"),
         ("input__uri", " s3://b/t", "input.uri: begins or ends with a space"),
         ("output__carry", ["ds"], "output.carry: column 'ds' is the partition column"),
-        ("output__carry", ["error"], "column 'error' can't be a key or carried over"),
+        ("output__carry", ["error"], "that name; give it another name there, such as {error: sou"),
+        ("output__carry", {"a": "error"}, "column 'error' can't be a key or carried over"),
+        ("output__carry", {"a": "x", "b": "x"}, "two columns of the output would be named 'x'"),
+        ("output__carry", {"a": "id"}, "two columns of the output would be named 'id'"),
+        ("output__carry", {"a": ""}, "output.carry: must be a name, a list of names, or a mapp"),
+        ("output__carry", 3, "output.carry: must be a name, a list of names, or a mapping of nam"),
         ("spec_version", 2, "spec_version is 2; this release reads version 1"),
         ("prompt__template", "{a", "prompt.template: has a { or } without its other half"),
         ("prompt__truncate", {"x": "front"}, "truncate.x: must be 'end', 'middle' or 'start'"),
@@ -334,7 +343,7 @@ def test_a_name_that_is_no_text_is_told_as_yaml_has_it(text: str, name: str) -> 
 
 def test_a_column_that_is_named_twice_is_kept_once() -> None:
     spec = parse(input__key="id", output__carry=["q", "id", "q"], prompt__template="{q}{d}")
-    assert spec.kept_columns == ("id", "q")
+    assert spec.kept_columns == {"id": "id", "q": "q"}
     assert spec.input_columns == ("id", "q", "d")
 
 
@@ -795,7 +804,7 @@ def test_the_schema_allows_one_name_or_a_list(section: str, field: str) -> None:
     """Editors check specs against the schema while they are written."""
     described = JobSpec.model_json_schema()["$defs"][section]["properties"][field]
     kinds = {choice.get("type") for choice in described.get("anyOf", [described])}
-    assert kinds == {"string", "array"}
+    assert kinds == {"string", "array", *(["object"] if field == "carry" else [])}
 
 
 def test_a_field_given_twice_is_named_but_may_be_merged(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Final
 
@@ -71,6 +72,19 @@ def file_schema(footer: pq.FileMetaData) -> pa.Schema:
     nothing = pa.BufferReader(b"")  # the footer suffices
     file = pq.ParquetFile(nothing, metadata=footer, coerce_int96_timestamp_unit="us")
     return file.schema_arrow
+
+
+def without_values(footer: pq.FileMetaData, names: Collection[str]) -> set[str]:
+    """Those of the columns, all without parts, that are null in all rows of a file."""
+    groups = [footer.row_group(idx) for idx in range(footer.num_row_groups)]
+    places = {footer.schema.column(idx).path: idx for idx in range(footer.num_columns)}
+
+    def is_null(place: int) -> bool:
+        each = (group.column(place) for group in groups)
+        known = ((chunk.statistics, chunk.num_values) for chunk in each)
+        return all(s is not None and s.has_null_count and s.null_count == n for s, n in known)
+
+    return {name for name in names if name in places and is_null(places[name])}
 
 
 def published_schema(schema: pa.Schema, publication: Publication) -> pa.Schema:

@@ -176,8 +176,12 @@ def align(
         elif field.name in batch.schema.names:
             # Invalid UTF-8 is left to the caller: not all columns mind it.
             options = pc.CastOptions(field.type, allow_invalid_utf8=True)
+            column = batch.column(field.name)
+            if column.null_count == len(column):  # of any type
+                columns.append(pa.nulls(len(column), field.type))
+                continue
             try:
-                columns.append(pc.cast(batch.column(field.name), options=options))
+                columns.append(pc.cast(column, options=options))
             except pa.ArrowException as error:
                 text = f"column {field.name!r} doesn't fit {field.type}: {error}"
                 raise type(error)(text) from error

@@ -6,8 +6,10 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from decimal import Decimal, DecimalException
 from functools import reduce
-from operator import and_
+from operator import and_, or_
 from typing import Any, Final
 
 import pyarrow as pa
@@ -16,7 +18,8 @@ from pyarrow import types
 from pyarrow.fs import LocalFileSystem
 
 from batchllm_operator.errors import StorageError, TableError
-from batchllm_operator.spec import FilterTerm
+from batchllm_operator.lake.places import Place, find_place
+from batchllm_operator.spec import Comparison, FilterTerm
 from batchllm_operator.storage.s3 import storage_errors
 
 _MAX_NAMED: Final = 30  # columns
@@ -29,6 +32,7 @@ _BOUNDED: Final[Sequence[tuple[Callable[[pa.DataType], bool], tuple[type, ...]]]
     (types.is_float64, (int, float)),
     (types.is_string, (str,)),
     (types.is_boolean, (bool,)),
+    (types.is_date32, (date,)),
 )
 """Types of columns whose bounds are used, and the classes of bounds."""
 _PARQUET: Final = pds.ParquetFileFormat()
@@ -38,8 +42,10 @@ _PARQUET: Final = pds.ParquetFileFormat()
 class Scan:
     """What is read of each file of a snapshot."""
 
+    places: Mapping[str, Place]
+    """The wanted values by name."""
     schema: pa.Schema
-    """The wanted columns, and those of conditions."""
+    """The columns that hold them, and those of conditions."""
     conditions: Sequence[FilterTerm]
     condition: pds.Expression | None
     """All of them, on rows of `schema`."""
@@ -49,16 +55,29 @@ class Scan:
         cls, uri: str, table: pa.Schema, columns: Sequence[str], conditions: Sequence[FilterTerm]
     ) -> Scan:
         """A scan of a table with the columns `table`; raises as `LakeTable.scan`."""
-        for what, names in (("column", columns), ("filter column", [c.column for c in conditions])):
-            for name in names:
-                if name not in table.names:
-                    raise TableError(
-                        f"table {uri}: there is no {what} {name!r}; the table has"
-                        f" {listed_columns(table)}"
-                    )
-        wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
+        places = {name: find_place(table, name) for name in columns}
+        found = {name: place for name, place in places.items() if place is not None}
+        compared = [each.column for term in conditions for each in term.comparisons]
+        for what, names, known in (
+            ("column", list(places), list(found)),
+            ("filter column", compared, table.names),
+        ):
+            if absent := [name for name in names if name not in known]:
+                raise TableError(
+                    f"table {uri}: there is no {what} {absent[0]!r}; the table has"
+                    f" {listed_columns(table)}"
+                )
+        wanted = dict.fromkeys([*(place.column for place in found.values()), *compared])
         schema = pa.schema([table.field(name) for name in wanted])
-        return cls(schema, conditions, row_condition(uri, conditions, schema))
+        return cls(found, schema, conditions, row_condition(uri, conditions, schema))
+
+    def chosen(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The wanted values of rows that have the columns of `schema`."""
+        if not self.places:
+            return batch.select([])  # keeps the number of rows
+        columns = [place.of(batch) for place in self.places.values()]
+        fields = [place.field(batch.schema, name) for name, place in self.places.items()]
+        return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
     def may_match(self, lowest: Mapping[str, Any], highest: Mapping[str, Any]) -> bool:
         """Whether a file may have wanted rows, by bounds of its columns' values."""
@@ -66,14 +85,16 @@ class Scan:
             return True
         known = pds.scalar(True)
         for term in self.conditions:
-            kind, column = self.schema.field(term.column).type, pds.field(term.column)
-            classes = next((classes for is_such, classes in _BOUNDED if is_such(kind)), ())
-            low, high = lowest.get(term.column), highest.get(term.column)
-            are_bounds = {type(low), type(high)} <= {*classes}
-            are_bounds = are_bounds and low == low and high == high  # NaN, Spark's greatest number
-            # Bounds say nothing of null and NaN, which may meet the other two.
-            if are_bounds and term.op not in ("!=", "not in"):
-                known &= (column >= low) & (column <= high)
+            # Bounds say nothing of null and NaN, which may meet the other operations.
+            if {each.op for each in term.comparisons} & {"!=", "not in", "is null"}:
+                continue
+            for name in {each.column for each in term.comparisons}:
+                kind, column = self.schema.field(name).type, pds.field(name)
+                classes = next((classes for is_such, classes in _BOUNDED if is_such(kind)), ())
+                low, high = lowest.get(name), highest.get(name)
+                are_bounds = {type(low), type(high)} <= {*classes}
+                if are_bounds and low == low and high == high:  # NaN is Spark's greatest number
+                    known &= (column >= low) & (column <= high)
         disk = LocalFileSystem()  # nothing is opened
         file = _PARQUET.make_fragment("", disk, partition_expression=known)
         files = pds.FileSystemDataset([file], self.schema, _PARQUET, disk)
@@ -97,19 +118,24 @@ def row_condition(
 
     Raises `TableError`: a column's type doesn't allow a condition's comparison.
     """
-    nothing = schema.empty_table()
+    nothing, whole = schema.empty_table(), []
     for term in conditions:
-        try:
-            nothing.filter(_expression(term))  # else refused only once a file has rows
-        except (pa.ArrowException, OverflowError) as error:
-            value = list(term.value) if isinstance(term.value, tuple) else term.value
-            raise TableError(
-                f"input.filter: column {term.column!r} of table {uri} holds"
-                f" {schema.field(term.column).type}, which can't be compared with {term.op}"
-                f" {value!r}; compare it with a value of its own type, or add a column of text,"
-                " numbers or booleans in a view of the input, and filter by that"
-            ) from error
-    return reduce(and_, map(_expression, conditions)) if conditions else None
+        parts = []
+        for each in term.comparisons:
+            kind = schema.field(each.column).type
+            try:
+                parts.append(_expression(each, kind))
+                nothing.filter(parts[-1])  # else refused only once a file has rows
+            except (pa.ArrowException, OverflowError, ValueError, DecimalException) as error:
+                value = list(each.value) if isinstance(each.value, tuple) else each.value
+                raise TableError(
+                    f"input.filter: column {each.column!r} of table {uri} holds {kind}, which can't"
+                    f" be compared with {each.op} {value!r}; compare it with a value of its own"
+                    " type, or add a column of text, numbers or booleans in a view of the input,"
+                    " and filter by that"
+                ) from error
+        whole.append(reduce(or_, parts))
+    return reduce(and_, whole) if whole else None
 
 
 @contextmanager
@@ -134,10 +160,27 @@ def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]
         raise kind(f"{where} can't be read: {' '.join(str(error).split())}{advice}") from error
 
 
-def _expression(term: FilterTerm) -> pds.Expression:
+def _expression(term: Comparison, kind: pa.DataType) -> pds.Expression:
     field = pds.field(term.column)
-    if term.op in ("in", "not in"):
-        assert isinstance(term.value, tuple)  # the spec checks it
-        is_in = field.isin(list(term.value))
+    if term.op in ("is null", "is not null"):
+        return field.is_null() if term.op == "is null" else field.is_valid()
+    if isinstance(term.value, tuple):  # of in and not in
+        is_in = field.isin([_comparable(value, kind) for value in term.value])
         return is_in if term.op == "in" else ~is_in
-    return _COMPARISONS[term.op](field, term.value)
+    return _COMPARISONS[term.op](field, _comparable(term.value, kind))
+
+
+def _comparable(value: Any, kind: pa.DataType) -> Any:
+    """A spec's value in the type of a column; raises `ValueError`, `DecimalException`."""
+    if types.is_decimal(kind) and not isinstance(value, bool):
+        return Decimal(str(value))
+    if not isinstance(value, str):
+        return value
+    if types.is_date(kind):
+        return date.fromisoformat(value)
+    if types.is_timestamp(kind):
+        moment = datetime.fromisoformat(value)
+        if kind.tz is None and moment.tzinfo is not None:
+            raise ValueError(f"{value} has a time zone, the column has none")
+        return moment if kind.tz is None or moment.tzinfo else moment.replace(tzinfo=UTC)
+    return value

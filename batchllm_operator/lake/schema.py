@@ -16,11 +16,15 @@ _ALIKE: Final = (
     *(types.is_boolean, types.is_int32, types.is_int64, types.is_float32, types.is_float64),
     *(types.is_string, types.is_binary, types.is_date32),
 )
+_MOST_DIGITS: Final = 38  # of decimals
 
 
 @dataclass(frozen=True, slots=True)
 class FormatTypes:
-    """What a table format can hold: microseconds, UTC, dates of 32 bits."""
+    """What a table format can hold: microseconds, UTC, dates of 32 bits, decimals of 38 digits.
+
+    Values that don't fit are refused one by one (`StoredColumns`), the types aren't.
+    """
 
     format_name: str
     others: Mapping[pa.DataType, pa.DataType]
@@ -37,8 +41,8 @@ class FormatTypes:
             return pa.timestamp("us", None if kind.tz is None else "UTC")
         if types.is_date(kind):
             return pa.date32()
-        if types.is_decimal(kind) and kind.precision <= 38:
-            return pa.decimal128(kind.precision, kind.scale)
+        if types.is_decimal(kind) and kind.scale <= _MOST_DIGITS:
+            return pa.decimal128(min(kind.precision, _MOST_DIGITS), kind.scale)
         if types.is_fixed_size_binary(kind):
             return kind if self.has_fixed_binary else pa.binary()
         return self.others.get(kind)
@@ -48,11 +52,11 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     """The type as a table format knows it.
 
     Arrow's memory layout (dictionaries, large offsets, fixed list sizes), names of list elements
-    and nullability don't count.
+    and nullability don't count; JSON is text.
     """
     if types.is_dictionary(kind):
         return plain_type(kind.value_type)
-    if types.is_large_string(kind) or types.is_string_view(kind):
+    if types.is_large_string(kind) or types.is_string_view(kind) or isinstance(kind, pa.JsonType):
         return pa.string()
     if types.is_large_binary(kind) or types.is_binary_view(kind):
         return pa.binary()
@@ -144,6 +148,11 @@ def _disagreement(schemas: Mapping[str, pa.Schema], file: str) -> str:
                     f" {file}; write one of them again, with the type of the other"
                 )
     return f"{file} doesn't fit the types of the files before it together; write it again"
+
+
+def retyped(schema: pa.Schema, kinds: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The same columns, some of which have other types."""
+    return pa.schema([field.with_type(kinds.get(field.name, field.type)) for field in schema])
 
 
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: str = "") -> None:

@@ -129,6 +129,7 @@ class LakeTable(ABC):
     ) -> Iterator[pa.RecordBatch]:
         """Stream the snapshot's rows that meet all conditions, always in the same order.
 
+        `columns` may name values inside columns, as `find_place` has them.
         Later commits lead to an error at most, never to other rows. With `part`, only its rows; of
         the snapshot's files, one is enough then, and `check_unchanged` is left to the caller.
 
@@ -141,7 +142,7 @@ class LakeTable(ABC):
                 continue
             with self._reading(snapshot.partition, file.name):
                 for batch in self._read(snapshot, file, scan, part):
-                    yield batch.select(list(columns))
+                    yield scan.chosen(batch)
         if part is None:
             self.check_unchanged(snapshot)
 

@@ -29,7 +29,11 @@ from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.rows.adapters import RowAdapters
-from batchllm_operator.plan.rows.input_checks import check_columns, describe_empty
+from batchllm_operator.plan.rows.input_checks import (
+    check_columns,
+    describe_empty,
+    take_snapshot,
+)
 from batchllm_operator.plan.rows.reading import tokenize
 from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
 from batchllm_operator.progress import Progress
@@ -85,7 +89,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = _SAMPLE_ROWS) -> Advice
             " which this job doesn't have"
         )
     table = open_table(spec.input.uri, spec.input.partition_column)
-    snapshot = table.snapshot(ds)
+    snapshot = take_snapshot(spec, table, ds)
     check_columns(spec, table, snapshot)
     tokenizer = load_tokenizer(spec, ds)
     adapters = RowAdapters.of(spec, tokenizer)

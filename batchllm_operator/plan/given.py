@@ -30,8 +30,10 @@ from batchllm_operator.plan.rows.input_checks import (
     check_columns,
     check_lengths,
     describe_empty,
+    take_snapshot,
     warn_of_control_tokens,
 )
+from batchllm_operator.plan.rows.reading import rows_schema
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.shards.buckets import output_schema
 from batchllm_operator.shards.parts import STATUS_COLUMN
@@ -128,7 +130,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     check_partition(ds)
     check_arguments(spec)
     table = open_table(spec.input.uri, spec.input.partition_column)
-    snapshot = table.snapshot(ds)
+    snapshot = take_snapshot(spec, table, ds)
     if not snapshot.files and spec.on_empty == "fail":
         raise EmptyPartitionError(f"{describe_empty(spec, table, snapshot)} (on_empty: fail)")
     check_columns(spec, table, snapshot)
@@ -142,7 +144,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     check_publisher(output, spec, ds)
     _check_response_format(spec, output)
     answers = plan_answers(spec, tokenizer)
-    columns = output_schema(spec, snapshot.schema, answers)
+    columns = output_schema(spec, rows_schema(spec, snapshot.schema), answers)
     stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     _check_nulls_fit(spec, stored)
     check_lengths(spec, tokenizer.max_model_len)

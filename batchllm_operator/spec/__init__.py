@@ -16,6 +16,7 @@ from batchllm_operator.spec.response_format import RegexFormat as RegexFormat
 from batchllm_operator.spec.response_format import ResponseFormat as ResponseFormat
 from batchllm_operator.spec.response_format import matcher as matcher
 from batchllm_operator.spec.sections import TARGET_FILE_BYTES as TARGET_FILE_BYTES
+from batchllm_operator.spec.sections import Comparison as Comparison
 from batchllm_operator.spec.sections import FilterTerm as FilterTerm
 from batchllm_operator.spec.sections import InputSpec as InputSpec
 from batchllm_operator.spec.sections import ModelSpec as ModelSpec

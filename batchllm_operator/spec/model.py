@@ -147,18 +147,25 @@ class JobSpec(Section):
     def _faults(self) -> Iterator[str]:
         yield from _task_faults(self)
         columns = [("input.key", column) for column in self.input.key]
-        columns += [("output.carry", column) for column in self.output.carry]
+        columns += [("output.carry", column) for column in self.carried]
         for field, column in columns:
             if column in self.output_columns:
+                new = "rename it in a view of the input"
+                if field == "output.carry":
+                    new = f"give it another name there, such as {{{column}: source_{column}}}"
                 yield (
                     f"{field}: column {column!r} can't be a key or carried over: the job writes a"
-                    " column of that name; rename it in a view of the input"
+                    f" column of that name; {new}"
                 )
             if column == self.input.partition_column:
                 yield (
                     f"{field}: column {column!r} is the partition column, which is always kept;"
                     " leave it out"
                 )
+        sources = dict(zip(self.input.key, self.input.key, strict=True))
+        for source, name in zip(self.output.carry, self.carried, strict=True):
+            if sources.setdefault(name, source) != source:
+                yield f"output.carry: two columns of the output would be named {shown(name)!r}"
         if self.reuse_outputs and not self.sampling.is_greedy:
             yield (
                 "reuse_outputs needs greedy sampling (sampling.temperature: 0): a sampled text is"
@@ -202,14 +209,22 @@ class JobSpec(Section):
         return self.task == "generate"
 
     @property
-    def kept_columns(self) -> tuple[str, ...]:
-        """Input columns in the output table, the key first, without duplicates."""
-        return tuple(dict.fromkeys((*self.input.key, *self.output.carry)))
+    def carried(self) -> tuple[str, ...]:
+        """Names in the output of the columns that are carried over."""
+        carry = self.output.carry
+        return tuple(carry.values() if isinstance(carry, dict) else carry)
+
+    @property
+    def kept_columns(self) -> dict[str, str]:
+        """Input columns in the output table, by their names there, the key first."""
+        names = (*self.input.key, *self.carried)
+        return dict(zip(names, (*self.input.key, *self.output.carry), strict=True))
 
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Distinct input columns that the job reads; the partition column only if it is used."""
-        columns = [*self.kept_columns, *self.prompt.columns, *self.planner.estimate_columns]
+        columns = [*self.kept_columns.values(), *self.prompt.columns]
+        columns += self.planner.estimate_columns
         if self.model.adapter_column is not None:
             columns.append(self.model.adapter_column)
         return tuple(dict.fromkeys(columns))

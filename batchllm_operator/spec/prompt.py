@@ -33,9 +33,9 @@ def _check_template(template: str) -> str:
 def template_columns(template: str) -> tuple[str, ...]:
     """Names of the columns in `template`, in order of first use.
 
-    A place is `{column}`; `{{` and `}}` are literal braces. A name is taken whole: `{q.id}` is the
-    column `q.id`, not a field of `q`. Conversions and formats, as in Python's format strings, are
-    refused by a ValueError: a template can only insert data.
+    A place is `{column}`; `{{` and `}}` are literal braces. Names are taken
+    whole: the table says whether `{q.id}` is a column or a field of `q`. Conversions and formats,
+    as in Python's format strings, are refused by a ValueError: a template can only insert data.
     """
     try:
         places = [place for place in Formatter().parse(template) if place[1] is not None]
@@ -117,7 +117,9 @@ class PromptSpec(Section):
     message when `chat_template` is on, else put before the template as it is. A conversation of
     `messages` that begins with a `system` or `developer` message has its own, and keeps it."""
     template: OfPlan[Template | None] = None
-    """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
+    """Text with `{column}` places; `{{` and `}}` are literal braces. `{doc.title}` is a field of a
+    struct, `{tags[0]}` an item of a list, `{sizes[eu]}` a value of a map, unless there is a column
+    of that name; a name with a dot is put in backquotes before a field. Put the columns
     that many rows share first: what comes first can be shared. Text is placed as it is; integers
     and decimals as plain digits, floats by the fewest digits (0.1, 3.0, 1e+20), booleans as `true`
     and `false`, dates and times as in ISO 8601 (in UTC if they have a time zone), lists of these as

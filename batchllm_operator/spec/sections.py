@@ -50,18 +50,35 @@ MAX_LOGPROBS: Final = 20
 """As many as vLLM gives by default."""
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
 Columns = Annotated[tuple[str, ...], _LIST]
+
+
+def _as_carried(value: object) -> object:
+    names = list(value) if isinstance(value, list | tuple | dict) else [value]
+    texts = [*names, *(value.values() if isinstance(value, dict) else ())]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("must be a name, a list of names, or a mapping of names to names")
+    return by_name(value) if isinstance(value, dict) else names
+
+
+Carried = Annotated[
+    tuple[str, ...] | dict[str, str],
+    BeforeValidator(_as_carried, json_schema_input_type=str | tuple[str, ...] | dict[str, str]),
+]
 Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(by_name)]
 
 
-class FilterTerm(Section):
-    """One condition on an input column; all conditions of a spec must hold."""
+class Comparison(Section):
+    """A comparison of an input column with a value."""
 
     column: OfPlan[str]
     """Input column that is compared."""
-    op: OfPlan[Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]] = "=="
-    """Comparison; `in` and `not in` take a list."""
-    value: OfPlan[str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...]]
-    """What the column is compared with. Whole numbers have at most 64 bits."""
+    op: OfPlan[
+        Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in", "is null", "is not null"]
+    ] = "=="
+    """Comparison; `in` and `not in` take a list, `is null` and `is not null` no value."""
+    value: OfPlan[str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...] | None] = None
+    """What the column is compared with. Whole numbers have at most 64 bits. Dates and timestamps
+    are text as in ISO 8601 (in UTC unless they say otherwise), decimals numbers or text."""
 
     @field_validator("value", mode="before")
     @classmethod
@@ -73,8 +90,30 @@ class FilterTerm(Section):
         return value
 
     def _faults(self) -> Iterator[str]:
-        if (self.op in ("in", "not in")) != isinstance(self.value, tuple):
+        if self.op.startswith("is ") != (self.value is None):
+            yield "'is null' and 'is not null' take no value; the other comparisons need one"
+        elif (self.op in ("in", "not in")) != isinstance(self.value, tuple):
             yield "'in' and 'not in' take a list; the other comparisons one value"
+
+
+class FilterTerm(Comparison):
+    """One condition on a row; all conditions of a spec must hold."""
+
+    column: OfPlan[str] = ""
+    """Input column that is compared; required without `any`."""
+    any: OfPlan[tuple[Comparison, ...]] = ()
+    """In place of a comparison: several, of which one must hold."""
+
+    def _faults(self) -> Iterator[str]:
+        if not self.any:
+            yield from super()._faults()
+        if bool(self.any) == bool(self.column) or (self.any and self.value is not None):
+            yield "names either a column, op and value, or any of several comparisons"
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """One of them must hold."""
+        return self.any or (self,)
 
 
 class InputSpec(Section):
@@ -93,6 +132,9 @@ class InputSpec(Section):
     """Column, or list of columns, that identifies a row within the partition."""
     filter: OfPlan[tuple[FilterTerm, ...]] = ()
     """Conditions that a row must meet to take part."""
+    bytes_as_text: OfPlan[bool] = False
+    """Read columns of bytes as text, as Parquet files have it that don't say what it is. A row
+    whose text for the prompt isn't UTF-8 fails."""
 
 
 class ModelSpec(Section):
@@ -221,8 +263,9 @@ class OutputSpec(Section):
     """Folder under whose `_batchllm/` the job keeps plans, parts and reports: a local path
     (relative to the spec file) or `s3://bucket/folder`. Unset: the output table's own folder, where
     readers skip that name. An Iceberg table has no folder of ours, so there it is required."""
-    carry: OfPlan[Columns] = ()
-    """Input columns to carry over into the output, besides the key."""
+    carry: OfPlan[Carried] = ()
+    """Input columns to carry over into the output, besides the key: a list or, for new names, a
+    mapping of each to its name there, such as `{model: source_model}`."""
     add_columns: Neutral[bool] = False
     """Whether columns that the output table lacks are added to it; else they are an error. A
     column that the job no longer writes is null from then on."""

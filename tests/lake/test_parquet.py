@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import os
 import threading
@@ -319,6 +320,27 @@ def test_files_that_differ(
         if isinstance(value, int | str):
             condition = FilterTerm(column=name, value=value)
             assert rows(table, list(expected[0]), [condition]) == expected[-1:]
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.string(), pa.int32()], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [["x"], [2**60 + 1], [True], [["x"]], [{"a": 1}], [datetime.date(2026, 1, 1)]],
+    ids=str,
+)
+def test_a_column_without_values_fits_any_type(
+    folder: Folder, table: LakeTable, kind: pa.DataType, values: list[Any]
+) -> None:
+    """As pandas, for one, writes it: floats, whatever the column holds elsewhere."""
+    for name, column in (("a", pa.nulls(1)), ("b", pa.nulls(2, kind)), ("d", pa.nulls(1, kind))):
+        put(folder, f"ds={DS}/{name}.parquet", pa.table({"x": column}))
+    assert table.snapshot(DS).schema.field("x").type == kind  # no file knows better
+    put(folder, f"ds={DS}/c.parquet", pa.table({"x": values}))
+    assert [row["x"] for row in rows(table, ["x"])] == [None, None, None, *values, None]
+    put(folder, f"ds={DS}/e.parquet", pa.table({"x": pa.array([None, "y"])}))
+    if not isinstance(values[0], str):  # which file has no values isn't forgotten
+        with pytest.raises(TableError, match=r"in .*/c\.parquet, but string in .*/e\.parquet"):
+            table.snapshot(DS)
 
 
 def words(index: pa.DataType | None = None) -> pa.DataType:

@@ -37,7 +37,8 @@ _MOST_STATISTIC_CHARS: Final = 64
 _TYPES: Final = FormatTypes(
     "Delta",
     {kind: kind for kind in (pa.int8(), pa.int16())}
-    | {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()},
+    | {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.float16(): pa.float32()}
+    | dict.fromkeys((pa.uint32(), pa.uint64()), pa.int64()),
     has_fixed_binary=False,
     has_calendar=False,
 )

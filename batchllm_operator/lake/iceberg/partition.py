@@ -90,8 +90,10 @@ class Partition:
         known = {}
         for field in self._schema.fields:
             if field.field_id in bounds and isinstance(field.field_type, PrimitiveType):
-                with suppress(UnicodeDecodeError):  # a text that was cut within a character
-                    known[field.name] = from_bytes(field.field_type, bounds[field.field_id])
+                # A text that was cut within a character; a date that Python doesn't know.
+                with suppress(UnicodeDecodeError, OverflowError):
+                    bound = from_bytes(field.field_type, bounds[field.field_id])
+                    known[field.name] = python_value(field.field_type, bound)
         return known
 
 

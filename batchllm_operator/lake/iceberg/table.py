@@ -19,6 +19,7 @@ from batchllm_operator.lake.iceberg.partition import Partition, partition_names,
 from batchllm_operator.lake.iceberg.read import opened, read_file
 from batchllm_operator.lake.iceberg.replacement import Replacement
 from batchllm_operator.lake.iceberg.schema import ICEBERG, arrow_schema, partition_value
+from batchllm_operator.lake.places import as_text
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.scanning import Scan, reading
 from batchllm_operator.lake.schema import StoredColumns, fit_columns
@@ -117,7 +118,7 @@ class IcebergTable(VersionedTable[Table]):
             )
         # Names may mean other columns in the table's newest schema.
         schema = table.schemas().get(int(known[2]))
-        if schema is None or arrow_schema(schema) != snapshot.schema:
+        if schema is None or as_text(arrow_schema(schema)) != as_text(snapshot.schema):
             raise TableError(f"{where}: its schema is gone from the table's metadata")
         return table, schema
 

@@ -30,10 +30,15 @@ from batchllm_operator.lake.parquet.partitions import (
     hive_values,
     is_visible,
 )
-from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
+from batchllm_operator.lake.parquet_footer import (
+    file_schema,
+    publication_of,
+    read_footer,
+    without_values,
+)
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, check_name
 from batchllm_operator.lake.scanning import reading
-from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas
+from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas, retyped
 from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.lake.table import FolderTable, InputFile, Snapshot
 from batchllm_operator.spec import TableAddress
@@ -77,25 +82,38 @@ class ParquetTable(FolderTable):
         chosen = self._partitions.chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
         last: pa.Schema | None = None
+        kinds: dict[str, pa.DataType] = {}
+        unused: set[str] = set()  # columns that had no value in the files of `last`
         pinned: list[InputFile] = []
         columns = hive_values(next(iter(chosen), ""))  # others aren't in the schema
         pin = partial(self._pin, partition)
-        for schema, file in ahead(chosen.items(), pin, num_threads=_THREADS):
-            if last is None or not schema.equals(last, check_metadata=True):
-                schemas[file.name] = last = schema
+        for schema, file, footer in ahead(chosen.items(), pin, num_threads=_THREADS):
+            if is_new := last is None or not schema.equals(last, check_metadata=True):
+                last, unused = schema, set(schema.names)
+                kinds |= {f.name: f.type for f in schema if not pa.types.is_null(f.type)}
+            if is_new or unused:
+                empty = without_values(footer, unused)
+                if is_new or empty != unused:
+                    nulls = dict.fromkeys(empty, pa.null())  # fits a column of any type
+                    schemas[file.name], unused = retyped(schema, nulls), empty
             values = {n: value for n, value in hive_values(file.name).items() if n in columns}
             pinned.append(replace(file, values=values))
         merged = self._merge(schemas or self._newest_schema(files, partition))
+        unused = {field.name for field in merged if pa.types.is_null(field.type)}
+        merged = retyped(merged, {name: kinds[name] for name in unused & kinds.keys()})
         version = _listing_version(pinned)
         return Snapshot.of(partition, version, pinned, merged, self.partition_column)
 
-    def _pin(self, partition: str, item: tuple[str, Details]) -> tuple[pa.Schema, InputFile]:
-        """A file's columns, and its entry in a snapshot."""
+    def _pin(
+        self, partition: str, item: tuple[str, Details]
+    ) -> tuple[pa.Schema, InputFile, pq.FileMetaData]:
+        """A file's columns, its entry in a snapshot, and its footer."""
         name, size_bytes = item[0], int(item[1]["size"])
         footer, digest = read_footer(self._folder, name, size_bytes)
         version = _etag_version(item[1]) or f"footer-sha256:{digest}"
         with self._reading(partition, name):
-            return file_schema(footer), InputFile(name, size_bytes, footer.num_rows, version)
+            file = InputFile(name, size_bytes, footer.num_rows, version)
+            return file_schema(footer), file, footer
 
     def _newest_schema(self, files: Mapping[str, Details], partition: str) -> dict[str, pa.Schema]:
         """The columns of an absent partition: those of the last readable file."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import pyarrow as pa
@@ -15,6 +17,8 @@ from batchllm_operator.lake import (
     NAME_ONE,
     LakeTable,
     Snapshot,
+    as_text,
+    find_place,
     listed_columns,
     near,
     row_condition,
@@ -89,6 +93,14 @@ def _tell_apart(column: str, values: Sequence[str], own: int | None) -> bool:
     return own is None or unit < own
 
 
+def take_snapshot(spec: JobSpec, table: LakeTable, ds: str) -> Snapshot:
+    """The input's partition, as the spec says that it is read; raises as `LakeTable.snapshot`."""
+    snapshot = table.snapshot(ds)
+    if spec.input.bytes_as_text:
+        return replace(snapshot, schema=as_text(snapshot.schema))
+    return snapshot
+
+
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """Check that the table has every column that the spec names, and needs no other.
 
@@ -101,19 +113,18 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         f"prompt.{spec.prompt.field}": spec.prompt.columns,
         "input.key": spec.input.key,
         "output.carry": spec.output.carry,
-        "input.filter": tuple(term.column for term in spec.input.filter),
+        "input.filter": [each.column for term in spec.input.filter for each in term.comparisons],
         "planner.estimated_output_tokens": spec.planner.estimate_columns,
         "model.adapter_column": tuple(filter(None, [spec.model.adapter_column])),
     }
+    schema, in_prompt = snapshot.schema, f"prompt.{spec.prompt.field}"
     for place, columns in places.items():
         for column in columns:
-            if column not in snapshot.schema.names:
-                owner, inside = re.split(r"[.\[]", column)[0], ""
-                if owner in snapshot.schema.names:
-                    inside = f" (fields inside {owner!r} can't be named)"
+            found = find_place(schema, column)
+            if found is None or (found.steps and place != in_prompt):
                 raise SpecError(
-                    f"{place}: table {table.uri} has no column {column!r}{inside}; it has"
-                    f" {listed_columns(snapshot.schema)}"
+                    f"{place}: table {table.uri} has no column {column!r}"
+                    f"{_hint(column, schema)}; it has {listed_columns(schema)}"
                 )
     check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
     row_condition(table.uri, spec.input.filter, snapshot.schema)
@@ -121,17 +132,33 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     if spec.prompt.messages is not None:
         is_placed, what = has_messages, _MESSAGES
     for place, is_kind, reason in (
-        (f"prompt.{spec.prompt.field}", is_placed, what),
+        (in_prompt, is_placed, what),
         ("model.adapter_column", _is_text, ", not text"),
         ("planner.estimated_output_tokens", pa.types.is_integer, ", not integers"),
     ):
         for column in places[place]:
-            kind = snapshot.schema.field(column).type
-            if not is_kind(kind):
+            found = find_place(schema, column)
+            if (kind := found and found.kind) and not is_kind(kind):
                 raise SpecError(
                     f"{place}: column {column!r} of table {table.uri} holds {kind}{reason}"
                 )
     _check_others(spec, table, snapshot)
+
+
+def _hint(column: str, schema: pa.Schema) -> str:
+    """What the writer of a wrong name may have meant."""
+    owner = re.split(r"[.\[]", column)[0]
+    if owner in schema.names:
+        return (
+            f" ({owner!r} holds {schema.field(owner).type}; values inside columns are for prompts)"
+        )
+    alike = [name for name in schema.names if _folded(name) == _folded(column)]
+    return f" ({alike[0]!a} is written differently from {column!a})" if alike else ""
+
+
+def _folded(name: str) -> str:
+    """Equal for names that look alike or differ by case."""
+    return "".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
 def _is_text(kind: pa.DataType) -> bool:

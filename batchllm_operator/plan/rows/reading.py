@@ -113,11 +113,13 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
 
 def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
     """A new file of keys, carried columns and faults of rows; `schema` is the input's."""
-    return pq.ParquetWriter(path, _rows_schema(spec, schema), compression="zstd")
+    return pq.ParquetWriter(path, rows_schema(spec, schema), compression="zstd")
 
 
-def _rows_schema(spec: JobSpec, schema: pa.Schema) -> pa.Schema:
-    return pa.schema([*map(schema.field, spec.kept_columns), ERROR_FIELD])
+def rows_schema(spec: JobSpec, schema: pa.Schema) -> pa.Schema:
+    """The columns of `open_rows_file`, as the output names them."""
+    kept = (schema.field(source).with_name(name) for name, source in spec.kept_columns.items())
+    return pa.schema([*kept, ERROR_FIELD])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +155,18 @@ def checked(
     UTF-8, or doesn't fit the output table; names its first row.
     """
     for batch in batches:
-        for name in spec.kept_columns:
-            column = batch.column(name)
+        kept = {name: batch.column(source) for name, source in spec.kept_columns.items()}
+        for name, column in kept.items():
             if pa.types.is_dictionary(column.type):
                 column = column.dictionary_decode()  # only values that rows have
             try:
                 column.validate(full=True)  # a gigabyte per second: cheap beside tokenizing
             except pa.ArrowInvalid as error:
+                name = spec.kept_columns[name]
                 raise _refusal(spec, batch, name, first_row, where, error) from error
         if stored is not None:
-            kept = batch.select(list(spec.kept_columns))
-            stored.check(kept, first_row, partial(_describe_key, spec))
+            rows = pa.RecordBatch.from_pydict(kept)
+            stored.check(rows, first_row, partial(_describe_key, spec))
         yield batch
         first_row += batch.num_rows
 
@@ -227,8 +230,8 @@ def _taken(
 
 def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) -> pa.Table:
     faults = pa.array(map(errors.get, range(batch.num_rows)), ERROR_FIELD.type)
-    columns = [*map(batch.column, spec.kept_columns), faults]
-    return pa.Table.from_arrays(columns, schema=_rows_schema(spec, batch.schema))
+    columns = [*map(batch.column, spec.kept_columns.values()), faults]
+    return pa.Table.from_arrays(columns, schema=rows_schema(spec, batch.schema))
 
 
 def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> Int64s | None:
