@@ -23,6 +23,8 @@ AIRFLOW_TESTS := tests/dags/test_dags.py \
 # the provider (tests/tooling/test_environment.py).
 POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py credentials_of_pods.py) \
   tests/operators/jobs/test_pod.py
+# Of planner, lake and spec, with the Python of Debian 13.
+NEWER_TESTS := $(addprefix tests/,answers cost lake plan prefixes prompts storage stored_plan test_cli.py test_spec.py)
 LONG_TESTS := $(addprefix tests/,e2e dags tooling kernels)
 FULL_TESTS := $(addsuffix /full,$(LONG_TESTS)) $(sort $(shell find tests -type d -name full))
 # A process gets whole files, because fixtures are slow. Files keep their order: those with few, long tests come early
@@ -40,13 +42,20 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow docs site dist images test test-all test-rest mutants test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
+.PHONY: help setup setup-light demo airflow docs site dist images test test-all test-rest mutants test-times test-python test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with the CPU builds of torch and vLLM, Airflow and this package
 	@scripts/setup.sh
+
+setup-light: ## Make .venv-light for planner, lake and spec, without an engine and Airflow, in less than a minute
+	$(PYTHON) -m venv .venv-light
+	sed 's/ --hash=.*//' requirements/cpu-py311-linux-x86_64.lock >.venv-light/constraints.txt
+	.venv-light/bin/pip install -q uv
+	.venv-light/bin/uv pip install -q -p .venv-light -c .venv-light/constraints.txt -e '.[plan,s3,delta,iceberg]' \
+	  hypothesis 'moto[server]' mypy 'pyiceberg[sql-sqlite]' pytest pytest-xdist ruff
 
 demo: setup ## Run two jobs for one date on a small lake table: snippets, and a ranking (MODEL=, DS=)
 	@bash scripts/demo.sh
@@ -67,6 +76,9 @@ dist: ## Build sdist and wheel in build/dist, and test the wheel in an environme
 
 images: ## Build the container images, and run a small job in each (IMAGES=, REGISTRY=, BUILDER=, BUILD_ARGS=)
 	@scripts/images.sh
+
+test-python: ## Make dist on Debian 13, whose Python is 3.13, with tests of planner, lake and spec; as root, with debootstrap
+	@scripts/debian13.sh env PYTHON=python3.13 scripts/dist.sh $(NEWER_TESTS)
 
 test: setup ## Run the tests for every change: each promise once, on real parts
 	$(call PYTEST,$(BIN))

@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Build the sdist, and the wheel from it; install the wheel into an environment that has nothing else, and run tests of the sdist
 # there that need neither an engine nor Airflow. All files are in build/dist/.
+#   scripts/dist.sh [TEST...]
 #   PYTHON   interpreter of that environment (python3.11)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3.11}
 out=$PWD/build/dist
+(($#)) || set -- tests/answers tests/prompts tests/shards tests/stored_plan tests/test_cli.py tests/test_damage.py
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 
 rm -rf "$out"
-"${PYTHON:-python3.11}" -m venv "$out/env"
+"$PYTHON" -m venv "$out/env"
 # The versions that all other tests run with.
 sed 's/ --hash=.*//' requirements/cpu-py311-linux-x86_64.lock >"$out/constraints.txt"
 pip() { "$out/env/bin/pip" "$1" -qq --constraint "$out/constraints.txt" "${@:2}"; }
@@ -24,4 +27,4 @@ tar -xf batchllm_operator-*.tar.gz --strip-components=1 --one-top-level=sdist
 rm -r sdist/batchllm_operator sdist/kernels # the wheel's are tested
 pip install "$(echo batchllm_operator-*.whl)[plan,s3,delta,iceberg]" hypothesis "moto[server]" "pyiceberg[sql-sqlite]" pytest pytest-xdist
 cd sdist
-exec "$out/env/bin/pytest" -n 3 --dist loadfile tests/answers tests/prompts tests/shards tests/stored_plan tests/test_cli.py tests/test_damage.py
+exec "$out/env/bin/pytest" -n 3 --dist loadfile "$@"
