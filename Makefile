@@ -13,6 +13,8 @@ COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py chat_template.py vll
   tests/e2e/test_attention_outputs.py tests/e2e/test_classify.py tests/e2e/test_samples.py tests/e2e/test_adapters.py \
   tests/e2e/test_chat.py tests/engine/test_vllm_formats.py tests/e2e/test_structured.py \
   tests/e2e/test_embed.py
+# Of what plugs into vLLM, those that need none of its compiled code: they also run on the newest vLLM's Python sources.
+SOURCES_TESTS := tests/vllm_plugin tests/simulate/test_vllm_scheduling.py
 # Tests that call Airflow itself: its scheduler, triggerer and API server run DAGs, also in pods, with the oldest release
 # and the newest.
 STANDALONE_TESTS := tests/dags/test_standalone.py
@@ -98,9 +100,11 @@ test-times: setup ## Run make test and name the files over their budgets (tests/
 	$(call PYTEST,$(BIN)) -o junit_family=xunit1 --junit-xml=build/test-times.xml
 	$(BIN)/python scripts/test_times.py build/test-times.xml
 
-test-compat: ## Run what touches vLLM with the oldest version that is tested, in .venv-compat
+test-compat: setup ## Run what touches vLLM with the oldest version that is tested, in .venv-compat, and with the newest one's sources
 	@scripts/setup.sh compat
 	$(call PYTEST,.venv-compat/bin) $(COMPAT_TESTS)
+	@scripts/newest_vllm.sh
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/build/newest-vllm $(call PYTEST,$(BIN)) $(SOURCES_TESTS)
 
 test-airflow: ## Run what touches Airflow with 3.1, in .venv-airflow31, and less of it with 3.2, in .venv-airflow32
 	@scripts/setup.sh airflow31

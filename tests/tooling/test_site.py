@@ -187,6 +187,8 @@ def test_the_tested_versions_are_those_of_the_locks() -> None:
         ]
         pins = [re.findall(rf"^{library}==(\S+)", text, re.MULTILINE)[0] for text in texts]
         assert rows[row] == ", ".join(pins)
+    newest = (ROOT / "requirements/newest-vllm.lock").read_text().split("vllm==")[1]
+    assert f"Python sources of {newest.rpartition('.')[0]}." in page
     assert rows["the Helm chart"] == ", ".join(KUBERNETES_VERSIONS)
 
 
