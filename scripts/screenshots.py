@@ -19,6 +19,7 @@ from playwright.sync_api import Page, sync_playwright
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 DAG_ID = "daily_snippets"
 WIDTH, HEIGHT = 1280, 860
+REPORT_HEIGHT = 1040  # down to the bars
 
 
 def take(url: str, user: str, password: str, run_id: str | None) -> None:
@@ -44,6 +45,7 @@ def take(url: str, user: str, password: str, run_id: str | None) -> None:
         page.wait_for_timeout(500)
         page.screenshot(path=IMAGES / "jobs.png")
 
+        page.set_viewport_size({"width": WIDTH, "height": REPORT_HEIGHT})
         page.goto(f"/dags/{DAG_ID}/runs/{run_id}/plugin/batchllm-run")
         # Not the top, with folders of the machine that it is taken on.
         frame.locator("dl.figures").evaluate("each => each.scrollIntoView()")
