@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -85,6 +85,11 @@ def without_values(footer: pq.FileMetaData, names: Collection[str]) -> set[str]:
         return all(s is not None and s.has_null_count and s.null_count == n for s, n in known)
 
     return {name for name in names if name in places and is_null(places[name])}
+
+
+def retyped(schema: pa.Schema, kinds: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The same columns, some of which have other types."""
+    return pa.schema([field.with_type(kinds.get(field.name, field.type)) for field in schema])
 
 
 def published_schema(schema: pa.Schema, publication: Publication) -> pa.Schema:

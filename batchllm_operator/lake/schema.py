@@ -21,10 +21,7 @@ _MOST_DIGITS: Final = 38  # of decimals
 
 @dataclass(frozen=True, slots=True)
 class FormatTypes:
-    """What a table format can hold: microseconds, UTC, dates of 32 bits, decimals of 38 digits.
-
-    Values that don't fit are refused one by one (`StoredColumns`), the types aren't.
-    """
+    """What a table format can hold: microseconds, UTC, dates of 32 bits, decimals of 38 digits."""
 
     format_name: str
     others: Mapping[pa.DataType, pa.DataType]
@@ -148,11 +145,6 @@ def _disagreement(schemas: Mapping[str, pa.Schema], file: str) -> str:
                     f" {file}; write one of them again, with the type of the other"
                 )
     return f"{file} doesn't fit the types of the files before it together; write it again"
-
-
-def retyped(schema: pa.Schema, kinds: Mapping[str, pa.DataType]) -> pa.Schema:
-    """The same columns, some of which have other types."""
-    return pa.schema([field.with_type(kinds.get(field.name, field.type)) for field in schema])
 
 
 def check_names(where: str, columns: Sequence[pa.Field], forbidden: str, place: str = "") -> None:

@@ -108,6 +108,8 @@ class LakeTable(ABC):
         self.uri = uri
         self.partition_column = partition_column
         self.most_file_bytes = most_file_bytes
+        self.outer: dict[str, str] = {}
+        """Values of further partition columns that are read, as text; of an input alone."""
 
     @abstractmethod
     def partitions(self) -> list[str]:

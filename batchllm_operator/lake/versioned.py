@@ -78,7 +78,14 @@ class VersionedTable(LakeTable, Generic[Version]):
                 f"table {self.uri}: there is no such table; check its address, or write the table"
                 " first"
             )
-        return self._pin(version, partition)
+        snapshot = self._pin(version, partition)
+        files = list(snapshot.files)
+        for name, value in self.outer.items():
+            if not all(name in file.values for file in files):
+                raise TableError(f"table {self.uri}: isn't partitioned by the values of {name!r}")
+            files = [file for file in files if str(file.values[name]) == value]
+        column = self.partition_column
+        return Snapshot.of(partition, snapshot.version, files, snapshot.schema, column)
 
     def published(self, partition: str) -> Publication | None:
         return self._published_in(self._latest(), partition)

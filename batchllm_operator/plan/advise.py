@@ -27,12 +27,11 @@ import pyarrow as pa
 from batchllm_operator.amounts import counted
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError
-from batchllm_operator.lake import open_table
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.input_checks import (
     check_columns,
     describe_empty,
-    take_snapshot,
+    open_input,
 )
 from batchllm_operator.plan.rows.reading import tokenize
 from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
@@ -88,8 +87,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = _SAMPLE_ROWS) -> Advice
             f"prompt.{spec.prompt.field}: advice is on the order of columns in prompt.template,"
             " which this job doesn't have"
         )
-    table = open_table(spec.input.uri, spec.input.partition_column)
-    snapshot = take_snapshot(spec, table, ds)
+    table, snapshot = open_input(spec, ds)
     check_columns(spec, table, snapshot)
     tokenizer = load_tokenizer(spec, ds)
     adapters = RowAdapters.of(spec, tokenizer)

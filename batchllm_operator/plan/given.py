@@ -30,7 +30,7 @@ from batchllm_operator.plan.rows.input_checks import (
     check_columns,
     check_lengths,
     describe_empty,
-    take_snapshot,
+    open_input,
     warn_of_control_tokens,
 )
 from batchllm_operator.plan.rows.reading import rows_schema
@@ -129,8 +129,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
         )
     check_partition(ds)
     check_arguments(spec)
-    table = open_table(spec.input.uri, spec.input.partition_column)
-    snapshot = take_snapshot(spec, table, ds)
+    table, snapshot = open_input(spec, ds)
     if not snapshot.files and spec.on_empty == "fail":
         raise EmptyPartitionError(f"{describe_empty(spec, table, snapshot)} (on_empty: fail)")
     check_columns(spec, table, snapshot)

@@ -95,7 +95,7 @@ class Reading:
     def scan(self, part: Part, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The part's rows that pass the filter, in order."""
         spec = self.spec
-        table = _table(spec.input.uri, spec.input.partition_column)
+        table = _table(spec.input.uri, next(iter(spec.input.places(self.ds))))
         return joined(
             batch
             for piece in part.pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     model_serializer,
 )
 
+from batchllm_operator.errors import SpecError
 from batchllm_operator.spec.addresses import ModelPath, StagingUri, TableAddress, TableUri
 from batchllm_operator.spec.fields import (
     MAX_BYTES,
@@ -128,6 +130,12 @@ class InputSpec(Section):
     partition_column: OfPlan[str] = Field(default="ds", min_length=1)
     """Column that `--ds` selects a value of: of Parquet, a Hive-style folder
     (`uri/ds=2026-01-31/...`)."""
+    partition: OfPlan[Annotated[dict[NonEmpty, NonEmpty], AfterValidator(by_name)]] = Field(
+        default_factory=dict
+    )
+    """Where several columns name the input's partitions, what each holds: a text in which Python's
+    `strftime` puts parts of `--ds`, a date or time: `{year: "%Y", month: "%m", day: "%d"}` (`%-m`
+    without zeros), or a constant. `partition_column` is the output's alone then."""
     key: OfPlan[Annotated[Columns, Field(min_length=1), distinct("column")]]
     """Column, or list of columns, that identifies a row within the partition."""
     filter: OfPlan[tuple[FilterTerm, ...]] = ()
@@ -135,6 +143,16 @@ class InputSpec(Section):
     bytes_as_text: OfPlan[bool] = False
     """Read columns of bytes as text, as Parquet files have it that don't say what it is. A row
     whose text for the prompt isn't UTF-8 fails."""
+
+    def places(self, ds: str) -> dict[str, str]:
+        """The columns that name the partition `ds` in the input, with their values."""
+        try:
+            moment = datetime.fromisoformat(ds) if self.partition else None
+        except ValueError as error:
+            raise SpecError(f"input.partition: {ds!r} isn't a date or time, {error}") from error
+        if moment is None:
+            return {self.partition_column: ds}
+        return {column: moment.strftime(form) for column, form in self.partition.items()}
 
 
 class ModelSpec(Section):

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import fake_spec
+from support.fake_job import fake_spec, finish
 from support.lake_tables import LAKES, DeltaLake, IcebergLake, Lake
 
-from batchllm_operator.errors import SpecError, TableError
+from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec
@@ -91,7 +91,8 @@ def test_a_part_of_a_date_is_refused_where_it_lies_in_several_dates(
     write(lake, columns, partitions)
     column = "day" if "day" in columns else columns[-1]
     value = partitions[0][columns.index(column)]
-    with pytest.raises(SpecError, match=rf"{column}={value} in {several}.*set input.filter to \["):
+    advice = "name the columns in input.partition"
+    with pytest.raises(SpecError, match=rf"{column}={value} in {several}.*{advice}"):
         plan_job(spec_of(lake, tmp_path, column), value)
 
 
@@ -119,6 +120,40 @@ def test_a_whole_date_in_several_outer_folders_is_one_partition(
     column = "day" if "day" in columns else "ds"
     plan = plan_job(spec_of(lake, tmp_path, column), "2026-01-31")
     assert plan.manifest.counts.num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "forms", "days"),
+    [
+        (BY_DAY, ("%Y", "%m", "%d"), MONTHS),
+        (("y", "m", "d"), ("%Y", "%-m", "%-d"), [("2026", "3", "31"), ("2026", "1", "31")]),
+        (("ds", "region"), ("%Y-%m-%d", "eu"), [("2026-03-31", "eu"), ("2026-03-31", "us")]),
+    ],
+)
+def test_several_columns_name_a_partition(
+    lake: Lake, tmp_path: Path, columns: Values, forms: Values, days: list[Values]
+) -> None:
+    write(lake, columns, days)
+    spec = spec_of(lake, tmp_path, "ds", partition=dict(zip(columns, forms, strict=True)))
+    finish(plan_job(spec, "2026-03-31"))
+    output = open_table(spec.output.uri, "ds")
+    [batch] = output.scan(output.snapshot("2026-03-31"), ["row_key"])
+    keys = {"/".join(values) for values in days}
+    assert {row["row_key"] for row in batch.to_pylist()} < keys and batch.num_rows == 1
+    with pytest.raises(EmptyPartitionError, match=r"there is no partition .*=2026"):
+        plan_job(spec, "2026-12-31")
+    with pytest.raises(SpecError, match=r"input\.partition: 'monday' isn't a date or time"):
+        plan_job(spec, "monday")
+    missing = spec_of(lake, tmp_path, "ds", partition={columns[0]: forms[0], "absent": "%d"})
+    with pytest.raises(TableError, match=r"isn't partitioned by .*'absent'"):
+        plan_job(missing, "2026-03-31")
+
+
+def test_columns_that_leave_the_year_open_are_refused(lake: Lake, tmp_path: Path) -> None:
+    write(lake, BY_DAY, [*MONTHS, ("2025", "03", "31")])
+    spec = spec_of(lake, tmp_path, "ds", partition={"month": "%m", "day": "%d"})
+    with pytest.raises(SpecError, match="in year '2025', '2026'"):
+        plan_job(spec, "2026-03-31")
 
 
 def test_an_outer_folder_is_a_table_by_itself(lake_uri: str, tmp_path: Path) -> None:

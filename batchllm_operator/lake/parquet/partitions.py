@@ -50,6 +50,8 @@ class Partitions:
     folder: Folder
     """The table's."""
     column: str
+    outer: Mapping[str, str]
+    """Values of other columns that its files have."""
 
     def names(self) -> list[str]:
         """Names of all partitions, ascending."""
@@ -66,9 +68,9 @@ class Partitions:
 
     def folders(self, partition: str) -> list[str]:
         """Those of a partition in the table's folder: names may be escaped in several ways."""
-        return [
-            name for name in self.folder.subfolder_names() if self._is_in(f"{name}/", partition)
-        ]
+        wanted = {self.column: partition, **self.outer}.items()
+        values = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
+        return [name for name, known in values.items() if known and known.items() <= wanted]
 
     def files_near(self, partition: str) -> dict[str, dict[str, Any]]:
         """Files that readers see, by name: the partition's, or all if it has none."""
@@ -114,7 +116,7 @@ class Partitions:
                 )
 
     def _is_in(self, name: str, partition: str) -> bool:
-        return hive_values(name).get(self.column) == partition
+        return hive_values(name).items() >= {self.column: partition, **self.outer}.items()
 
     def _check(self, files: Mapping[str, dict[str, Any]], partition: str) -> None:
         """Refuse the partition's unreadable files, rather than skip them."""

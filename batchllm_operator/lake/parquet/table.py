@@ -34,11 +34,12 @@ from batchllm_operator.lake.parquet_footer import (
     file_schema,
     publication_of,
     read_footer,
+    retyped,
     without_values,
 )
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, check_name
 from batchllm_operator.lake.scanning import reading
-from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas, retyped
+from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schemas
 from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.lake.table import FolderTable, InputFile, Snapshot
 from batchllm_operator.spec import TableAddress
@@ -59,7 +60,7 @@ class ParquetTable(FolderTable):
     def __init__(self, folder: Folder, partition_column: str) -> None:
         super().__init__(folder.uri, partition_column, None)
         self._folder = folder
-        self._partitions = Partitions(folder, partition_column)
+        self._partitions = Partitions(folder, partition_column, self.outer)
 
     def partitions(self) -> list[str]:
         """Read from folder names; a published partition is always at the first level."""
@@ -74,11 +75,12 @@ class ParquetTable(FolderTable):
         files = self._partitions.files_near(partition)
         if not files:
             raise TableError(f"table {self.uri}: holds no Parquet files")
-        if not any(self.partition_column in hive_values(name) for name in files):
-            raise TableError(
-                f"table {self.uri}: isn't partitioned by {self.partition_column!r}: there are no"
-                f" folders named {self.partition_column}=..."
-            )
+        for column in (self.partition_column, *self.outer):
+            if not any(column in hive_values(name) for name in files):
+                raise TableError(
+                    f"table {self.uri}: isn't partitioned by {column!r}: there are no folders named"
+                    f" {column}=..."
+                )
         chosen = self._partitions.chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
         last: pa.Schema | None = None

@@ -21,6 +21,7 @@ from batchllm_operator.lake import (
     find_place,
     listed_columns,
     near,
+    open_table,
     row_condition,
 )
 from batchllm_operator.prompts import has_messages, has_text
@@ -61,21 +62,23 @@ def _check_others(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     if _IS_A_TIME.match(snapshot.partition) and len(snapshot.partition) > 4:  # not a year alone
         return
     filtered = {term.column for term in spec.input.filter}
-    shown, terms = [], []
-    own = _unit(spec.input.partition_column)
-    for column, values in snapshot.others.items():
-        if len(values) > 1 and column not in filtered and _tell_apart(column, values, own):
-            shown.append(f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}")
-            is_number = pa.types.is_integer(snapshot.schema.field(column).type)
-            value = values[-1] if is_number else f'"{values[-1]}"'
-            terms.append(f"{{column: {column}, value: {value}}}")
-    if shown:
+    units = [
+        unit for name in (table.partition_column, *table.outer) if (unit := _unit(name)) is not None
+    ]
+    several = [
+        f"{column} {first_of([*map(repr, values)], _MAX_NAMED)}"
+        for column, values in snapshot.others.items()
+        if len(values) > 1
+        and column not in filtered
+        and _tell_apart(column, values, max(units, default=None))
+    ]
+    if several:
         raise SpecError(
             f"input.partition_column: table {table.uri} has partition"
-            f" {spec.input.partition_column}={snapshot.partition} in {' and '.join(shown)}, which"
-            f" would be read as one; set input.filter to [{', '.join(terms)}], let input.uri name"
-            " an outer folder, or give the table a column that tells them apart, such as"
-            " ds=2026-01-31"
+            f" {table.partition_column}={snapshot.partition} in {' and '.join(several)}, which"
+            " would be read as one; name the columns in input.partition, such as"
+            ' {year: "%Y", month: "%m", day: "%d"}, or in input.filter, let input.uri name an outer'
+            " folder, or give the table a column that tells them apart, such as ds=2026-01-31"
         )
 
 
@@ -93,12 +96,18 @@ def _tell_apart(column: str, values: Sequence[str], own: int | None) -> bool:
     return own is None or unit < own
 
 
-def take_snapshot(spec: JobSpec, table: LakeTable, ds: str) -> Snapshot:
-    """The input's partition, as the spec says that it is read; raises as `LakeTable.snapshot`."""
-    snapshot = table.snapshot(ds)
+def open_input(spec: JobSpec, ds: str) -> tuple[LakeTable, Snapshot]:
+    """The input and its partition, as the spec says that it is read.
+
+    Raises as `open_table` and `LakeTable.snapshot`.
+    """
+    (column, value), *outer = spec.input.places(ds).items()
+    table = open_table(spec.input.uri, column)
+    table.outer.update(outer)
+    snapshot = table.snapshot(value)
     if spec.input.bytes_as_text:
-        return replace(snapshot, schema=as_text(snapshot.schema))
-    return snapshot
+        snapshot = replace(snapshot, schema=as_text(snapshot.schema))
+    return table, snapshot
 
 
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
@@ -195,11 +204,15 @@ def describe_empty(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
             f" (of {snapshot.num_rows})"
         )
     try:
-        names = [] if snapshot.files else table.partitions()
+        names = [] if snapshot.files or table.outer else table.partitions()
     except TableError:  # not partitioned by the column's values
         names = []
     if snapshot.files or snapshot.partition in names:
         return f"{where}, partition {snapshot.partition!r}: has no rows"
+    if table.outer:
+        values = {table.partition_column: snapshot.partition, **table.outer}
+        named = ", ".join(f"{name}={value}" for name, value in values.items())
+        return f"{where}: there is no partition {named}"
     newest = ", ".join(map(repr, names[: -_MAX_NAMED - 1 : -1])) or "none"
     absent = f"{where}: there is no partition {snapshot.partition!r}; the newest are: {newest}"
     return absent + _describe_key(spec, snapshot, names)
