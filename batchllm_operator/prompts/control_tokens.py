@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -21,7 +24,6 @@ from batchllm_operator.prompts.values import NoTextError, TextColumn
 CONTROL_TOKEN: Final = "control_token"
 MARK: Final = "\ufdd0\ufdd1"
 _WITHIN_DATA: Final = MARK[0] + MARK + MARK[1]  # dropping one leaves what the row holds
-_MOST_REPEATS: Final = 1000  # of a counted repetition in Arrow's expressions
 
 Mode = Literal["keep", "text", "reject"]
 
@@ -35,15 +37,21 @@ class Spellings:
         longest_first = sorted(self.tokens, key=lambda token: (-len(token), token))
         self.whole = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         """Finds a token, of several in one place the longest."""
-        most = min(self.longest, _MOST_REPEATS)
-        firsts, lasts = (
-            "".join(sorted({re.escape(t[end]) for t in self.tokens})) for end in (0, -1)
-        )
-        edges = rf"(?s:[{firsts}].{{0,{most}}}\z|\A.{{0,{most}}}[{lasts}])"
-        self.candidates = "|".join([*map(re.escape, (*self.tokens, MARK)), edges])
-        """An expression of Arrow's for texts that `marked` may change."""
+        by_first = groupby((*self.tokens, MARK), itemgetter(0))
+        # Arrow finds those that begin alike twenty times as fast as any of all.
+        self._expressions = ["|".join(map(re.escape, tokens)) for _, tokens in by_first]
+        self._edges = [
+            "|".join(sorted({re.escape(t[end]) for t in self.tokens})) for end in (-1, 0)
+        ]
         self._beginnings = {token[:size] for token in self.tokens for size in range(1, len(token))}
         self._ends = {token[-size:] for token in self.tokens for size in range(1, len(token))}
+
+    def may_change(self, texts: pa.LargeStringArray) -> pa.BooleanArray:
+        """Which texts `marked` may change, of those that aren't within; null for null."""
+        data, most = texts.cast(pa.large_binary()), max(len(t.encode()) for t in self.tokens)
+        edges = (pc.binary_slice(data, 0, most), pc.binary_slice(data, -most))
+        searches = [*((texts, e) for e in self._expressions), *zip(edges, self._edges, strict=True)]
+        return reduce(pc.or_, (pc.match_substring_regex(*search) for search in searches))
 
     def begin_in(self, text: str) -> bool:
         """Whether a token may begin in `text` and go on after it."""
@@ -118,22 +126,30 @@ class ControlTokens:
         spellings = self._all
         if not spellings.tokens:
             return column, set()
-        is_candidate = pc.match_substring_regex(column.texts, spellings.candidates)
+        is_candidate = spellings.may_change(column.texts)
         if within:
             is_short = pc.less(pc.utf8_length(column.texts), spellings.longest)
             is_candidate = pc.or_(is_candidate, is_short)
         chosen = np.flatnonzero(is_candidate.fill_null(False).to_numpy(zero_copy_only=False))
         if not len(chosen):
             return column, set()
-        texts, faults, rows = column.texts.to_pylist(), dict(column.faults), set[int]()
+        texts, faults, rows = column.texts, dict(column.faults), set[int]()
+        changed: dict[int, str | None] = {}
         for row in chosen.tolist():
+            text = texts[row].as_py()
             try:
-                texts[row], spells_token = self._placed(texts[row], spellings, within=within)
+                changed[row], spells_token = self._placed(text, spellings, within=within)
                 rows |= {row} if spells_token else set()
             except NoTextError as fault:
                 rows.add(row)
-                texts[row], faults[row] = None, fault
-        return TextColumn(pa.array(texts, pa.large_string()), faults), rows
+                changed[row], faults[row] = None, fault
+            if changed[row] == text:
+                del changed[row]
+        if changed:
+            is_changed = np.isin(np.arange(len(texts)), list(changed))
+            placed = pa.array(changed.values(), pa.large_string())
+            texts = pc.replace_with_mask(texts, pa.array(is_changed), placed)
+        return TextColumn(texts, faults), rows
 
     def in_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """Messages as they may be rendered, and whether they spell a token; or a NoTextError.

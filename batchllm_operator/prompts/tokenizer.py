@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter, methodcaller
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,24 +80,19 @@ class Tokenizer:
         length = find_length(config, self.files, spec.engine, is_pooled=spec.is_pooled)
         self.max_model_len = choose_length(length, spec.engine.max_model_len, model.path)
         self.max_prompt_len = self.max_model_len - (not spec.is_pooled)  # room for one of output
-        longest = max((len(token.encode(errors="replace")) for token in vocabulary), default=1)
+        encoded = map(methodcaller("encode", errors="replace"), vocabulary)
+        longest = max(map(len, encoded), default=1)
         self.max_prompt_bytes = max(_LEAST_BYTES, self.max_model_len * longest)
         # Here, so that its memory counts as resident before any row is read.
         backend, adds_special = copy_backend(self._tokenizer), self.chat is None
-        self._encoder = PromptEncoder(self._call, backend, where, add_special_tokens=adds_special)
+        # Not a method of this object: each would hold the other, until garbage is searched for.
+        call = partial(_ids_by_call, self._tokenizer, adds_special)
+        self._encoder = PromptEncoder(call, backend, where, add_special_tokens=adds_special)
         self.control_tokens = self._find_control_tokens(prompt)
         if prompt.turns:  # their roles come from the spec, so either all rows fit or none
             sample = self.renderer(prompt).render(sample_chat(prompt))
             for error in sample.errors.values():
                 raise ModelError(f"{where}: prompt.turns: {error}")
-
-    def _call(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids by the tokenizer's own call; a chat template adds its special tokens itself."""
-        # verbose=False: the caller checks the lengths.
-        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        encoded = self._tokenizer(list(texts), add_special_tokens=self.chat is None, **options)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
 
     def _find_control_tokens(self, prompt: PromptSpec) -> ControlTokens:
         """Special tokens, and other markup that the prompt or the chat template writes."""
@@ -216,13 +214,35 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
     if is_fake and spec.engine.extra_args.get("byte_tokens"):
         return Utf8Tokenizer(spec)
     try:
-        return Tokenizer(spec, ds)
+        with _garbage_ignored():
+            return Tokenizer(spec, ds)
     except ModelError as error:
         if not is_fake:
             raise
         raise ModelError(
             f"{error}; for the fake engine, engine.extra_args: {{byte_tokens: true}} needs no model"
         ) from error
+
+
+@contextmanager
+def _garbage_ignored() -> Iterator[None]:
+    """Python doesn't search for garbage meanwhile: a vocabulary is many objects and no garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _ids_by_call(tokenizer: Any, adds_special: bool, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids by the tokenizer's own call; a chat template adds its special tokens itself."""
+    # verbose=False: the caller checks the lengths.
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    encoded = tokenizer(list(texts), add_special_tokens=adds_special, **options)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
 
 
 def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> RowError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -154,6 +155,25 @@ def test_plain_prompts_get_the_models_own_token_ids(model: Path) -> None:
     assert tokenizer.encode(texts).to_lists() == expected
     assert tokenizer.encode(texts[::-1]).to_lists() == expected[::-1]
     assert tokenizer.encode([]).to_lists() == []
+
+
+def test_a_vocabulary_is_not_searched_for_garbage_while_it_is_loaded(
+    model: Path, tmp_path: Path
+) -> None:
+    load_tokenizer(job(model))  # imports
+    phases: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        load_tokenizer(job(model))
+    finally:
+        gc.callbacks.remove(note)
+    assert phases.count("start") <= 1 and gc.isenabled()
+    refused(job(tmp_path))
+    assert gc.isenabled()
 
 
 def test_special_tokens_that_the_model_adds_are_added_once(tmp_path: Path) -> None:
