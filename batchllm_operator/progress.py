@@ -36,7 +36,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._label, self._total, self._unit, self._announce = label, total, unit, announce
-        self._done, self._note = 0, ""
+        self._done = 0
+        self._note: str | Callable[[], str] = ""
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._line_interval_s = LINE_INTERVAL_S if line_interval_s is None else line_interval_s
@@ -58,15 +59,18 @@ class Progress:
         else:
             self._print(self.line())
 
-    def advance(self, count: int, note: str = "") -> None:
-        """Count `count` more as done; `note` (such as tokens/s) is shown after the numbers."""
+    def advance(self, count: int, note: str | Callable[[], str] = "") -> None:
+        """Count `count` more as done; `note` (such as tokens/s) is shown after the numbers.
+
+        One that takes time to make is a function, called when it is shown.
+        """
         self._done += count
         self._note = note or self._note
         if self._bar is not None:
-            self._bar.set_postfix_str(self._note, refresh=False)
+            self._bar.set_postfix_str(self._shown_note(), refresh=False)
             self._bar.update(count)
         elif self._done == self._total:
-            return  # `__exit__` prints the last line
+            self._note = self._shown_note()  # `__exit__` prints the last line
         elif self._clock() - self._last_line_at >= self._line_interval_s:
             self._last_line_at = self._clock()
             self._print(self.line())
@@ -86,14 +90,17 @@ class Progress:
         parts = [f"{self._done}/{self._total} {self._unit} ({percent:.0f} %)"]
         if speed > 0:
             parts.append(f"{speed:,.1f} {self._unit}/s")
-        if self._note:
-            parts.append(self._note)
+        if note := self._shown_note():
+            parts.append(note)
         if self._done < self._total:
             eta = duration((self._total - self._done) / speed) if speed > 0 else "unknown"
             parts.append(f"ETA {eta}")
         else:
             parts.append(f"took {duration(elapsed_s)}")
         return f"{self._label}: {', '.join(parts)}"
+
+    def _shown_note(self) -> str:
+        return self._note if isinstance(self._note, str) else self._note()
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)

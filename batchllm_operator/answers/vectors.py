@@ -78,9 +78,10 @@ class VectorAnswers(AnswerKind):
         return {field.name: outputs[VECTOR_FIELD.name].combine_chunks().cast(field.type)}
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> RowError | None:
-        wrong = [number for number in raw[VECTOR_FIELD.name] if not math.isfinite(number)]
-        if not wrong:
+        vector = raw[VECTOR_FIELD.name]
+        if math.isfinite(sum(vector)):  # 32-bit numbers can't overflow it
             return None
+        wrong = [number for number in vector if not math.isfinite(number)]
         numbers = counted(len(wrong), "number")
         return RowError("not_finite", f"the model's vector has {numbers} such as {wrong[0]}")
 

@@ -231,10 +231,13 @@ class Worker:
         assert self._progress is not None
         for watch in self._watches if output.is_served else ():
             watch.count(output.text or "", output.raw)
-        notes = (watch.note for watch in self._watches)
         others = [other.progress.done for other in self._runs if other is not run]
-        note = run.progress.note([self._finished, *others])
-        self._progress.advance(num_rows, "".join([note, *notes]))
+        others.append(self._finished)
+
+        def note() -> str:
+            return "".join([run.progress.note(others), *(watch.note for watch in self._watches)])
+
+        self._progress.advance(num_rows, note)
         if run.num_failed_rows != num_failed:
             self._check_failures()
         if not run.num_left and not run.is_given_up:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from batchllm_operator.errors import EngineError, SpecError
@@ -139,8 +139,7 @@ class ChainedEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={KEY: {"runahead": part}},
         )
-        prompt = TokensPrompt(prompt_token_ids=tokens)
-        self._engine.add_request(f"runahead-{part}", prompt, params)
+        self._engine.add_request(f"runahead-{part}", tokens_input(tokens), params)
 
 
 def time_prefill(
@@ -165,7 +164,7 @@ def time_prefill(
             engine.reset_prefix_cache()
             for end in filter(None, (before, before + chunk)):
                 began = time.perf_counter()
-                engine.add_request("timed", TokensPrompt(prompt_token_ids=tokens[:end]), params)
+                engine.add_request("timed", tokens_input(tokens[:end]), params)
                 while engine.has_unfinished_requests():
                     engine.step()
             times.append(time.perf_counter() - began)

@@ -60,11 +60,12 @@ class Counts(Frozen):
     @classmethod
     def total(cls, counts: Iterable[Counts]) -> Counts:
         counts = list(counts)
-        sums = {name: sum(getattr(count, name) for count in counts) for name in Counts.model_fields}
+        sums = {name: sum(getattr(count, name) for count in counts) for name in _NAMES}
         return Counts(**sums | {"engine_s": round(sums["engine_s"], 3)})
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts.total([self, other])
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _NAMES}
+        return Counts(**sums | {"engine_s": round(sums["engine_s"], 3)})
 
     @property
     def num_computed_tokens(self) -> int:
@@ -99,6 +100,7 @@ class Counts(Frozen):
         return self.num_rows / self.engine_s if self.engine_s else None
 
 
+_NAMES: Final = tuple(Counts.model_fields)
 NOTHING: Final = Counts.total(())
 
 

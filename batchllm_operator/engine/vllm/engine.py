@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import EngineArgs, LLMEngine
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.usage.usage_lib import UsageContext
 
 from batchllm_operator.engine.protocol import (
@@ -181,7 +181,7 @@ class VLLMEngine:
 
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
-        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        prompt = tokens_input(request.prompt_token_ids)
         params = self._answers.params_of(request, hint=self._scheduler is not None)
         try:
             name = self.llm_engine.add_request(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import vllm
 from vllm import PoolingParams, SamplingParams
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 
 from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
@@ -109,8 +109,7 @@ def measure_device(
         while rest:
             length = min(prompt_tokens, rest)
             tokens = generator.integers(0, vocabulary, length).tolist()
-            prompt = TokensPrompt(prompt_token_ids=tokens)
-            engine.add_request(f"profile-{next(names)}", prompt, params)
+            engine.add_request(f"profile-{next(names)}", tokens_input(tokens), params)
             rest -= length
         started_at = time.perf_counter()
         while engine.has_unfinished_requests():

@@ -163,7 +163,10 @@ class BatchLLMScheduler(AsyncScheduler):
         now.budget, most = now.prefill_budget, self.scheduler_config.long_prefill_token_threshold
         for request in self._prefilling.values():
             now.prefill(request, request.num_tokens - request.num_computed_tokens, most)
-        adapters = {other.lora_request.lora_int_id for other in self.running if other.lora_request}
+        adapters = set[int]()
+        if self.lora_config is not None:
+            requests = (other.lora_request for other in self.running)
+            adapters = {request.lora_int_id for request in requests if request is not None}
         num_slots = self.max_num_running_reqs - len(self.running)
         while self.waiting and len(admitted) < num_slots and now.budget > 0:
             request = self.waiting.peek_request()
