@@ -19,10 +19,13 @@ ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="batchllm-spark" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0"
+# spark-submit and Hadoop ask for the user's name and home, and end without them.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends -y openjdk-17-jre-headless procps tini \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 batchllm \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin batchllm
 ENV SPARK_HOME=/usr/local/lib/python3.11/site-packages/pyspark
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,from=spark,source=/opt,target=/from \

@@ -80,6 +80,13 @@ def test_the_last_stage_isnt_roots(name: str) -> None:
     assert user == ("airflow" if name == "airflow.Dockerfile" else "10001:10001")
 
 
+@pytest.mark.parametrize("name", [name for name in DOCKERFILES if name != "airflow.Dockerfile"])
+def test_the_user_has_a_name_and_a_home_that_pods_can_write(name: str) -> None:
+    """Else spark-submit ends, which looks for the home of a user without one at `?`."""
+    commands = " ".join(parse(name)[1][-1].arguments("RUN"))
+    assert "useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp" in commands
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_wheel_comes_from_a_stage_of_its_own(name: str) -> None:
     wheel, *_, last = parse(name)[1]
