@@ -429,6 +429,8 @@ def test_a_commit_that_was_never_answered_keeps_its_files(
         late[1][0](*late[1][1])
     publish(table, numbers(1), replaces=of_plan("p0"))
     assert values(table) == [1]
+    for _, (catalog, *_) in late:  # closed since; the late commits have opened them again
+        catalog.close()
 
 
 def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
