@@ -129,7 +129,7 @@ class ShardQueue:
 
     def next_shard(self) -> int | None:
         """The shard that `take` would claim; looks at the lake."""
-        self._look()
+        self.look()
         open_idxs = set(range(len(self._work))) - self._finished.keys() - self._mine.keys()
         first = open_idxs & self._first
         if first and (shard_idx := self._next_of(sorted(first))) is not None:
@@ -221,7 +221,7 @@ class ShardQueue:
         self._last = claim, self._clock() - claim.at
         self._num_ended += 1
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Read the latest attempts of shards that may have changed."""
         idxs = sorted(set(self._plan.begun_shards()) - self._finished.keys() - self._mine.keys())
         for idx, seen in zip(idxs, ahead(idxs, self._read, num_threads=_NUM_THREADS), strict=True):

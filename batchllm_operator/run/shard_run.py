@@ -180,11 +180,8 @@ class ShardRun:
         )
 
     def end(self, error: BaseException | None = None, unread: Sequence[EngineOutput] = ()) -> None:
-        """Keep what is finished, and show the last state; `error` has ended the attempt.
-
-        Args:
-            unread: outputs of any shards, the first perhaps one that `take` has had.
-        """
+        """Keep what is finished, and show the last state; `error` has ended the attempt. Outputs
+        that are `unread` may be other shards', or one that `take` has had."""
         with self._context:
             try:
                 if error is not None and not isinstance(error, FencedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.amounts import counted
@@ -157,6 +157,9 @@ class Worker:
 
     def _kept(self, error: BaseException) -> str | None:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
+        if isinstance(error, KeyboardInterrupt):
+            with suppress(BatchLLMError, OSError):
+                self._shards.look()  # others have gone on
         num_kept = sum(run.progress.done.num_rows for run in self._runs)
         num_kept += sum(done.num_rows for done in self._shards.elsewhere().values())
         num_rows = sum(shard.num_rows for shard in self._plan.manifest.shards)

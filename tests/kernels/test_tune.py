@@ -255,6 +255,8 @@ def test_the_gate_from_times_is_closed_where_sharing_fails(
     config = tune_gate(CONFIG, FakeBench("gate", fails=fails), raw)
     assert config.gate.min_prefix_tokens == {16: 4096}
     assert len(raw["gate"]) == 34 and "left out, OutOfResources" in capsys.readouterr().err
+    with pytest.raises(TuningError, match="no timing worked; the first failed with OutOfResources"):
+        tune_gate(CONFIG, FakeBench("gate", fails=lambda *_: True), raw)
 
 
 @pytest.fixture

@@ -231,6 +231,8 @@ def test_what_delta_rs_cannot_write_plan_refuses_with_the_error_of_commit(
     [
         ("write.parquet.compression-codec", "nonsense"),
         ("write.parquet.compression-codec", "lzo"),
+        ("write.parquet.row-group-limit", "0"),
+        ("write.parquet.row-group-limit", "-1"),
         ("write.metadata.metrics.default", "bogus"),
         ("write.parquet.page-size-bytes", "many"),
         ("write.parquet.bloom-filter-enabled.column.n", None),

@@ -135,6 +135,8 @@ def test_a_day_on_which_all_is_known_needs_no_shard(tmp_path: Path) -> None:
     run_and_commit(spec)
     plan = plan_job(spec, NEXT)
     assert plan.manifest.shards == ()
+    said = format_plan(plan.manifest, "x")
+    assert "nothing is left to generate" in said and "tokens saved" not in said
     assert run_worker(plan).shards == verify_worker(plan.folder.uri).shards == {}
     report = commit_run(plan.folder.uri)
     assert (report.num_rows_out, report.plan.num_reused_rows) == (30, 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -454,6 +455,21 @@ def test_a_shard_that_is_left_again_comes_back_once_the_engine_has_ended_its_req
         clock.s += pause_s
     assert sorted(worker.reports) == [0, 1]
     assert queue.num_left == 0
+
+
+def test_a_stopped_worker_counts_what_others_have_finished_since_its_last_look(
+    lake_uri: str,
+) -> None:
+    plan = plan_one_shard(lake_uri, planner={"num_shards": 2})
+
+    def stop_after_the_other() -> None:
+        run_only(plan, 1)
+        raise Interrupted(signal.SIGINT)
+
+    with pytest.raises(Interrupted) as caught:
+        run_worker(plan, 0, 2, start=Engines(3, stop_after_the_other))
+    kept = plan.shard(1).num_rows + 3
+    assert caught.value.__notes__[0].startswith(f"{kept} of the plan's 30 rows are finished")
 
 
 def test_a_run_ends_at_its_next_claim_once_its_plan_is_gone(plan: StoredPlan) -> None:

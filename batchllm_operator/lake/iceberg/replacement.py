@@ -118,7 +118,10 @@ class Replacement(Change[Table]):
 
     def rehearse(self) -> None:
         """Refuse properties of the table that pyiceberg or Arrow refuses."""
+        most_rows = self.staging.most_group_rows
         with iceberg_errors(self._uri):
+            if most_rows is not None and most_rows < 1:
+                raise ValueError(f"{TableProperties.PARQUET_ROW_GROUP_LIMIT} is {most_rows}")
             self._table.location_provider()
             compute_statistics_plan(self._metadata.schema(), self._metadata.properties)
             try:

@@ -72,6 +72,7 @@ class Bench:
     checked: Workload = CHECKED
     _rng: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     _batches: dict[str, PagedBatch] = field(default_factory=dict)
+    first_failure: str | None = None  # of `times`
 
     def error(self, config: ArchConfig) -> float:
         """‖out - reference‖ / ‖reference‖ in bfloat16, on new data at each call.
@@ -114,7 +115,9 @@ class Bench:
                 return None
             return {load.name: self.time(config, load, milliseconds) for load in workloads}
         except TritonError as error:
-            _say(f"left out, {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            self.first_failure = self.first_failure or reason
+            _say(f"left out, {reason}")
             return None
 
     def _prepared(
@@ -223,7 +226,11 @@ def fastest(
 
 
 def tune_gate(config: ArchConfig, bench: Bench, raw: dict[str, Any]) -> ArchConfig:
-    """The settings with the gate's least lengths at which sharing is faster and doesn't fail."""
+    """The settings with the gate's least lengths at which sharing is faster and doesn't fail.
+
+    Raises:
+        TuningError: nothing could be timed with and without sharing.
+    """
     member_tokens = config.gate.max_member_tokens
     gates = (Gate({2: 1}, member_tokens), Gate({}, member_tokens))
     timings: dict[tuple[int, int], tuple[float, float]] = {}
@@ -237,6 +244,8 @@ def tune_gate(config: ArchConfig, bench: Bench, raw: dict[str, Any]) -> ArchConf
         if all(both):
             pair = {"shared_ms": shared_ms, "apart_ms": apart_ms}
             raw["gate"].append({"degree": degree, "prefix": prefix, **pair})
+    if not raw["gate"]:
+        raise TuningError(f"gate: no timing worked; the first failed with {bench.first_failure}")
     gate = Gate(gate_table(timings), member_tokens)
     _say(f"{config.arch}: {gate}")
     return replace(config, gate=gate)
