@@ -517,7 +517,12 @@ def test_a_table_closes_its_catalog_when_it_goes(
     """Python 3.13 warns of connections to SQLite that are still open."""
     closed: list[str] = []
     close = SqlCatalog.close
-    monkeypatch.setattr(SqlCatalog, "close", lambda self: closed.append(self.name) or close(self))
+
+    def noted(catalog: SqlCatalog) -> None:
+        closed.append(catalog.name)
+        close(catalog)
+
+    monkeypatch.setattr(SqlCatalog, "close", noted)
     table = open_lake(lake)
     assert closed == []
     del table
