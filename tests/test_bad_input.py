@@ -106,15 +106,6 @@ def assert_refused(outcome: Any, code: int, *words: str) -> None:
         assert word in errors[0]
 
 
-def listing(folder: Path) -> dict[str, bytes]:
-    """All files below, with their content."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 # The spec, its table and its columns
 
 
@@ -180,28 +171,12 @@ def test_a_plan_in_a_storage_that_does_not_work(job: Job, uri: str, command: str
     assert_refused(job.batchllm(command, "--plan", uri), 2, uri, "write ", "s3://")
 
 
-def test_output_over_the_input(job: Job) -> None:
-    job.write_spec(output={"uri": "./out/../in/"})
-    before = listing(job.folder / "in")
-    assert_refused(job.plan(), 2, "output.uri", str(job.folder / "in"))
-    assert listing(job.folder / "in") == before
-
-
 @pytest.mark.parametrize("layout", [f"ds={DS}", f"region=eu/ds={DS}"])
 def test_outputs_inside_the_input_are_refused(job: Job, layout: str) -> None:
     shutil.copytree(job.folder / "in" / f"ds={DS}", job.folder / "lake" / layout)
     job.write_spec(input={"uri": "lake"}, output={"uri": "lake/out"})
     outcome = job.plan()
     assert_refused(outcome, 2, "output.uri", str(job.folder / "lake"))
-
-
-def test_an_output_partition_of_somebody_else(job: Job) -> None:
-    """Told before any GPU work, not at the commit."""
-    theirs = job.out / f"ds={DS}" / "part-0.parquet"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_bytes(b"theirs")
-    assert_refused(job.plan(), 2, str(theirs.parent), "part-0.parquet")
-    assert listing(job.out) == {f"ds={DS}/part-0.parquet": b"theirs"}
 
 
 def test_a_refused_command_writes_no_result(job: Job) -> None:
@@ -330,12 +305,6 @@ def test_a_carried_column_that_is_not_utf8(job: Job, column: pa.Array) -> None:
     assert not job.out.exists()
 
 
-@pytest.mark.parametrize("column", [BROKEN, BROKEN.dictionary_encode()], ids=["plain", "dict"])
-def test_a_key_that_is_not_utf8(job: Job, column: pa.Array) -> None:
-    job.write_table(pa.table({"id": column, "doc": ["x", "y"], "q": ["?", "?"]}))
-    job.refuse(str(job.folder / "in"), DS, "'id'", "row 1 ", "b'\\xff\\xfe'")
-
-
 @pytest.mark.parametrize("key", [None, b"\xff"])
 def test_rows_of_a_filter_are_counted_without_the_others(job: Job, key: bytes | None) -> None:
     ids = pa.array([b"a", b"b", key, b"c"]).view(pa.string())
@@ -365,13 +334,6 @@ def test_a_file_where_a_folder_is_to_be(job: Job, field: str, place: str, file: 
     assert_refused(job.plan(), 2, f"output.{field}: {path} isn't a folder")
 
 
-def test_a_plan_that_is_not_there(job: Job) -> None:
-    plan = job.folder / "no-plan"
-    for command in ("run", "commit", "report"):
-        assert_refused(job.batchllm(command, "--plan", plan), 2, str(plan), "manifest.json")
-    assert not job.out.exists()
-
-
 # Rows that fail in the engine
 
 
@@ -381,26 +343,6 @@ def test_a_row_that_kills_the_engine_costs_only_itself(job: Job) -> None:
     job.finish()
     failed = [row["id"] for row in job.published() if row["error"] is not None]
     assert failed == ["k3", "k8"]
-
-
-def bad_rows_of_ten(job: Job, num_bad: int) -> None:
-    job.write_rows(*(f"row {idx}{'#' if idx < num_bad else ''}" for idx in range(10)))
-
-
-def test_a_raised_limit_publishes_without_generating_again(job: Job) -> None:
-    bad_rows_of_ten(job, 6)
-    args = {"extra_args": {"error_token_id": ord("#")}}
-    job.write_spec(engine=args)
-    plan = job.planned()
-    outcome = job.batchllm("run", "--plan", plan, "--worker", 0, "--num-workers", 1)
-    assert_refused(outcome, 4, "rows are finished and kept")
-    job.write_spec(engine=args, max_failed_fraction=0.6)
-    assert job.planned() == plan
-    job.run_all(plan)
-    job.write_spec(engine=args, max_failed_fraction=0.6)
-    assert job.planned() == plan
-    assert job.commit(plan).code == 0
-    assert sum(row["error"] is not None for row in job.published()) == 6
 
 
 def test_no_row_that_can_be_prompted(job: Job) -> None:

@@ -499,17 +499,6 @@ SPARK_SETTINGS = {
 }
 
 
-def test_a_secret_in_a_file_is_not_in_the_traceback(tmp_path: Path) -> None:
-    """Airflow logs the whole chain of causes."""
-    data = changed(engine__extra_args={"hf_token": "swordfish"}, sampling__max_tokens="swordfish")
-    with pytest.raises(SpecError) as caught:
-        load_spec(write(tmp_path, yaml.safe_dump(data)))
-    error: BaseException | None = caught.value
-    while error is not None:
-        assert "swordfish" not in str(error)
-        error = error.__cause__ or error.__context__
-
-
 @pytest.mark.parametrize(
     ("where", "value"),
     [

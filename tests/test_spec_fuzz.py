@@ -240,6 +240,7 @@ def test_patterns_take_no_time_for_long_texts() -> None:
         f"planner: {{memory_budget_bytes: 3{CANARY}}}",
         f"planner: {{memory_budget_bytes: {CANARY}}}",
         f"model: !x {CANARY}",
+        f"engine: {{extra_args: {{hf_token: {CANARY}}}}}\nsampling: {{max_tokens: {CANARY}}}",
     ],
 )
 def test_no_value_of_a_broken_file_is_repeated(job_file: Path, text: str) -> None:

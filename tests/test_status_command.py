@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from conftest import Batchllm
-from support.fake_job import DS, job_fields
 from support.shard_progress import counts
 from support.staged_job import Engines, plan_one_shard
 
@@ -275,21 +274,6 @@ def test_the_result_names_workers() -> None:
         "age_s": 2.0,
         "gpu_s": 75.0,
     }
-
-
-def test_the_newest_plan_of_a_job_is_found(batchllm: Batchllm, tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text(json.dumps(job_fields(str(tmp_path), planner={"num_shards": 1})))
-    assert batchllm("status", "--job", file, "--ds", DS).code == ExitCode.INVALID
-    plans = [plan_one_shard(str(tmp_path), name="job")]
-    plans += [plan_one_shard(str(tmp_path), sampling={"max_tokens": each}) for each in (9, 10)]
-    for again in (plans[2], plans[0]):  # planned once more, it is the newest
-        again.note_turn()
-        result = tmp_path / "result.json"
-        done = batchllm("status", "--job", file, "--ds", DS, "--result", result)
-        assert done.code == ExitCode.OK
-        assert json.loads(result.read_text())["plan_id"] == again.manifest.plan_id
-    assert batchllm("status", "--job", file).code == 2
 
 
 def test_wrong_arguments(batchllm: Batchllm, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchllm_operator.errors import SpecError, TableError
+from batchllm_operator.errors import TableError
 from batchllm_operator.lake import ParquetTable, open_table
 from batchllm_operator.storage import Folder
 
@@ -24,12 +24,6 @@ def test_an_iceberg_folder_needs_its_catalog(lake_uri: str) -> None:
     Folder.open(f"{lake_uri}/table/metadata").write_bytes("00001-x.metadata.json", b"{}")
     with pytest.raises(TableError, match="iceberg://CATALOG"):
         open_table(f"{lake_uri}/table", "ds")
-
-
-@pytest.mark.parametrize("uri", ["iceberg://", "iceberg://catalog/table", "delta+"])
-def test_what_is_no_address(uri: str) -> None:
-    with pytest.raises(SpecError, match="write "):
-        open_table(uri, "ds")
 
 
 WITHOUT = """

@@ -33,27 +33,6 @@ def groups_of(plan: StoredPlan) -> list[tuple[int, list[str]]]:
     return [groups[group_id] for group_id in sorted(groups)]
 
 
-def test_empty_prompts_are_rejected_row_by_row(tmp_path: Path) -> None:
-    planned = plan(tmp_path, ["", "a", "", "ab"], max_failed_fraction=1.0)
-    assert planned.manifest.counts.num_rejected_rows == 2
-    errors = pq.read_table(planned.folder.full_path("rows.parquet"))["error"].to_pylist()
-    assert [error is None for error in errors] == [False, True, False, True]
-    nothing = plan(tmp_path, ["", ""], max_failed_fraction=1.0)
-    assert nothing.manifest.counts.num_requests == 0
-    assert nothing.manifest.shards == ()
-
-
-def test_a_prompt_that_goes_on_from_another(tmp_path: Path) -> None:
-    prompts = ["once upon a time" + " there was" * n for n in range(6)]
-    planned = plan(tmp_path, prompts, planner={"num_shards": 1})
-    counts = planned.manifest.counts
-    cached = sum(len(prompt) // 16 * 16 for prompt in prompts[:-1])
-    assert counts.num_optimal_tokens == counts.num_logical_tokens - cached
-    assert sorted(p for _, members in groups_of(planned) for p in members) == prompts
-    for cut, members in groups_of(planned):
-        assert len({member[:cut] for member in members}) == 1
-
-
 def test_a_prompt_of_a_million_tokens(tmp_path: Path) -> None:
     long = "".join(chr(97 + n * n % 26) for n in range(1_000_000))
     prompts = [long + "x", "short", long + "y", long[:500_000]]

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, expected_prompt, fake_spec, planned, write_table
+from support.fake_job import DS, document_rows, fake_spec, planned, write_table
 
 from batchllm_operator.errors import FailedRowsError, StorageError
 from batchllm_operator.lake import ParquetTable
@@ -41,19 +41,6 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     before = contents(tmp_path / "out")
     assert plan_job(fake_spec(tmp_path), DS).folder == first.folder
     assert contents(tmp_path / "out") == before
-
-
-def test_every_row_is_in_one_request_with_its_own_prompt(tmp_path: Path) -> None:
-    rows = document_rows()
-    plan = planned(tmp_path, rows)
-    all_requests = requests(plan)
-    assert sorted(row_idx for r in all_requests for row_idx in r["row_idxs"]) == list(
-        range(len(rows))
-    )
-    for request in all_requests:
-        for row_idx in request["row_idxs"]:
-            assert bytes(request["prompt_token_ids"]).decode() == expected_prompt(rows[row_idx])
-    assert [request["request_idx"] for request in all_requests] == list(range(len(all_requests)))
 
 
 def test_the_order_of_rows_changes_neither_groups_nor_saving(tmp_path: Path) -> None:

@@ -17,12 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, finish, write_table
-from support.levels import examples
 
-from batchllm_operator.errors import BatchLLMError, PlanError
+from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.shards.reports import COMMITTED_FILE
@@ -176,26 +173,6 @@ def test_a_damaged_file_of_an_earlier_day_costs_only_its_use(
             assert is_sealed
         finally:
             job.restore()
-
-
-@given(data=st.data())
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_in_the_place_of_a_shard(job: Job, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(FILES))
-    whole = job.second.folder.read_bytes(name)
-    start = data.draw(st.integers(0, len(whole) - 1))
-    end = data.draw(st.integers(start, min(len(whole), start + 8)))
-    content = whole[:start] + data.draw(st.binary(max_size=8)) + whole[end:]
-    job.second.folder.write_bytes(name, content)
-    try:
-        if content != whole:
-            with pytest.raises(PlanError, match=name), job.second.open_file(name):
-                pass
-        seal(job.second, name)
-        with suppress(BatchLLMError):
-            job.go_on()
-    finally:
-        job.restore()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -546,16 +546,6 @@ def test_verify_counts_the_owners_shards(plan: StoredPlan) -> None:
     found = verify_worker(plan.folder.uri, 1, 2, owner="b")
     assert found.shards == report.shards
     assert set(verify_worker(plan.folder.uri, 0, 2, owner="a").shards) == finished
-
-
-def test_all_workers_stopped_and_others_started_with_another_number(plan: StoredPlan) -> None:
-    for at in (3, 9, 14):
-        with suppress(EngineError):
-            run_worker(plan.folder.uri, 1, 3, start=Engines(at=at, act=_fail))
-    for worker in range(5):
-        run_worker(plan.folder.uri, worker, 5)
-    commit_run(plan.folder.uri)
-    check_published(plan)
 
 
 @pytest.mark.parametrize(("worker", "num_workers"), [(-1, 2), (0, 0)])

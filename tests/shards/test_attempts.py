@@ -193,13 +193,6 @@ def test_a_report_is_that_of_the_latest_attempt(
     assert verify_worker(plan.folder.uri) == report
 
 
-def test_a_finished_shard_is_not_claimed(plan: StoredPlan) -> None:
-    run_worker(plan)
-    before = shard_files(plan)
-    run_worker(plan)
-    assert shard_files(plan) == before
-
-
 def test_processes_side_by_side(
     plan_of_slow_requests: StoredPlan, commands: ForkServer, tmp_path: Path
 ) -> None:

@@ -110,11 +110,6 @@ class EngineSteps:
             request.structured_output_request.grammar = grammar  # type: ignore[assignment]
         self.scheduler.add_request(request)
 
-    def add_raw(self, request_id: str, prompt: list[int], extra_args: dict[str, Any]) -> None:
-        """A request with any `extra_args`."""
-        params = SamplingParams(max_tokens=1, extra_args=extra_args)
-        self.scheduler.add_request(make_request(request_id, prompt, params, self._hasher))
-
     def add_alone(self, num: int, distinct: int, output: int, **options: Any) -> None:
         """Requests that share nothing."""
         for group_id in range(num):

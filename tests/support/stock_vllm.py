@@ -80,14 +80,6 @@ def classify(model: str, prompts: list[str]) -> list[Any]:
     ]
 
 
-def first_logprobs(model: str, prompts: list[str]) -> list[dict[str, float]]:
-    """The whole vocabulary's log-probabilities after each text, by token id."""
-    llm = start(model, max_logprobs=-1)
-    outputs = llm.generate(prompts, greedy(max_tokens=1, logprobs=-1), use_tqdm=False)
-    firsts = [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
-    return [{str(token): each.logprob for token, each in first.items()} for first in firsts]
-
-
 def answers(model: str, jobs: list[dict[str, Any]]) -> list[Any]:
     """For each prompt of each job, its completions as [text, places].
 

@@ -6,25 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.benchmark_modules import ROOT, load
 from support.demo_job import wait_until
-
-from batchllm_operator.prefixes import TokenTable
 
 agreement = load("end_to_end.agreement")
 engine_run = load("end_to_end.engine_run")
 main = load("end_to_end.__main__")
-requests = load("end_to_end.requests")
 step_log = load("end_to_end.step_log")
 targets = load("end_to_end.targets")
 
@@ -65,21 +58,6 @@ class Scheduler:
         return "updated"
 
 
-def test_the_log_leaves_out_what_was_before_it_and_empty_steps() -> None:
-    scheduler = Scheduler([7, 5, 0, 1])
-    log = step_log.StepLog(scheduler)
-    scheduler.schedule("as vLLM may")
-    log.start()
-    for _ in range(3):
-        assert scheduler.update_from_output(scheduler.schedule(), None) == "updated"
-    found = log.stop()
-    assert found.num_tokens.tolist() == [5, 1]
-    assert found.num_waiting.tolist() == [1, 1]
-    assert found.num_preempted.tolist() == [2, 0]
-    assert found.kv_usage.tolist() == [0.5, 0.5]
-    assert found.end_s >= found.done_s[1] >= found.begin_s[1] >= found.done_s[0] >= 0
-
-
 def test_a_step_is_done_when_its_tokens_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asynchronous scheduling puts the next step together while one runs."""
     clock = iter(range(100))
@@ -98,36 +76,6 @@ def test_a_step_is_done_when_its_tokens_are_back(monkeypatch: pytest.MonkeyPatch
     assert found.begin_s.tolist() == [1, 2, 4]
     assert found.done_s.tolist() == [3, 5, 6]
     assert found.end_s == 7
-
-
-PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=20).map(
-    lambda pairs: TokenTable.from_lists(
-        [[document + 1] * 40 + [10 + idx] * own for idx, (document, own) in enumerate(pairs)]
-    )
-)
-
-
-@given(PROMPTS, st.sampled_from(["as_given", "sorted", "plan"]))
-def test_each_order_has_every_prompt_once(prompts: TokenTable, order: str) -> None:
-    planned = requests.make_requests(prompts, order, 7, 16)
-    idxs = [request.request_idx for request in planned.requests]
-    assert sorted(idxs) == list(range(len(prompts)))
-    for request in planned.requests:
-        assert request.prompt_token_ids == prompts.prompt(request.request_idx).tolist()
-        assert request.num_output_tokens == 7
-    if order == "as_given":
-        assert idxs == list(range(len(prompts)))
-    if order == "sorted":
-        given_tokens = [request.prompt_token_ids for request in planned.requests]
-        assert given_tokens == sorted(given_tokens)
-    if order == "plan":
-        for _, members in groupby(planned.requests, key=attrgetter("group_id")):
-            group = list(members)
-            assert {request.group_size for request in group} == {len(group)}
-            shared = group[0].num_prefix_tokens
-            assert len({tuple(request.prompt_token_ids[:shared]) for request in group}) == 1
-    assert planned.num_prompt_tokens == prompts.num_tokens
-    assert planned.num_output_tokens == 7 * len(prompts)
 
 
 def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, Any]:
@@ -149,21 +97,6 @@ def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, A
 
 
 OTHER = "chunk_4096_seqs_512"
-
-
-def test_the_most_telling_engines_run_first_and_what_is_missing_is_named() -> None:
-    options = "--policies batchllm_graphs stock_sorted --workloads case_1 case_2 --repetitions 2"
-    wanted = main.wanted_runs(main.parse_args(["--out", "x", *options.split()]))
-    engines = [("stock_sorted", "default"), ("stock_sorted", OTHER), ("batchllm_graphs", "default")]
-    runs = [("case_1", 0), ("case_2", 0), ("case_1", 1), ("case_2", 1)]
-    assert wanted == [(*engine, *run) for engine in engines for run in runs]
-    names = ("policy", "settings", "workload", "repetition")
-    measured = [dict(zip(names, run, strict=True)) for run in wanted[:5]]
-    failed = {"batchllm_graphs default": "exit code 1"}
-    assert main.missing_runs(wanted, measured, failed) == {
-        f"stock_sorted {OTHER}": {"reason": "no time was left", "workloads": ["case_2", "case_1"]},
-        "batchllm_graphs default": {"reason": "exit code 1", "workloads": ["case_1", "case_2"]},
-    }
 
 
 def by_measure(summaries: Any, policy: str) -> dict[str, dict[str, Any]]:

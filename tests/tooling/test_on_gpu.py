@@ -163,22 +163,6 @@ def test_modules_have_the_options_that_steps_give_them(
         assert capsys.readouterr().err.endswith("error: unrecognized arguments: --unknown\n")
 
 
-def test_settings_that_make_no_sense_are_refused(machine: Machine) -> None:
-    cache = str(machine.folder / "out" / "cache")
-    for settings, reason in (
-        ({"CACHE": cache}, "CACHE must not be in"),
-        ({"STEPS": "quick tests"}, "there is no step tests"),
-        ({"CALL": "3"}, "CALL=3: must be 1 or 2"),
-    ):
-        code, printed = machine.call(**settings)
-        assert code == 2 and reason in printed
-    machine.archive.parent.mkdir(exist_ok=True)
-    machine.archive.write_bytes(b"half of it")
-    assert machine.call(STEPS="imports")[0] == 2
-    assert machine.archive.read_bytes() == b"half of it", "it isn't written over"
-    assert machine.calls() == []
-
-
 def test_a_bare_machine_goes_on_with_the_archive_of_the_last(
     machine: Machine, tmp_path: Path
 ) -> None:

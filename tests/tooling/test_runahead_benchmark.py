@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.benchmark_modules import load
-
-from batchllm_operator.errors import PlanError
 
 main = load("runahead.__main__")
 work = load("runahead.work")
@@ -36,15 +33,6 @@ def test_every_member_is_given_to_one_replica(
             assert sorted(counts)[:-1] == [0] * (num_replicas - 1)
     chained = [(group, split) for group in spread] if split else []
     assert all(one.chained == chained for one in works)
-
-
-def test_prompts_are_the_same_in_every_process_and_differ_by_member() -> None:
-    sizes = work.Sizes(prefix=64, distinct=8)
-    assert sizes.prompt(1, 2) == work.Sizes(prefix=64, distinct=8).prompt(1, 2)
-    assert sizes.prompt(1, 2)[:64] == sizes.prompt(1, 3)[:64] == sizes.prefix_tokens(1)
-    assert sizes.prompt(1, 2)[64:] != sizes.prompt(1, 3)[64:]
-    assert sizes.prefix_tokens(1) != sizes.prefix_tokens(2)
-    assert len(sizes.prompt(1, 2)) + sizes.output == sizes.max_model_len
 
 
 def row(groups: int, policy: str, makespan_s: float, ttft_s: float = 1.0) -> dict[str, Any]:
@@ -77,31 +65,3 @@ def test_targets_compare_with_the_better_of_the_others() -> None:
     assert (regret["measured"], regret["is_met"]) == (round(8 / 7, 3), False)
     for each in main.targets([], {}):
         assert (each["measured"], each["is_met"]) == (None, None)
-
-
-class BusyReplicas:
-    """Answers like replicas whose steps take longer the longer they are, once enough are timed."""
-
-    def __init__(self, enough: int) -> None:
-        self.enough = enough
-        self.asked: list[int] = []
-
-    def ask(self, method: str, *arguments: tuple[list[tuple[int, int]], int]) -> list[list[float]]:
-        sizes, repetitions = arguments[0]
-        self.asked.append(repetitions)
-        has_enough = self.asked[-1] >= self.enough
-        each = [
-            1e-3 * (1 + chunk if has_enough else 1 / (1 + chunk + before))
-            for chunk, before in sizes
-        ]
-        return [each] * len(arguments)
-
-
-def test_a_busy_machine_is_timed_for_longer_but_not_for_ever() -> None:
-    replicas = BusyReplicas(enough=12)
-    assert main.calibrate(replicas, 2, work.Sizes()).step_seconds(64) > 0
-    assert replicas.asked == [3, 12]
-    replicas = BusyReplicas(enough=10_000)
-    with pytest.raises(PlanError, match="don't grow"):
-        main.calibrate(replicas, 2, work.Sizes())
-    assert replicas.asked == [3, 12, 48]

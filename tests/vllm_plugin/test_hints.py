@@ -48,6 +48,10 @@ def test_without_ours_there_are_no_hints_and_the_default_settings(
         (7, "dictionary"),
         ({"group_id": 1, "grup_size": 2}, "grup_size: "),
         ({"group_size": 2}, "group_id"),
+        ({"group_id": 1, "num_output_tokens": "64"}, "num_output_tokens"),
+        ({"group_id": 1, "num_prefix_tokens": -1}, "num_prefix_tokens"),
+        ({"group_id": 1, "num_prefix_tokens": 32.0, "group_size": 2}, "num_prefix_tokens"),
+        ({"group_id": 1, "group_size": 0}, "group_size"),
     ],
 )
 def test_hints_that_are_not_ours_are_refused(value: object, reason: str) -> None:

@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
@@ -163,24 +162,6 @@ def test_a_tiny_share_of_memory_is_still_one_request(settings: SchedulerSettings
     )
     engine.add_alone(5, distinct=10, output=5)
     engine.run()
-
-
-@pytest.mark.parametrize(
-    "hints",
-    [
-        {"group_id": 1, "num_output_tokens": "64"},
-        {"group_id": 1, "num_output_tokens": float("nan")},
-        {"group_id": 1, "num_prefix_tokens": -1},
-        {"group_id": 1, "num_prefix_tokens": 32.0, "group_size": 2},
-        {"group_id": 1, "group_size": 0},
-    ],
-)
-def test_hints_of_the_wrong_kind_are_refused_as_a_whole(hints: dict[str, Any]) -> None:
-    """Some raise TypeError and leave a waiting member behind, some kill `schedule` later."""
-    engine = EngineSteps()
-    with pytest.raises(SpecError, match=r"batchllm\."):
-        engine.add_raw("x", [1] * 40, {"batchllm": hints})
-    engine.check_idle()
 
 
 def test_a_session_that_waits_for_input_leaves_no_negative_blocks() -> None:

@@ -22,9 +22,6 @@ def num_computed(engine: EngineSteps) -> int:
     return sum(output.total_num_scheduled_tokens for output in engine.outputs)
 
 
-# Order
-
-
 # Prefixes
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, JobFolder
-from support.fork_server import ForkedProcess, ForkServer
+from support.fork_server import ForkServer
 from support.standalone import bundle
 
 from batchllm_operator.plan.plan_job import plan_job
@@ -47,10 +45,6 @@ class Airflow:
         if run.returncode != 0:
             raise RuntimeError(run.stdout + run.stderr)
         return run.stdout + run.stderr
-
-    def start(self, dag_id: str = "job") -> ForkedProcess:
-        """Start a run of a DAG for `DS`; its output is dropped."""
-        return self.server.start("airflow.__main__", ["dags", "test", dag_id, DS], env=self.env)
 
     def run(self, dag_id: str = "job") -> str:
         """Run a DAG for `DS`; its log, or a RuntimeError with it when the run failed."""
@@ -118,14 +112,6 @@ def test_a_run_publishes_the_partition_and_another_leaves_it(
     assert file.read_bytes() == before
 
 
-def test_a_plan_that_fails_ends_the_run_with_its_reason(airflow: Airflow, job: JobFolder) -> None:
-    spec = job.write_spec("job", on_empty="fail", input=NOTHING)
-    log = airflow.with_dag(job, spec_path=spec).failure()
-    assert num_started(log) == 1
-    assert "on_empty" in log
-    assert not job.partition("job").exists()
-
-
 def test_a_branch_that_isnt_taken_skips_the_whole_job(airflow: Airflow, job: JobFolder) -> None:
     """And on the other branch a partition without rows is committed, without a shard."""
     spec = job.write_spec("job", on_empty="commit", input=NOTHING)
@@ -158,44 +144,4 @@ def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: 
     log = airflow.with_dag(job, spec_path=job.write_spec("job"), more=broken).failure()
     assert num_started(log) == 4
     assert "batchllm report: " in log
-    job.check_published("job")
-
-
-def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
-    airflow: Airflow, job: JobFolder
-) -> None:
-    """Each request takes a while; the run is killed when the first of four parts is done."""
-    spec = job.write_spec(
-        "job",
-        engine={"extra_args": {"delay_s": 0.3}},
-        planner={"num_shards": 1, "part_rows": 3},
-    )
-    airflow = airflow.with_dag(job, spec_path=spec)
-    outputs = job.path / "job" / "_batchllm" / "job" / DS
-
-    def finished_parts() -> dict[Path, int]:
-        """The file of each finished part, with the time of its last change."""
-        entries = outputs.glob("plan-*/runs/shard-00000/*/part-?????.json")
-        files = (file for entry in entries for file in entry.parent.glob(f"{entry.stem}-*.parquet"))
-        return {file: file.stat().st_mtime_ns for file in files}
-
-    run = airflow.start()
-    try:
-        wait_until(lambda: run.poll() is not None or finished_parts(), "a part is finished")
-        assert run.poll() is None
-        assert len(live_processes(run.pid)) > 1  # Airflow and the command that it started
-        run.kill()
-        run.wait()
-        wait_until(lambda: not live_processes(run.pid), "its processes have ended")
-    finally:
-        for pid in live_processes(run.pid):
-            os.kill(pid, signal.SIGKILL)
-    before = finished_parts()
-    assert 0 < len(before) < 4  # it was cut off, and didn't come to its end
-    assert not job.partition("job").exists()
-
-    airflow.run()
-    report = json.loads((job.plan("job") / "runs/shard-00000/report.json").read_bytes())
-    assert (report["num_parts"], report["num_resumed_parts"]) == (4, len(before))
-    assert before.items() <= finished_parts().items()  # not written again
     job.check_published("job")

@@ -9,13 +9,6 @@ from support.benchmark_modules import run
 WRONG = ("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck", "overpaid_rows")
 
 
-def test_a_trial_runs_and_its_last_line_is_json(tmp_path: Path) -> None:
-    root = str(tmp_path / "lakes")
-    found = run(tmp_path, "faults", "--trials", "1", "--formats", "parquet", "--root", root)
-    assert found["trials"] == found["by_format"]["parquet"]["trials"] == 1
-    assert [found[name] for name in WRONG] == [0] * len(WRONG)
-
-
 def test_workers_come_and_go_and_nothing_is_lost_or_paid_twice(tmp_path: Path) -> None:
     args = ("--workers", "--trials", "6", "--formats", "parquet", "--processes", "1")
     found = run(tmp_path, "faults", *args, "--root", str(tmp_path / "lakes"))

@@ -7,22 +7,13 @@ from typing import Any
 
 import pytest
 from kubernetes import client as kube
-from kubernetes import config as kube_config
 from support.kubernetes.cluster import Cluster
-from support.kubernetes.objects import ApiError
 from support.kubernetes.pod_worker import Image
 from urllib3.exceptions import HTTPError
 
 GPU = "nvidia.com/gpu"
 ONE_GPU = {"resources": {"limits": {GPU: "1"}}}
 IGNORES_SIGTERM = "trap '' TERM; echo up; while :; do sleep 0.05; done"
-
-
-@pytest.fixture
-def agents_own(cluster: Cluster) -> None:
-    """For what real nodes do by other means than `RealNodes`."""
-    if cluster.backend.has_nodes:
-        pytest.skip("about the node agent")
 
 
 def conditions(cluster: Cluster, name: str) -> dict[str, tuple[str, str, str]]:
@@ -116,16 +107,6 @@ def test_images_that_cannot_be_had(cluster: Cluster, image: str, reason: str) ->
     cluster.wait_for_phase("job", "Succeeded")
 
 
-def test_a_pull_that_takes(cluster: Cluster, agents_own: None) -> None:
-    cluster.agent.hold_images("job:1")
-    cluster.run_pod("job", ["true"])
-    cluster.wait_for(lambda: cluster.waiting_reason("job") == "ContainerCreating", "the pull")
-    with pytest.raises(kube.ApiException, match="is waiting to start"):
-        log(cluster, "job")
-    cluster.agent.release_images("job:1")
-    cluster.wait_for_phase("job", "Succeeded")
-
-
 @pytest.mark.parametrize("grace_s", [None, 1, 0])
 def test_a_deletion_ends_all_processes(cluster: Cluster, grace_s: int | None) -> None:
     start(cluster, "echo up; sleep 60 & wait" if grace_s is None else IGNORES_SIGTERM)
@@ -135,13 +116,6 @@ def test_a_deletion_ends_all_processes(cluster: Cluster, grace_s: int | None) ->
     assert deleted.metadata.deletion_grace_period_seconds == (30 if grace_s is None else grace_s)
     cluster.wait_for_phase("job", "Gone")
     cluster.wait_for(lambda: not is_alive(pid), "its processes to end")
-
-
-def test_nothing_survives_the_agent(cluster: Cluster, agents_own: None) -> None:
-    start(cluster, IGNORES_SIGTERM)
-    pid = cluster.agent.pid("job")
-    cluster.close()
-    assert not is_alive(pid)
 
 
 def test_a_gpu_that_appears_later(cluster: Cluster) -> None:
@@ -170,28 +144,6 @@ def test_a_node_that_is_selected(cluster: Cluster) -> None:
     assert "1 node(s) didn't match Pod's node affinity/selector" in message
 
 
-def test_evictions(cluster: Cluster, agents_own: None) -> None:
-    start(cluster)
-    cluster.agent.evict("job")
-    status = cluster.pod("job").status
-    assert (status.phase, status.reason) == ("Failed", "Evicted")
-    assert status.message.startswith("The node was low on resource: memory.")
-    assert conditions(cluster, "job")["DisruptionTarget"][:2] == ("True", "TerminationByKubelet")
-    assert status.container_statuses[0].state.terminated.exit_code == 137
-    cluster.run_pod("greedy", ["sleep", "60"])
-    cluster.wait_for_phase("greedy", "Running")
-    cluster.agent.evict_for_own_disk("greedy", "scratch", "50Gi")
-    assert cluster.pod("greedy").status.reason == "Evicted"
-    assert "DisruptionTarget" not in conditions(cluster, "greedy")
-
-
-def test_a_preemption(cluster: Cluster, agents_own: None) -> None:
-    start(cluster, IGNORES_SIGTERM)
-    cluster.agent.preempt("job")
-    assert conditions(cluster, "job")["DisruptionTarget"][:2] == ("True", "PreemptionByScheduler")
-    assert cluster.pod("job").metadata.deletion_timestamp is not None
-
-
 def test_out_of_memory(cluster: Cluster) -> None:
     start(cluster)
     cluster.agent.oom_kill("job")
@@ -213,44 +165,3 @@ def test_a_lost_node(cluster: Cluster) -> None:
     assert conditions(cluster, "job")["DisruptionTarget"][1] == "DeletionByTaintManager"
     cluster.agent.collect_lost_pods()
     cluster.wait_for_phase("job", "Gone")
-
-
-@pytest.fixture
-def user_api(cluster: Cluster) -> kube.CoreV1Api:
-    """The API as a user has it, through the proxy, without retries."""
-    configuration = kube.Configuration()
-    kube_config.load_kube_config(str(cluster.kubeconfig), client_configuration=configuration)
-    configuration.retries = False
-    return kube.CoreV1Api(kube.ApiClient(configuration))
-
-
-def test_an_api_server_that_is_away_or_refuses(cluster: Cluster, user_api: kube.CoreV1Api) -> None:
-    def status() -> int:
-        """Of the answer to a list; 0 if there is none."""
-        try:
-            return int(user_api.list_namespaced_pod_with_http_info(cluster.namespace)[1])
-        except kube.ApiException as error:
-            return int(error.status)
-        except HTTPError:
-            return 0
-
-    proxy = cluster.proxy
-    assert status() == 200
-    proxy.down()
-    assert status() == 0
-    proxy.up()
-    proxy.deny("list", "pods")
-    assert status() == 403
-    proxy.allow_all()
-    proxy.fail_next("list", "pods", ApiError(429, "TooManyRequests", "slow down"))
-    assert [status(), status()] == [429, 200]
-    proxy.token = "rotated"
-    assert status() == 401
-
-
-def test_an_answer_that_is_lost(cluster: Cluster, user_api: kube.CoreV1Api) -> None:
-    body = {"metadata": {"name": "mine"}}
-    cluster.proxy.lose_next_response("create", "secrets")
-    with pytest.raises(HTTPError):
-        user_api.create_namespaced_secret(cluster.namespace, body)
-    assert cluster.api.read_namespaced_secret("mine", cluster.namespace)
