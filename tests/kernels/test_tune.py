@@ -36,11 +36,8 @@ from batchllm_kernels.tuning.search import (
     tune_gate,
 )
 from batchllm_kernels.tuning.workloads import (
-    CHECKED,
     Group,
     Workload,
-    lay_out,
-    num_blocks,
     shape_for,
     workloads_of,
 )
@@ -168,24 +165,6 @@ def test_a_shortlist_has_settings_that_may_ship_the_best_first(
             made = parse_config(to_json(config.with_launch(launch)), source="a.json")
             assert made.launch_config(head_dim, kv_bits) == launch
     assert 128 in rows
-
-
-@pytest.mark.parametrize("step", ["launch", "split", "gate", "check"])
-def test_workloads_fit_their_cache_and_their_names_differ(step: str) -> None:
-    workloads = [CHECKED] if step == "check" else workloads_of(step)
-    assert len({workload.name for workload in workloads}) == len(workloads)
-    for workload in workloads:
-        made = lay_out(workload.groups, 16, torch.Generator().manual_seed(0))
-        batch = made.batch
-        used = [
-            row[: -(-length // 16)]
-            for row, length in zip(batch.block_table, batch.seq_lens.tolist(), strict=True)
-        ]
-        spare = num_blocks(workload.groups, 16) - len(torch.cat(used).unique())
-        assert spare == 5
-        assert not made.written[~torch.isin(torch.arange(len(made.written)), torch.cat(used))].any()
-        assert batch.query_start_loc[-1] == workload.num_query_tokens
-        assert batch.num_requests == workload.num_requests
 
 
 def test_the_kernel_is_checked_and_timed_and_the_search_ends_with_its_budget() -> None:
