@@ -127,8 +127,9 @@ def test_a_stored_file_is_whole_or_refused_in_one_line(
     kind: type[StoredJson], pattern: str, data: st.DataObject
 ) -> None:
     [path] = LAKE.rglob(pattern)
-    whole = path.read_bytes()
-    assert kind.from_bytes(whole, source="x").to_bytes() == whole
+    stored = kind.from_bytes(path.read_bytes(), source="x")
+    whole = stored.to_bytes()  # later releases add fields
+    assert kind.from_bytes(whole, source="x") == stored
     content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
     try:
         kind.from_bytes(content, source="rubbish")
