@@ -157,7 +157,7 @@ def test_of_two_that_see_the_same_shard_free_one_takes_another(
     plan: StoredPlan, clock: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, other = queue_of(plan, 0, 1, clock), queue_of(plan, 0, 1, clock)
-    look, is_first = mine._look, True
+    look, is_first = mine.look, True
 
     def look_then_lose() -> None:
         nonlocal is_first
@@ -167,7 +167,7 @@ def test_of_two_that_see_the_same_shard_free_one_takes_another(
             lost = other.take()
             assert lost is not None and lost.shard_idx == 0
 
-    monkeypatch.setattr(mine, "_look", look_then_lose)
+    monkeypatch.setattr(mine, "look", look_then_lose)
     claimed = mine.take()
     assert claimed is not None and claimed.shard_idx == 1
 
