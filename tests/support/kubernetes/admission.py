@@ -149,4 +149,5 @@ def _usage(resource: Resource, bodies: list[Object]) -> Counter[str]:
             total.update((resource.plural, f"count/{resource.qualified}"))
         elif not has_ended(body):
             total.update(("pods", "count/pods"))
+            total.update({f"requests.{name}": n for name, n in requests_of(body).items()})
     return total

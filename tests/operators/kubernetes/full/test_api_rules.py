@@ -11,6 +11,7 @@ from support.kubernetes.api_client import MERGE_PATCH
 from support.kubernetes.cluster import Cluster
 
 Ask = Callable[..., tuple[int, Any]]
+GPU = "nvidia.com/gpu"
 
 
 def job(name: str = "job", **spec: Any) -> dict[str, Any]:
@@ -135,6 +136,21 @@ def test_lists(cluster: Cluster, ask: Ask) -> None:
         assert "".join(pod["metadata"]["name"] for pod in items) == names, query
 
 
+def test_a_watch_sees_each_change_after_a_list(cluster: Cluster, ask: Ask) -> None:
+    revision = ask("GET", "jobs")[1]["metadata"]["resourceVersion"]
+    ask("POST", "jobs", job())
+    ask("PATCH", "jobs/job", {"metadata": {"labels": {"a": "1"}}})
+    ask("DELETE", "jobs/job")
+    path = f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs"
+    kinds = []
+    for kind, body in cluster.plain.watch(path, revision, 30):
+        assert body["metadata"]["name"] == "job"
+        kinds.append(kind)
+        if kind == "DELETED":
+            break
+    assert kinds[0] == "ADDED" and "MODIFIED" in kinds
+
+
 def test_deletions_that_meet_no_precondition(cluster: Cluster, ask: Ask) -> None:
     made = make_job(cluster, ask)
     for field in ("uid", "resourceVersion"):
@@ -197,3 +213,14 @@ def test_quotas(cluster: Cluster, ask: Ask, plural: str, quota: str) -> None:
     assert (code, reason) == (403, "Forbidden")
     over = f"exceeded quota: quota, requested: {quota}=1, used: {quota}=0, limited: {quota}=0"
     assert message.endswith(f'"x" is forbidden: {over}')
+
+
+def test_a_quota_of_gpus_is_free_again_when_a_pod_goes(cluster: Cluster, ask: Ask) -> None:
+    cluster.set_quota({f"requests.{GPU}": "1"})
+    container = {"name": "a", "image": "a", "resources": {"limits": {GPU: 1}}}
+    spec = {"containers": [container], "nodeSelector": {"no": "such-node"}}
+    one, two = ({"metadata": {"name": name}, "spec": spec} for name in ("one", "two"))
+    assert ask("POST", "pods", one)[0] == 201
+    assert refused(ask("POST", "pods", two))[0] == 403
+    ask("DELETE", "pods/one")
+    cluster.wait_for(lambda: ask("POST", "pods", two)[0] == 201, "room in the quota")
