@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from support.fork_server import ForkServer
 
@@ -114,11 +115,8 @@ def second_job(engines: WarmEngines, path: str) -> list[Any]:
 
 
 def _serve() -> None:
-    from vllm.v1.engine import core
-
-    assert core.cleanup_dist_env_and_memory
     # An engine that a test sees refused would end the groups of all.
-    core.cleanup_dist_env_and_memory = lambda: None
+    patch("vllm.v1.engine.core.cleanup_dist_env_and_memory").start()
     connection, engines = Connection(os.dup(1)), WarmEngines()
     os.dup2(2, 1)
     functions = {function.__name__: function for function in (run_plan, second_job)}
