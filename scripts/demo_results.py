@@ -95,9 +95,9 @@ def _print_saving(
         f"  prompt tokens computed  {num_computed:,} -> {job['num_computed_tokens']:,}\n"
         f"  seconds of generating   {stock_s:,.0f} -> {job['engine_s']:,.0f}\n"
         f"  equal texts             {num_equal} of {len(texts)}\n"
-        f"Stock's tokens are those of its scheduler, played over all {len(rows)} rows; its seconds"
-        f" are {len(rows)} rows\nat the speed of {num_timed} rows in {seconds:.0f} s. Whatever else"
-        " runs on this machine counts in both."
+        f"Stock vLLM's scheduler counts its tokens, over all {len(rows)} rows. Its seconds are"
+        f" extrapolated\nfrom {num_timed} rows in {seconds:.0f} s. Other work on this machine slows"
+        " both."
     )
 
 

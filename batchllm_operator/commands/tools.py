@@ -261,5 +261,5 @@ def _made_up_sizes(args: argparse.Namespace) -> dict[str, Any] | None:
             raise UsageError("--shard needs --plan, or --job and --ds")
         return sizes
     for name in sizes:
-        raise UsageError(f"{_MADE_UP[name][0]} is for made-up requests, not for those of a plan")
+        raise UsageError(f"{_MADE_UP[name][0]} is for made-up requests, not for a plan")
     return None
