@@ -73,8 +73,8 @@ class PlanURI:
                 raise PlanError("the plan's folder is a symbolic link to what isn't one")
         if not any(_is_below(place, root) for root in roots):
             raise PlanError(
-                "the plan lies outside the folders where this DAG's plans are read, which [batchllm]"
-                " report_roots of Airflow's API server names, or else the DAG's own job spec"
+                "the plan lies outside the folders where this DAG's plans are read, which"
+                " [batchllm] report_roots of Airflow's API server names, or else the DAG's own spec"
             )
         return place
 
