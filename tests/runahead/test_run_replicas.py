@@ -62,6 +62,8 @@ class Starter:
 
 
 class _Watched:
+    unread = ()
+
     def __init__(self, engine: FakeEngine, starter: Starter, is_chained: bool) -> None:
         self._engine, self._starter = engine, starter
         self.chain: Any = starter.chain if is_chained else None
