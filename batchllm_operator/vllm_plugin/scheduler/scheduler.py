@@ -10,8 +10,7 @@ preempts and caches blocks. This subclass adds, before and after that step:
   runs short, and are reused first once no request needs them (`groups`);
 - the tokens of a step are limited so that prefill is spread evenly (`Pace`).
 
-Use it as vLLM's `scheduler_cls`; requests carry `RequestHints`. A request without them is a group
-of its own.
+Use it as vLLM's `scheduler_cls`; requests carry `RequestHints`, or are groups of their own.
 """
 
 from __future__ import annotations
@@ -163,10 +162,8 @@ class BatchLLMScheduler(AsyncScheduler):
         now.budget, most = now.prefill_budget, self.scheduler_config.long_prefill_token_threshold
         for request in self._prefilling.values():
             now.prefill(request, request.num_tokens - request.num_computed_tokens, most)
-        adapters = set[int]()
-        if self.lora_config is not None:
-            requests = (other.lora_request for other in self.running)
-            adapters = {request.lora_int_id for request in requests if request is not None}
+        running = self.running if self.lora_config is not None else ()
+        adapters = {other.lora_request.lora_int_id for other in running if other.lora_request}
         num_slots = self.max_num_running_reqs - len(self.running)
         while self.waiting and len(admitted) < num_slots and now.budget > 0:
             request = self.waiting.peek_request()
