@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import tomllib
 from pathlib import Path
 
 from support.compiler import run_script
@@ -22,14 +20,6 @@ chosen += ["attention, 128, float8_e4m3fn, window, soft cap"]
 shipped = {kernel.name: kernel for kernel in compile.shipped_kernels("sm90")}
 crowded = replace(shipped["attention, 128, bfloat16"], programs=99)
 compile.shipped_kernels = lambda arch: [*map(shipped.__getitem__, chosen), crowded]
-sys.exit(compile.main(sys.argv[1:]))
-"""
-
-ONE = """
-import sys
-from batchllm_kernels import compile
-
-compile.shipped_kernels = lambda arch: [compile.schedule_kernel(arch, "find_leaders", 16)]
 sys.exit(compile.main(sys.argv[1:]))
 """
 
@@ -57,28 +47,3 @@ def test_each_kernel_keeps_its_limits_and_settings_that_do_not_fit_are_noticed(
     assert [each["numbers"]["tensor_core"] > 0 for each in good] == [False] * 5 + [True] * 2
     assert "the settings want 99" in crowded["fault"]
     assert done.stdout.count("FAULT: ") == 1
-
-
-def test_limits_are_renewed_on_purpose_only(tmp_path: Path) -> None:
-    limits = tmp_path / "limits.toml"
-    limits.write_text("")
-
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        args = "--arch", "sm90", "--jobs", "1", "--limits", str(limits), *options
-        return run_script(ONE, *args, cache=tmp_path / "cache")
-
-    unknown = run()
-    assert (unknown.returncode, limits.read_text()) == (1, "")
-    assert "find_leaders, 16 requests" in unknown.stdout
-    assert "FAULT: has no limits; --write-limits writes them\n" in unknown.stdout
-    written = run("--write-limits")
-    assert written.returncode == 0, written.stderr
-    [kept] = tomllib.loads(limits.read_text())["sm90"].values()
-    tighter = limits.read_text().replace(
-        f"shared_bytes = {kept['shared_bytes']}", "shared_bytes = 0"
-    )
-    limits.write_text(tighter)
-    passed = run()
-    assert passed.returncode == 1
-    assert "FAULT: passes its limits: " in passed.stdout
-    assert "shared_bytes (0)\n" in passed.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import tomllib
 from pathlib import Path
 
 from support.compiler import run_script
@@ -34,6 +36,14 @@ compile.shipped_kernels = half
 sys.exit(compile.main(sys.argv[1:]))
 """
 
+ONE = """
+import sys
+from batchllm_kernels import compile
+
+compile.shipped_kernels = lambda arch: [compile.schedule_kernel(arch, "find_leaders", 16)]
+sys.exit(compile.main(sys.argv[1:]))
+"""
+
 TOO_WIDE = """
 from batchllm_kernels.compile import attention_kernel, compile_kernel
 from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
@@ -55,3 +65,28 @@ def test_everything_compiles_fits_its_chip_and_keeps_its_limits(tmp_path: Path) 
 def test_tiles_that_are_far_too_large_are_noticed(tmp_path: Path) -> None:
     done = run_script(TOO_WIDE, cache=tmp_path)
     assert done.stdout.startswith("spills") or "shared memory" in done.stdout, done.stderr
+
+
+def test_limits_are_renewed_on_purpose_only(tmp_path: Path) -> None:
+    limits = tmp_path / "limits.toml"
+    limits.write_text("")
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        args = "--arch", "sm90", "--jobs", "1", "--limits", str(limits), *options
+        return run_script(ONE, *args, cache=tmp_path / "cache")
+
+    unknown = run()
+    assert (unknown.returncode, limits.read_text()) == (1, "")
+    assert "find_leaders, 16 requests" in unknown.stdout
+    assert "FAULT: has no limits; --write-limits writes them\n" in unknown.stdout
+    written = run("--write-limits")
+    assert written.returncode == 0, written.stderr
+    [kept] = tomllib.loads(limits.read_text())["sm90"].values()
+    tighter = limits.read_text().replace(
+        f"shared_bytes = {kept['shared_bytes']}", "shared_bytes = 0"
+    )
+    limits.write_text(tighter)
+    passed = run()
+    assert passed.returncode == 1
+    assert "FAULT: passes its limits: " in passed.stdout
+    assert "shared_bytes (0)\n" in passed.stdout
