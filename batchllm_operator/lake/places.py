@@ -25,8 +25,8 @@ class Place:
     kind: pa.DataType
 
     def field(self, schema: pa.Schema, name: str) -> pa.Field:
-        own = pa.field(name, self.kind)
-        return own if self.steps else schema.field(self.column).with_type(self.kind)
+        own = schema.field(self.column).with_type(self.kind).with_name(name)
+        return pa.field(name, self.kind) if self.steps else own
 
     def of(self, batch: pa.RecordBatch) -> pa.Array:
         """Its values, null where there is none; text may be invalid UTF-8."""

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time
 from decimal import Decimal, DecimalException
 from functools import reduce
 from operator import and_, or_
@@ -178,6 +178,8 @@ def _comparable(value: Any, kind: pa.DataType) -> Any:
         return value
     if types.is_date(kind):
         return date.fromisoformat(value)
+    if types.is_time(kind):
+        return time.fromisoformat(value)
     if types.is_timestamp(kind):
         moment = datetime.fromisoformat(value)
         if kind.tz is None and moment.tzinfo is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import time
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ def spec_of(lake: Lake, folder: Path, **changes: Any) -> JobSpec:
     return fake_spec(folder, input=source, output=output, **changes)
 
 
-def published(spec: JobSpec, ds: str = DS) -> list[dict[str, Any]]:
+def published(spec: JobSpec, ds: str = DS, key: str = "row_key") -> list[dict[str, Any]]:
     """The rows of the job's output, by their keys."""
     finish(plan_job(spec, ds))
     table = open_table(spec.output.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     rows = pa.Table.from_batches(table.scan(snapshot, snapshot.schema.names)).to_pylist()
-    return sorted(rows, key=lambda row: str(row["row_key"]))
+    return sorted(rows, key=lambda row: str(row[key]))
 
 
 def documents(**columns: Any) -> pa.Table:
@@ -76,6 +77,7 @@ NESTED: dict[str, pa.Array] = {
         ("sizes[us]", ["2", None]),
         ("sizes['eu']", ["1", None]),
         ("`a.b`.c", ["1.5", "2.0"]),
+        ("`doc.title`", ["whole", "name"]),
     ],
 )
 def test_values_inside_columns_are_placed(
@@ -155,3 +157,16 @@ def test_names_that_only_look_alike_are_told_apart(
     with pytest.raises(SpecError) as refused:
         plan_job(spec_of(lake, tmp_path, prompt={"template": f"{{{asked}}}"}), DS)
     assert f"({there!a} is written differently from {asked!a})" in str(refused.value)
+
+
+def test_keys_and_filters_name_columns_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = LAKES["parquet"](str(tmp_path / "lake"), tmp_path, monkeypatch)
+    times = pa.array([time(9, 5), time(9, 30, 1)], pa.time64("ns"))
+    lake.append(DS, documents(at=times, **{"a.b": ["x", "y"]}))
+    late = [{"column": "at", "op": ">", "value": "09:30"}]
+    spec = spec_of(lake, tmp_path, input={"key": "a.b", "filter": late})
+    assert [row["a.b"] for row in published(spec, key="a.b")] == ["y"]
+    with pytest.raises(SpecError, match=r"'a\.b' is written differently from '`a\.b`'"):
+        plan_job(spec_of(lake, tmp_path, input={"key": "`a.b`"}), DS)

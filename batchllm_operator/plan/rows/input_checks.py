@@ -129,8 +129,9 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     schema, in_prompt = snapshot.schema, f"prompt.{spec.prompt.field}"
     for place, columns in places.items():
         for column in columns:
-            found = find_place(schema, column)
-            if found is None or (found.steps and place != in_prompt):
+            if column not in schema.names and (
+                place != in_prompt or find_place(schema, column) is None
+            ):
                 raise SpecError(
                     f"{place}: table {table.uri} has no column {column!r}"
                     f"{_hint(column, schema)}; it has {listed_columns(schema)}"
@@ -166,8 +167,8 @@ def _hint(column: str, schema: pa.Schema) -> str:
 
 
 def _folded(name: str) -> str:
-    """Equal for names that look alike or differ by case."""
-    return "".join(unicodedata.normalize("NFKC", name).casefold().split())
+    """Equal for names that look alike, or differ by case or backquotes."""
+    return "".join(unicodedata.normalize("NFKC", name).casefold().replace("`", "").split())
 
 
 def _is_text(kind: pa.DataType) -> bool:
