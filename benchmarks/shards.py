@@ -218,8 +218,8 @@ class KVCache:
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
 
-        from batchllm_operator.vllm_plugin.compat import make_request
         from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
         policy, settings = POLICIES["stock_sorted"], SchedulerSettings()
@@ -228,7 +228,7 @@ class KVCache:
         hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         params = SamplingParams(max_tokens=1)
         self._requests = [
-            make_request(str(idx), tokens.prompt(idx).tolist(), params, hasher)
+            Request(str(idx), tokens.prompt(idx).tolist(), params, None, block_hasher=hasher)
             for idx in range(len(tokens))
         ]
 

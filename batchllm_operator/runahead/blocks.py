@@ -21,7 +21,7 @@ class KVBlocks:
 
     Args:
         caches: vLLM's tensors by layer name. Blocks are the first dimension,
-            or the second where the first separates keys and values (vLLM before 0.27).
+            or the second where the first separates keys and values (vLLM 0.27 on ROCm).
         num_blocks: blocks of each cache. A kernel may divide each into equal smaller ones.
 
     Raises:

@@ -20,6 +20,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from batchllm_operator.cost import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.errors import EngineError, PlanError
@@ -27,7 +29,6 @@ from batchllm_operator.progress import Progress
 from batchllm_operator.simulate.machine import ARRIVALS_PER_S, Machine, Policy
 from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.workload import Workload
-from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
 from batchllm_operator.vllm_plugin.scheduler.pacing import num_to_feed
 
@@ -194,7 +195,7 @@ class _Simulation:
             extra_args=hints.to_extra_args(),
         )
         prompt = workload.tokens.prompt(idx).tolist()
-        return make_request(str(idx), prompt, params, self._hasher)
+        return Request(str(idx), prompt, params, None, block_hasher=self._hasher)
 
     def _step(self) -> int:
         """One step of the engine; returns how many requests it ended."""
@@ -239,7 +240,9 @@ class _Simulation:
             [token] if is_made else []
             for token, is_made in zip(tokens, is_sampled.tolist(), strict=True)
         ]
-        self._scheduler.update_from_output(output, make_model_output(request_ids, made_up))
+        req_idxs = {request_id: idx for idx, request_id in enumerate(request_ids)}
+        made = ModelRunnerOutput(request_ids, req_idxs, made_up)
+        self._scheduler.update_from_output(output, made)
         return int(has_ended.sum())
 
     def _note(self, **values: float) -> None:

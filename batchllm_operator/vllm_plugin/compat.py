@@ -5,50 +5,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-
-
-def make_request(
-    request_id: str,
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    block_hasher: Any,
-    adapter: LoRARequest | None = None,
-) -> Request:
-    """A request as the engine passes it to a scheduler."""
-    given = {
-        "request_id": request_id,
-        "prompt_token_ids": prompt_token_ids,
-        "sampling_params": params,
-        "pooling_params": None,
-        "eos_token_id": None,  # before 0.27
-        "lora_request": adapter,
-        "block_hasher": block_hasher,
-    }
-    request: Request = _call(Request, given)
-    return request
-
-
-def make_model_output(request_ids: list[str], sampled: Sequence[list[int]]) -> ModelRunnerOutput:
-    """The model's output of a step: new tokens per request, none for those still prefilling."""
-    given = {
-        "req_ids": request_ids,
-        "req_id_to_index": {request_id: idx for idx, request_id in enumerate(request_ids)},
-        "sampled_token_ids": list(sampled),
-        "logprobs": None,
-        "prompt_logprobs_dict": {},
-        "pooler_output": [],
-    }
-    output: ModelRunnerOutput = _call(ModelRunnerOutput, given)
-    return output
 
 
 def is_ready(request: Request) -> bool:
@@ -61,7 +22,7 @@ def is_ready(request: Request) -> bool:
 def method_of_triton_backend(name: str) -> Callable[..., tuple[int, ...]]:
     """A static method of vLLM's Triton backend, whose KV cache ours has.
 
-    Since 0.30 vLLM has one shape, of four dimensions as in 0.27, and asks no backend for it.
+    Since 0.30 vLLM has that shape for all backends, and asks none for it.
     """
 
     def method(*args: Any, **kwargs: Any) -> tuple[int, ...]:
@@ -73,11 +34,10 @@ def method_of_triton_backend(name: str) -> Callable[..., tuple[int, ...]]:
 
 
 def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer's cache, in either of vLLM's layouts.
+    """Keys and values of a layer's cache.
 
     Args:
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], or before 0.27
-            [num_blocks, 2, block_size, num_kv_heads, head_size]; any strides.
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size]; any strides.
         head_size: size of keys and of values.
 
     Returns:
@@ -86,15 +46,11 @@ def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the cache has another shape.
     """
-    shape = tuple(kv_cache.shape)
-    if len(shape) == 4 and shape[3] == 2 * head_size:
-        packed = kv_cache.transpose(1, 2)
-        keys, values = packed[..., :head_size], packed[..., head_size:]
-    elif len(shape) == 5 and shape[1] == 2 and shape[4] == head_size:
-        keys, values = kv_cache.unbind(1)
-    else:
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * head_size:
+        shape = tuple(kv_cache.shape)
         raise ValueError(f"a KV cache of shape {shape} isn't known, with heads of {head_size}")
-    return keys, values
+    packed = kv_cache.transpose(1, 2)
+    return packed[..., :head_size], packed[..., head_size:]
 
 
 def attention_layers(vllm_config: Any) -> list[tuple[str, Any]]:
@@ -130,9 +86,3 @@ def forget_chosen_backends() -> None:
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
-
-
-def _call(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call with those of the arguments that the function has."""
-    known = inspect.signature(function).parameters
-    return function(**{name: value for name, value in given.items() if name in known})

@@ -14,8 +14,7 @@ from batchllm_operator.runahead.blocks import KVBlocks
 NUM_BLOCKS = 12
 SHAPES = {
     "packed": (NUM_BLOCKS, 2, 16, 32),  # [blocks, heads, tokens, keys and values]
-    "halves": (NUM_BLOCKS, 2, 16, 2, 16),  # [blocks, keys or values, tokens, heads, head]
-    "halves-first": (2, NUM_BLOCKS, 16, 2, 16),
+    "halves-first": (2, NUM_BLOCKS, 16, 2, 16),  # [keys or values, blocks, tokens, heads, head]
     "smaller-kernel-blocks": (3 * NUM_BLOCKS, 2, 8, 32),
 }
 

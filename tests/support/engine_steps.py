@@ -14,13 +14,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.vllm_config import make_scheduler
-from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
@@ -105,7 +105,8 @@ class EngineSteps:
         if grammar is not None:
             params.structured_outputs = StructuredOutputsParams(choice=["any"])
         self._lengths[request_id] = output
-        request = make_request(request_id, prompt, params, self._hasher, adapter)
+        options: Any = {"lora_request": adapter, "block_hasher": self._hasher}
+        request = Request(request_id, prompt, params, None, **options)
         if request.structured_output_request is not None:
             request.structured_output_request.grammar = grammar  # type: ignore[assignment]
         self.scheduler.add_request(request)
@@ -249,7 +250,8 @@ class EngineSteps:
             if is_made and request is not None:
                 length = request.num_output_tokens + 1
                 sampled[-1] = [STOP if length == self._lengths[name] else 7]
-        self.scheduler.update_from_output(output, make_model_output(names, sampled))
+        model_output = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled)
+        self.scheduler.update_from_output(output, model_output)
         for name in names:
             if name not in self.scheduler.requests and name not in self.finished:
                 self.finished[name] = self._lengths[name]

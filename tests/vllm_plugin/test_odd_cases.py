@@ -15,8 +15,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
-from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 NO_PACE = SchedulerSettings(pace=False)
@@ -170,7 +171,7 @@ def test_a_session_that_waits_for_input_leaves_no_negative_blocks() -> None:
     engine.add("99.0", [3] * 8, 600)
     engine.step()
     params = SamplingParams(max_tokens=400, stop_token_ids=[STOP])
-    request = make_request("1.0", [9] * 100, params, engine._hasher)
+    request = Request("1.0", [9] * 100, params, None, block_hasher=engine._hasher)
     request.resumable = True
     engine._lengths["1.0"] = 5
     engine.scheduler.add_request(request)
@@ -198,7 +199,8 @@ class _Speculative(EngineSteps):
                 if len(tokens) == left:
                     tokens[-1] = STOP
             sampled.append(tokens)
-        self.scheduler.update_from_output(output, make_model_output(names, sampled))
+        model_output = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled)
+        self.scheduler.update_from_output(output, model_output)
         for name in names:
             if name not in self.scheduler.requests:
                 self.finished[name] = self._lengths[name]

@@ -62,10 +62,9 @@ CALLS = f"""
 {ASYNC_SCHEDULER}.has_requests()
 {ASYNC_SCHEDULER}.has_unfinished_requests()
 {ASYNC_SCHEDULER}.finish_requests(request_ids, finished_status)
-vllm.v1.request:Request(*, request_id, prompt_token_ids, sampling_params, pooling_params,
+vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params, *,
     block_hasher)
-vllm.v1.outputs:ModelRunnerOutput(*, req_ids, req_id_to_index, sampled_token_ids, logprobs,
-    prompt_logprobs_dict, pooler_output)
+vllm.v1.outputs:ModelRunnerOutput(req_ids, req_id_to_index, sampled_token_ids)
 {CORE}.kv_cache_utils:get_request_block_hasher(hash_block_size, caching_hash_fn)
 {CORE}.kv_cache_utils:init_none_hash(hash_fn)
 vllm.utils.hashing:sha256(input)
@@ -309,7 +308,6 @@ def test_names_of_engine_arguments_can_be_read_from_the_source() -> None:
 def objects() -> dict[str, Any]:
     """One of each kind: of a scheduler that has put together a step with one request."""
     from batchllm_operator.simulate.vllm_scheduling import make_scheduler
-    from batchllm_operator.vllm_plugin.compat import make_request
 
     sha256 = find("vllm.utils.hashing:sha256")
     find(f"{CORE}.kv_cache_utils:init_none_hash")(sha256)
@@ -319,7 +317,8 @@ def objects() -> dict[str, Any]:
     params = find("vllm.sampling_params:SamplingParams")(
         max_tokens=4, extra_args=RequestHints(group_id=3).to_extra_args()
     )
-    request = make_request("one", list(range(40)), params, hasher)
+    make_request = find("vllm.v1.request:Request")
+    request = make_request("one", list(range(40)), params, None, block_hasher=hasher)
     scheduler.add_request(request)
     output = scheduler.schedule()
     manager = scheduler.kv_cache_manager

@@ -108,7 +108,7 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         Args:
             layer: holds the scales of an FP8 cache.
             query: [num_tokens, num_heads, head_size]; more tokens than the plan's are padding.
-            kv_cache: the layer's, in a layout that `compat.kv_cache_views` knows.
+            kv_cache: the layer's, as `compat.kv_cache_views` takes it.
             attn_metadata: the step's; None while vLLM measures memory.
             output: like `query`; written except for padding.
 
