@@ -6,7 +6,7 @@
 #   BUILD_ARGS=   more arguments for its `build`, such as `--build-arg VLLM_IMAGE=...`
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-builder=${BUILDER:-$(type -P docker podman buildah | head -n 1)}
+builder=${BUILDER:-$({ type -P docker podman buildah || true; } | head -n 1)} # `type` fails if one of them is absent
 [[ -n $builder ]] || { echo "images: install docker, podman or buildah" >&2; exit 2; }
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' batchllm_operator/__init__.py)
 export DOCKER_BUILDKIT=1 # for RUN --mount
