@@ -1,7 +1,5 @@
 """Amounts in words: counted nouns, sizes in bytes, speeds, tables of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 

@@ -1,7 +1,5 @@
 """Processes that end with their parent, and `batchllm` commands that a command starts."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

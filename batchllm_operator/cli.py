@@ -1,7 +1,5 @@
 """The `batchllm` command: runs the stages, and turns errors into messages and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """Output files named by the user: `--result FILE`, `report --out FILE`."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

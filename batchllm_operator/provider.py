@@ -3,8 +3,6 @@
 Airflow loads it at its start, so nothing of Airflow may be imported here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from batchllm_operator import __version__

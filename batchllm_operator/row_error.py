@@ -1,7 +1,5 @@
 """Why a row has no usable answer."""
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 INVALID_OUTPUT: Final = "invalid_output"

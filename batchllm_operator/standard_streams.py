@@ -1,7 +1,5 @@
 """stdout and stderr of a command, which may be closed, a pipe without a reader, or a full disk."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Streams of items: made ahead of their reader on threads, or collected into batches."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

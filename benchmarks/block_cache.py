@@ -1,7 +1,5 @@
 """What an order of prompts keeps alive in a cache of KV blocks that evicts the oldest."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile

@@ -9,8 +9,6 @@ same plan and outputs, by one process. There are no figures unless both tables h
     executor_us         CPU time of executors (JVM and Python) a row, their start included, at most
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

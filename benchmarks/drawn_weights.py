@@ -3,8 +3,6 @@
 vLLM's own dummy weights are so small that all tokens tie.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, Final
 

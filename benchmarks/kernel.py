@@ -13,8 +13,6 @@ small cases in Triton's interpreter, and rows hold the model only.
 Exits with 1 when the gate fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -4,8 +4,6 @@ A baseline gets what its engine gives it, and does before the layers what its en
 them. What can't be had on this machine is named with the reason, never left out in silence.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

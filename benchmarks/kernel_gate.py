@@ -5,8 +5,6 @@ no request. Baselines get finite numbers there instead, and valid blocks behind 
 its block table: FlashAttention multiplies what it masks with zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A row of the kernel's benchmark: what a step has to do, and how long everybody takes for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What the kernel is to reach on an H100 or an H200, and whether a run did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

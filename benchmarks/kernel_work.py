@@ -6,8 +6,6 @@ queries fill; on time, the others find it in the L2 cache.) No block padding. Ti
 roofline over the data sheet's rates (`gpus.toml`): nothing runs much faster, most runs slower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final

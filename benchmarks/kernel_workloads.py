@@ -5,8 +5,6 @@ each other: then a kernel that knows nothing of groups may find a prefix in the 
 member before has left it. Random values are drawn for each step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

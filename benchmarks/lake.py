@@ -14,8 +14,6 @@ One commit and one write take turns, from the same finished run. The published r
 with the input's before any figure is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

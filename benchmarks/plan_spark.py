@@ -14,8 +14,6 @@ unless each row is in each plan once.
     peak_bytes      resident memory of the largest executor, its JVM and its Python together
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

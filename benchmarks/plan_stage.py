@@ -15,8 +15,6 @@ the plan are compared with the plain ones, and the plans' files with those made 
 of cores: there are no figures if any differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -13,8 +13,6 @@ Eq. 4 and the order by subtree leave to find in a block cache.
     python -m benchmarks.planner --num-prompts 3000000 --repetitions 1
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What a number was measured with."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -9,8 +9,6 @@ paper, each replica relays the KV of all tokens before to the next, and attentio
 masked pairs. The last line is a JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib

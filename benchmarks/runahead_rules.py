@@ -12,8 +12,6 @@ the best, or if over 2 % of all splits do so by more than the least gain that is
 or if over 2 % of the placements do.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -10,8 +10,6 @@ the order of the plan, and with ours; ours also with estimates of output lengths
     python -m benchmarks.scheduler --workloads case_1 --policies stock_sorted batchllm
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

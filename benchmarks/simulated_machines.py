@@ -1,7 +1,5 @@
 """Machines that run shards by a simulated clock, over real claims, parts and reports in a lake."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

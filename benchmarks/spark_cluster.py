@@ -1,7 +1,5 @@
 """A standalone Spark cluster on loopback: a master, and workers of one core each."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -8,8 +8,6 @@ bytes take no longer: each is written, sent and read, and what an executor can't
 spilled once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

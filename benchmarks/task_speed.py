@@ -9,8 +9,6 @@ job's answers must be those of its first run.
     python -m benchmarks.task_speed --model DIR --task generate --prompts few_shot
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -30,8 +30,6 @@ Each run is committed, and the table is compared with the prompts: there are no 
 row is there once, with its own text.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

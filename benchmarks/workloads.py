@@ -1,7 +1,5 @@
 """The paper's workloads (Sec. 6.1, 6.2) with made-up tokens, and some beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final

@@ -3,8 +3,6 @@
 Used by scripts/airflow.sh. Only the standard library: it starts at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

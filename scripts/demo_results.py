@@ -9,8 +9,6 @@ over all rows with the lengths of the job's answers. Its seconds are measured on
 middle of such a run, and extrapolated to all.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

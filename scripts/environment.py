@@ -15,8 +15,6 @@ which nothing here uses and whose default builds want CUDA. It is installed with
 resolver gets to bring them back.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

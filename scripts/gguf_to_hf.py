@@ -9,8 +9,6 @@ Weights are stored in bfloat16, as the model was published: half the size of flo
 (1 part in 512) is below that of the file's own 4 and 8 bits.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

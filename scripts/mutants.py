@@ -9,8 +9,6 @@ fails. Before the first one, all tests named run on the unchanged copy: a test t
 proves nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

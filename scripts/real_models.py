@@ -8,8 +8,6 @@ the distributions that `requirements/models.lock` pins. The product doesn't depe
 aren't installed in the environment. Exit code 5: they can't be had, as without a network.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

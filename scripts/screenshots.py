@@ -7,8 +7,6 @@ of daily_snippets (by default the latest that has ended well), as a browser show
 Needs Debian's package `chromium`.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

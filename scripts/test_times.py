@@ -7,8 +7,6 @@ cores, in `tests/budgets.toml`; what the fixtures of a file take counts for the 
 them. Exit code 1 if a file is over its budget, or a budget is for no file.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 import xml.etree.ElementTree as ET

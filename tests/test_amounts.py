@@ -1,7 +1,5 @@
 """Amounts in words."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchllm_operator.amounts import byte_size, counted

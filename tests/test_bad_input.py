@@ -4,8 +4,6 @@ Every refusal is one line on stderr that names the file, field, column or row at
 documented exit code, and without a trace in the output table.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

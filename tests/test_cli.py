@@ -1,7 +1,5 @@
 """The command as a process: results, signals, and ending with its parent."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ A plan that isn't whole is refused by every stage. Work that isn't whole is neit
 trusted, and made again beside what is left of it; notes that aren't whole cost only what they say.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

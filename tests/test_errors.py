@@ -1,7 +1,5 @@
 """Exit codes, on which schedulers and operators branch, and what is said of missing libraries."""
 
-from __future__ import annotations
-
 import inspect
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`batchllm job`: all stages in one command, and what a second call does again."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What is printed and written: to files that a user names, and where no reader is left."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """Which plan a command takes: the one whose URI it is given, or the newest of a job's partition."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Progress: what a log and what a terminal gets to see."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

@@ -1,7 +1,5 @@
 """The section `response_format` of a spec, and `retry_invalid`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever a spec's reader is given: it is a spec, or refused by one clear line."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Streams: results and errors as one after the other, a bounded number of items ahead."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Code that a model brings along runs only if the spec says so, and then the log says so."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -4,8 +4,6 @@ can't read.
 `tests/data/make_lake.py` has made it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`batchllm run --worker`, with one engine or with replicas that are processes of their own."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

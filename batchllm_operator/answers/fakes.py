@@ -1,7 +1,5 @@
 """What the fake engine makes up for a prompt: deterministic, and different between prompts."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """What a job asks for beside one free text: a form, several samples, reasoning, probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 

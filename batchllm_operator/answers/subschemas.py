@@ -1,7 +1,5 @@
 """The schemas inside a JSON schema."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote

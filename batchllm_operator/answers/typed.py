@@ -1,7 +1,5 @@
 """Answers that are JSON objects of a schema, whose properties become columns."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

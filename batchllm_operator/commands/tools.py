@@ -1,7 +1,5 @@
 """The commands beside a job's stages: `gc`, `schema`, `simulate`, the demo's table and model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The commit stage: checks every row, then replaces the partition in one step."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

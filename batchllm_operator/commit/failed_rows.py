@@ -1,7 +1,5 @@
 """The failed rows of any run: of a published one, of one at work, of one that was refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The published partition's rows: outputs sorted by row, checked, and joined with their keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of a committed plan, gathered from its stages' files; as JSON and as a page."""
 
-from __future__ import annotations
-
 import heapq
 import logging
 from collections import Counter, defaultdict

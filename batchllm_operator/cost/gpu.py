@@ -1,7 +1,5 @@
 """GPUs for estimates: a small table that users may replace by their own."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.resources import files
 from pathlib import Path

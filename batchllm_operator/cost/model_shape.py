@@ -1,7 +1,5 @@
 """Sizes of a decoder-only transformer that its cost depends on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Every machine has such text: the long descriptions of installed Python distributions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

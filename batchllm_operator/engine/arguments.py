@@ -1,7 +1,5 @@
 """Checks `engine.extra_args` without starting an engine."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches

@@ -4,8 +4,6 @@ It answers a prompt with a digest of its token ids and its adapter's name. What 
 common with the one before counts as cached, in whole KV blocks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile

@@ -1,7 +1,5 @@
 """The GPUs or cores of an engine, known without importing it."""
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Tries work in a process of its own, which is killed if it takes too long or too much memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

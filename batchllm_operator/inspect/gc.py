@@ -4,8 +4,6 @@ A plan is as old as its newest file, because work on a plan leaves recent files:
 planning again writes all files.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

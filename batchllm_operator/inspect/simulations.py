@@ -1,7 +1,5 @@
 """Simulates a plan's shard or made-up requests, with vLLM's scheduler, step by step."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

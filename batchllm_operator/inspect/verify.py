@@ -1,7 +1,5 @@
 """Checks that a stage's results are complete in the lake, which decides its task's success."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any, Literal

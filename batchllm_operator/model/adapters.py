@@ -1,7 +1,5 @@
 """LoRA adapters of a model: their folders, versions and ranks, and whether they fit the model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

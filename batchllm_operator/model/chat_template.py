@@ -1,7 +1,5 @@
 """Chats to texts by a model's chat template, as vLLM's `LLM.chat` gives them to it."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of a model or an adapter, in a folder or on the hub, and a digest of a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

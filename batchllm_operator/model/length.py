@@ -4,8 +4,6 @@ vLLM applies them as the engine starts. They are repeated here because a plan is
 a test compares the two.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from copy import copy

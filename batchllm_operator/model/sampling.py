@@ -4,8 +4,6 @@ See `ModelConfig.get_diff_sampling_param` in vLLM. Its engine takes the tokens t
 (`eos_token_id`) from the same file for every request, whatever a job's sampling is.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """A model's tokenizer, as transformers loads it; what identifies it, and what it is made of."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Whether a model's weights are there, whole, and in a format that vLLM loads."""
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path

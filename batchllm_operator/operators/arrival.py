@@ -1,7 +1,5 @@
 """Gives each partition that arrives a run of its own, however Airflow groups the events."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Runs a `batchllm` command for an operator: arguments in, versioned result JSON out."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

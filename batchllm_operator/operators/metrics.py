@@ -1,7 +1,5 @@
 """Metrics that tasks send to Airflow's metrics backend: StatsD, OpenTelemetry or none."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Plans on Spark as a task: by `spark-submit`, or as a SparkApplication in a cluster."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Runs a stage as a task, in the worker or in a Kubernetes Job; the lake decides (ADR 38)."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """The stages of a job as tasks: plan, generate, commit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A job as a task group: plan, generate, commit, report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

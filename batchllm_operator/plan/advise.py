@@ -12,8 +12,6 @@ are the separator. A closing tag always belongs to the column before it. The res
 usual templates, and is always shown to the user.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

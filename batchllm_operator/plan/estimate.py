@@ -1,7 +1,5 @@
 """The spec's GPU, by whose time shards are balanced; what the plan costs on it, for the user."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass

@@ -4,8 +4,6 @@ Learned is the mean of a group with the same prefix, which its hashes recognise,
 about the same length.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import reduce

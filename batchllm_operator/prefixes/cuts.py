@@ -16,8 +16,6 @@ costs is convex in the number of shards (Aggarwal, Schieber, Tokuyama, *Finding 
 k-Link Path in Graphs with the Concave Monge Property*, 1994).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

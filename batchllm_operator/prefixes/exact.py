@@ -25,8 +25,6 @@ seen are on one path, so their functions are a stack, and so are all points: tho
 ones of its children, sorted when it is closed. A node has at most as many as its prefix has tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compiles this package's loops over arrays; names of their types."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 

@@ -1,7 +1,5 @@
 """Scheduling order of groups (paper, Sec. 4.3.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -7,8 +7,6 @@ hashed by a sum of products with random odd numbers (multilinear hashing: Lemire
 "Strongly universal string hashing is fast", 2014).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

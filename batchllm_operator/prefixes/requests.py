@@ -1,7 +1,5 @@
 """Requests: distinct prompts, each for one or more rows; and classes of prompts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Renders rows that are whole chats: their messages, as vLLM's `LLM.chat` passes them on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, Final, get_args

@@ -6,8 +6,6 @@ control tokens passes it over; then `PromptEncoder` has the noncharacters droppe
 of the tokenizer sees the text. It is the same text wherever a chat template puts it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce

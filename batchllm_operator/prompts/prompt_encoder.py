@@ -1,7 +1,5 @@
 """Encodes prompts: with fastokens if it agrees with the tokenizer, else with `tokenizers`."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Sequence

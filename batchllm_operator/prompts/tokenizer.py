@@ -1,7 +1,5 @@
 """Turns rows into prompt texts and token ids, exactly as the engine's own tokenizer does."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -4,8 +4,6 @@ It depends on no locale, time zone or setting of Arrow. Values that are equal in
 table (32 or 64 bits, dictionaries, milliseconds or nanoseconds) have equal texts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from bisect import bisect_right

@@ -3,8 +3,6 @@
 Its templates draw the numbers here, with words and a table for each picture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

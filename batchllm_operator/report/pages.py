@@ -1,7 +1,5 @@
 """Renders HTML pages from templates; all values are escaped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final

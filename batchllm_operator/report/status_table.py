@@ -1,7 +1,5 @@
 """A job's status for a terminal: a line of totals, a table of workers and one of shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar, get_args
 

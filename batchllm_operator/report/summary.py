@@ -1,7 +1,5 @@
 """What `plan`, `report` and `job` print: a plan with its estimate, and the summary of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

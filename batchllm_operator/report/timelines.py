@@ -1,7 +1,5 @@
 """Timelines of engines: traces of their steps, read from the lake and condensed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any, Final

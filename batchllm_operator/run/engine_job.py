@@ -1,7 +1,5 @@
 """What an engine of a run is told, the rows that it gets again, and the traces that it leaves."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """A worker that is one of several replicas, as long as they compute prefixes together (ADR 24)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decides which shard a worker runs next, by what is in the lake (ADR 33)."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence

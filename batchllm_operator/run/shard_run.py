@@ -1,7 +1,5 @@
 """An attempt at a shard: its requests go to an engine, and their outputs into parts."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

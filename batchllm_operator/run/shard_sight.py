@@ -1,7 +1,5 @@
 """What a worker sees of a shard in the lake."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The requests of a shard that are still to be generated, read part by part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Copies KV blocks between an engine's layers and messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Final
 

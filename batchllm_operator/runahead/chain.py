@@ -5,8 +5,6 @@ have the same order of messages, and none waits for a chunk behind its own. A fa
 chain: the replica leaves the process group, and the others go on alone once they see that.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import statistics

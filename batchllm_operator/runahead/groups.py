@@ -1,7 +1,5 @@
 """Prefixes that replicas compute together, what an engine can compute of one, and measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """A replica's part in a chain: it prefills groups with the others, and measures how fast."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

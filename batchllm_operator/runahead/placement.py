@@ -4,8 +4,6 @@ A chain saves at most T_prefix * (1 - 1/p) for its group, and occupies every rep
 where replicas would idle: fewer groups than replicas, an uneven rest, a giant group.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Finds credentials in a job spec, which must hold none because every plan stores it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise

@@ -4,8 +4,6 @@ A process that its cluster believes dead may run beside its successor, and can't
 outside. So before its work counts, an attempt checks whether a higher number has been claimed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -3,8 +3,6 @@
 They are spread over files of neighbouring rows, and each file is sorted in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Output lengths of a committed plan by group, from which later plans learn (ADR 10)."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The status of a plan's run, from what its attempts store in the lake; read-only."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A shard's report and its ledger together prove that the shard is finished. A com
 plan's folder that it has published, or why it hasn't.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any, Final, Literal, NamedTuple, Self
 

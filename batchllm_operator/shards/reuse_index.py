@@ -1,7 +1,5 @@
 """The index of a committed plan's outputs by prompt, from which later plans reuse them (ADR 20)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Failed rows: their number by kind, the first ones, and whether they are too many."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The status of a plan's run at one moment: its shards, its workers, and all of them together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal

@@ -1,7 +1,5 @@
 """The result of a simulated run: a row per step, and sums over them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

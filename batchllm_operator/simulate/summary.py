@@ -6,8 +6,6 @@ with prefix attention for all, and with FlashAttention 3 for prefill; others wit
 for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

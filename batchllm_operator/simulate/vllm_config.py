@@ -1,7 +1,5 @@
 """Creates vLLM's scheduler, or ours, without an engine."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

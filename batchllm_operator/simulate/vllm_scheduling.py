@@ -4,8 +4,6 @@ The scheduler is real, so steps, blocks and preemptions are exact. Tokens are ma
 lengths are given, and `cost.step_seconds` predicts the time of steps.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import fields, replace
 from typing import Any, Final

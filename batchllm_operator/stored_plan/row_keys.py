@@ -1,7 +1,5 @@
 """Keys of rows: as bytes for comparison, and as text for people."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

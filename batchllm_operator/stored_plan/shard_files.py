@@ -1,7 +1,5 @@
 """Files of shards: requests in plan order, a row group for each part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from itertools import pairwise
 from pathlib import Path

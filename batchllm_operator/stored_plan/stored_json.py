@@ -1,7 +1,5 @@
 """JSON files in the lake: one version of each is read, and what is wrong with a file is typed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar, Self, get_args
 

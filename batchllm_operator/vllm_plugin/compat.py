@@ -3,8 +3,6 @@
 `tests/vllm_plugin/test_signatures.py` pins what we use where no test runs it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ vLLM loads the entry point in every process of every environment that has this p
 cheap, and changes nothing unless the engine asks through a variable that its workers inherit.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ Airflow doesn't protect a plugin's application, and a mounted application has no
 a DAG on `readable_dag`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Annotated, Final

@@ -4,8 +4,6 @@ A job is listed once its plan task has stored a plan's URI, is running or has fa
 sorted by partition: a day that runs again stays between its neighbours.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Its routes take only Airflow's ids and numbers; the run's XCom names the plan.
 These functions block on the database and the lake, so FastAPI calls them in threads.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import secrets

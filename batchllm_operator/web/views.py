@@ -1,7 +1,5 @@
 """What live pages and trends show, from given data; reads neither database nor lake."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ is left to measure.
     python -m benchmarks.end_to_end --out DIR --model tiny          # a rehearsal on a CPU
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -13,8 +13,6 @@ typical margin between two tokens if that is larger.
     python -m benchmarks.end_to_end.agreement --out DIR --model tiny   # a rehearsal on a CPU
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

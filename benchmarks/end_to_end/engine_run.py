@@ -5,8 +5,6 @@ memory to itself, and because a crash of one must not cost what others have meas
 compilation, graphs and warm-ups come before a run; planning is timed beside it.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

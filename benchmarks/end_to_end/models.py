@@ -3,8 +3,6 @@
 Each is the `config.json` that its publisher gives, as far as shapes and arithmetic go.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Who is compared: stock vLLM as a user would run it, at its best, and ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal

@@ -1,7 +1,5 @@
 """Engines in processes of their own, which leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

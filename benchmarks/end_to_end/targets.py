@@ -1,7 +1,5 @@
 """Rows of runs, put together: medians, ratios, and the targets for Mistral-7B on Hopper GPUs."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import defaultdict

@@ -60,8 +60,6 @@ plan's rows took a newer one's place, if a row was overpaid, if a job never came
 a kind of fault never happened.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

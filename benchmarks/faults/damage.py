@@ -1,7 +1,5 @@
 """Damaged files and full disks."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """What is watched inside a command: the rows it finishes, and the files it writes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

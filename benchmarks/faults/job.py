@@ -1,7 +1,5 @@
 """The job that the trials run, and what its output has to be."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """An S3 server, and a proxy in front of it that fails as S3 and networks do."""
 
-from __future__ import annotations
-
 import http.client
 import logging
 import os

@@ -1,7 +1,5 @@
 """Trials one after the other, with the commands' parent and the S3 server that belong to them."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The tables of a job as other programs write and read them: pyarrow, pyiceberg, deltalake."""
 
-from __future__ import annotations
-
 import io
 import os
 import tempfile

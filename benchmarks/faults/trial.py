@@ -1,7 +1,5 @@
 """One trial: a job that meets one kind of fault, is let finish, and is checked row by row."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

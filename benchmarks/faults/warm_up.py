@@ -1,7 +1,5 @@
 """Does a small job when it is imported, so that what a command imports and compiles is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """A trial in which workers of a job come and go; what is lost with them, process by process."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -5,8 +5,6 @@ The child is an ordinary process: it has its own pid, its own threads, and kill 
 nothing else.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

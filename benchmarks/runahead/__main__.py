@@ -18,8 +18,6 @@ their own: `num_distinct_outputs`, of `num_outputs`.
     python -m benchmarks.runahead --groups 1 3 --repetitions 5
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

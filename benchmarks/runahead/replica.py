@@ -3,8 +3,6 @@
 Tests of chains run it, too, with faults added.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What replicas are given: prompts that any process can make, and who has which in a policy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

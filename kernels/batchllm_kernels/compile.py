@@ -9,8 +9,6 @@ programs fit than its settings say, or if it passes its limits (`compiling/limit
 `--write-limits` renews.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -7,8 +7,6 @@ settings if it is faster over all workloads and no slower for requests that shar
 with 2 without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line: see the package's docstring."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """Everything that must hold of the chart."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The table of values in the chart's README: from the comments in values.yaml and the schema."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The chart's files, and what it renders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Objects against the schemas of two Kubernetes versions, strictly: no unknown field."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final

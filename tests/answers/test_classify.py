@@ -1,7 +1,5 @@
 """Jobs that classify: labels with probabilities, and a score, in one step a row."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs whose answers have a form: typed columns and their values, choices, patterns; retries."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """report.html as somebody gets it by mail: a file, without a network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

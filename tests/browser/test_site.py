@@ -1,7 +1,5 @@
 """The documentation's site as a folder, without a network: `make site` has made it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a report says of a run's answers as a whole."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The commit stage: all rows or nothing, in input order, once."""
 
-from __future__ import annotations
-
 import datetime
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`batchllm failed`, and the note that a refused commit leaves."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

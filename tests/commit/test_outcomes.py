@@ -1,7 +1,5 @@
 """What became of each row: the columns `status` and `error`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a commit says of its run: gathered from parts, attempts, traces and the plan."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces of steps, in few enough numbers to be drawn."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

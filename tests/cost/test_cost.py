@@ -1,7 +1,5 @@
 """The cost model, of jobs and of steps, against numbers worked out by hand, and the paper's own."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import fields, replace
 

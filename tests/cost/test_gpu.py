@@ -1,7 +1,5 @@
 """The table of GPUs: the built-in one, one's own, and broken ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

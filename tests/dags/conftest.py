@@ -1,7 +1,5 @@
 """One Airflow for the tests of a file: this repository's DAGs, and DAGs whose shards have pods."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta

@@ -3,8 +3,6 @@
 One Airflow for all, so its runs lead from test to test.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

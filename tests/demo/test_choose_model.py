@@ -1,7 +1,5 @@
 """`choose_model` of scripts/demo_env.sh: the demo's specs, for the model that a user asks for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

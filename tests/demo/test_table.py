@@ -1,7 +1,5 @@
 """The demo's table, and the documents that it is made of."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from itertools import pairwise

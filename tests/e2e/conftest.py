@@ -1,7 +1,5 @@
 """Real vLLM on CPU: with the demo's random model over its table, and with trained weights."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows with LoRA adapters get what stock vLLM's `LLM.generate` gives with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa

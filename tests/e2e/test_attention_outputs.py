@@ -1,7 +1,5 @@
 """Real vLLM on CPU with our attention and with its own: the same outputs, prefixes read once."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

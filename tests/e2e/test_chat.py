@@ -1,7 +1,5 @@
 """Jobs over chats give the token ids and the outputs of stock vLLM's `LLM.chat`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

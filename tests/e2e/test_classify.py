@@ -1,7 +1,5 @@
 """A job that classifies gives the probabilities that transformers' own logits give."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Vectors of jobs that embed or pool are those of other libraries, and prefixes are shared."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs with trained weights over messy rows: the texts of stock vLLM, and the planned saving."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine that has ended one job takes up another, as if it had been started for it."""
 
-from __future__ import annotations
-
 from support.demo_job import Demo
 
 LONG = {"max_tokens": 5, "ignore_eos": True}

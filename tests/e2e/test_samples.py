@@ -1,7 +1,5 @@
 """Several answers to a row, and log-probabilities, are those of stock vLLM's `LLM.generate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

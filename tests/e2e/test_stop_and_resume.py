@@ -1,7 +1,5 @@
 """A run with a real engine that is killed, and another that takes it up."""
 
-from __future__ import annotations
-
 import signal
 
 from support.demo_job import Demo

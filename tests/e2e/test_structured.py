@@ -1,7 +1,5 @@
 """Answers in a form fit it, and are those of stock vLLM with the same structured outputs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

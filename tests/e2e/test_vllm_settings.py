@@ -1,7 +1,5 @@
 """What of a spec reaches vLLM, and what a user reads when vLLM refuses it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

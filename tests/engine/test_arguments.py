@@ -1,7 +1,5 @@
 """What of `engine.extra_args` is refused before anything is planned or loaded."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What a chat template is given follows vLLM's own rules."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

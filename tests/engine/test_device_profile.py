@@ -1,7 +1,5 @@
 """What follows from timed steps."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The fake engine: deterministic texts, and faults on request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

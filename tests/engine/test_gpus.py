@@ -1,7 +1,5 @@
 """Which GPUs and cores replicas have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

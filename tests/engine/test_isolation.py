@@ -1,7 +1,5 @@
 """A row that kills the engine gets an error; all others get their outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

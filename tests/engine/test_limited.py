@@ -1,7 +1,5 @@
 """Attempts in a process of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A plan allows the lengths that vLLM allows, for models of all kinds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Starting an engine, and what a user reads when that fails. vLLM itself: tests/e2e."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

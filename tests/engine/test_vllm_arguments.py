@@ -1,7 +1,5 @@
 """What of a spec reaches vLLM on each platform, and what is made of its answers at the start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Forms of answers that vLLM's backends take or refuse, at plan and when an engine starts."""
 
-from __future__ import annotations
-
 from datetime import date
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What of vLLM's log a user sees."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """How `VLLMEngine` feeds vLLM: here a double whose steps finish given numbers of requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any

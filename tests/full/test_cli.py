@@ -1,7 +1,5 @@
 """A run that is stopped in other ways."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A bare install: each command works, or says in one line which extra it needs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Nobody may do more than the design says: Roles, accounts, secrets, and the network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Alerts and their runbooks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the chart renders, as objects."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The images: pinned, built in stages, not run by root. Nothing is built here."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

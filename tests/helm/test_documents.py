@@ -1,7 +1,5 @@
 """What docs/operate/kubernetes.md shows is so."""
 
-from __future__ import annotations
-
 import re
 
 import yaml

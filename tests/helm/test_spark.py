@@ -1,7 +1,5 @@
 """The SparkApplication of plan, and what the chart makes for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

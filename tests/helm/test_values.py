@@ -1,7 +1,5 @@
 """What may be given as values, and what the refusals say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What `gc` removes, what it never touches, and what a cleared task does after it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

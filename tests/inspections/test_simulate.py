@@ -1,7 +1,5 @@
 """What is simulated, of a plan or made up; and the command from arguments to files."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

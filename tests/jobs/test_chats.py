@@ -1,7 +1,5 @@
 """Jobs whose rows are chats. Without a model, the tokens are the bytes of a chat's JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each spec of docs/examples runs, and its table has the columns that it names."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A whole job from and to a table of each format."""
 
-from __future__ import annotations
-
 import datetime
 import io
 from decimal import Decimal

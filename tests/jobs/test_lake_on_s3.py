@@ -1,7 +1,5 @@
 """A job from and to tables on S3; the other formats and faults are in `full`."""
 
-from __future__ import annotations
-
 import pytest
 from jobs.test_lake_formats import (
     lakes,

@@ -1,7 +1,5 @@
 """What is refused, by name, and what planning promises."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

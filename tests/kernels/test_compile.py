@@ -1,7 +1,5 @@
 """Kernels compile for a chip that isn't there, within their limits; `full/` has all chips."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings by architecture: what ships is sound, and what isn't is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

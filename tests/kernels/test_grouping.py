@@ -1,7 +1,5 @@
 """Groups by equal block-table rows, and the gate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 In a process that compiles, on a driver that launches nothing.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

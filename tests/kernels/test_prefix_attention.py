@@ -4,8 +4,6 @@ An axis of settings is a few values at a time (`attention_checks.DIAGONAL`); `fu
 them together, and more batches.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

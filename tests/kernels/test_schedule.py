@@ -1,7 +1,5 @@
 """What the device lays out: the groups of the reference, every key seen once, nothing too large."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

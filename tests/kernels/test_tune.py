@@ -1,7 +1,5 @@
 """The tuner: its choices on given times, and the whole of it with a timer that invents them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`batchllm run` with metrics: scraped while it runs, and never stopped by them."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The endpoint over HTTP: formats, refusals, faults of the snapshot, addresses."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Adapters on the hub, here in its local cache; what they have of their own beside weights."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """A model's files, in folders and on a hub that answers, refuses or is out of reach; versions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model's own sampling is named where it is ignored, and is what vLLM's server takes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

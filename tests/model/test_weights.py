@@ -1,7 +1,5 @@
 """A model whose weights can't be loaded is refused by `plan`, not by an engine that has started."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

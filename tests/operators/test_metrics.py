@@ -1,7 +1,5 @@
 """What tasks send to Airflow's metrics, and that it never fails one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta

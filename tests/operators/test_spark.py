@@ -1,7 +1,5 @@
 """Planning on Spark as a task: by `spark-submit`, on two cores of this machine."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Whose a task's Job is when a try of it ends, by what Airflow says of the task."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

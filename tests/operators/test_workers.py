@@ -1,7 +1,5 @@
 """How many workers a plan has, and what generate runs for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

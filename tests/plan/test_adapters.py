@@ -1,7 +1,5 @@
 """Jobs with LoRA adapters: by row or for all rows, kept apart from each other in the plan."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Template advice: the planner's own figures for other column orders, and no trace of it."""
 
-from __future__ import annotations
-
 import json
 from math import factorial
 from pathlib import Path

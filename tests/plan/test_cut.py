@@ -1,7 +1,5 @@
 """Shards of a plan: ranges of the sorted prompts, and counts that engines achieve."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby, pairwise
 from operator import itemgetter

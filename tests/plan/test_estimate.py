@@ -1,7 +1,5 @@
 """The estimate in the manifest, and shards of equal predicted time."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

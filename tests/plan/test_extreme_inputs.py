@@ -1,7 +1,5 @@
 """Tables at the edges of what a plan can meet: all alike, nothing alike, nothing, enormous."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys that don't identify rows are found and named, whatever their kind, in bounded memory."""
 
-from __future__ import annotations
-
 import datetime as dt
 from collections import Counter
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Planning within a memory budget, and on a disk that fills up."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inputs partitioned by several columns: what is read as one partition, and what isn't."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

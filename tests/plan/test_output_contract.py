@@ -1,7 +1,5 @@
 """What commit refuses of an output, plan has refused before: columns, values, protocols."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping, Sequence

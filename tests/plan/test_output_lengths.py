@@ -1,7 +1,5 @@
 """Output lengths: constant, from a column, or learned from what the job published before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan stage: deterministic, every row once, nothing left behind by a refusal."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts of rows: too long ones are cut in the named columns; a doubled start is warned of."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

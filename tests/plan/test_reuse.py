@@ -1,7 +1,5 @@
 """Carry-over between days: what was committed for an equal prompt isn't generated again."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

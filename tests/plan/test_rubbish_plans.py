@@ -3,8 +3,6 @@
 *Sealed*: the checksum beside the file says that it is whole, as if another release had written it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

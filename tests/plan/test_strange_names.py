@@ -1,8 +1,6 @@
 """Values of rows and partitions are data: never a path, a query, code or a template, wherever they
 come to stand. Whole jobs over such values, from and to a table of each format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The exact choice of prefixes against all choices there are, and against a dense table."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

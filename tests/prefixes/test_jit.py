@@ -1,7 +1,5 @@
 """Compiled loops run where nothing can be cached, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -1,7 +1,5 @@
 """Orders that keep subtrees together, against the definition over lists of tokens."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations
 from random import Random

@@ -1,7 +1,5 @@
 """The tree against its definition: all pairwise common prefixes, found the slow way."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

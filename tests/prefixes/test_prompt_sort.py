@@ -1,7 +1,5 @@
 """Prompts on disk and in memory are sorted as lists are, however little is read at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

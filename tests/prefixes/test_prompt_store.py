@@ -1,7 +1,5 @@
 """Prompts on disk and in memory: what is added comes back."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests stand for the rows with their prompt; classes of prompts are kept apart."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

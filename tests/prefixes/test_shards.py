@@ -1,7 +1,5 @@
 """Shards: equal within the tolerance, cut where it costs least; against all ways to cut."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a plan says of how prefixes are shared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows that are whole chats: from turns, or from a column of messages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text of rows that spells control tokens: the prompt's own control tokens are the only ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

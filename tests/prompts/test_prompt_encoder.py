@@ -1,7 +1,5 @@
 """Whatever library tokenizes, ids are those of `tokenizers`, for every family and any text."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

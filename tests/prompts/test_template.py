@@ -1,7 +1,5 @@
 """Rows to prompt texts, and rows that can't become one; no text and no template can do more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from string import Formatter
 from typing import Any

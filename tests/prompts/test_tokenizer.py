@@ -1,7 +1,5 @@
 """Token ids must be those that the engine's own tokenizer gives."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

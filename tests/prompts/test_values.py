@@ -1,7 +1,5 @@
 """Texts of values: the same for equal values, whatever type, zone or library they came in."""
 
-from __future__ import annotations
-
 import json
 from datetime import date, datetime, time
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """The page of a run report: what it shows, and what it mustn't need."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The run report: what is stored, and what is printed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs whose failed rows alone make commit refuse the plan: they stop, and keep what they have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is counted while a shard runs: the sums of its report, speeds and ETA by an own clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 

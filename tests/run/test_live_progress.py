@@ -1,7 +1,5 @@
 """The progress object of an attempt: its states, its numbers, and that it is in nobody's way."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

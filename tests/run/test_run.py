@@ -1,7 +1,5 @@
 """The run stage with the fake engine: parts as they finish, bounded memory, traces."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress

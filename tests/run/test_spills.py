@@ -1,7 +1,5 @@
 """Rows that were finished when a run was stopped: kept beside the parts, and used once."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Workers share a plan's shards: each is run once, and none is lost with its worker (ADR 33)."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import subprocess

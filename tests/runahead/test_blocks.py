@@ -1,7 +1,5 @@
 """KV blocks into messages and out of them, for the layouts that vLLM has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Chains without engines: replicas are threads of one process, their KV random tensors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

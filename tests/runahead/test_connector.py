@@ -1,7 +1,5 @@
 """Which engines the connector takes, what tells them apart, and how it begins a turn."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

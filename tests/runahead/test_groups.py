@@ -1,7 +1,5 @@
 """Prefixes to compute together: what an engine can compute, and which blocks each replica does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Meetings of replicas, which are threads here; their engines are doubles."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Which groups are chained, against what was measured and against brute force."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

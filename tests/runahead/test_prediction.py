@@ -1,7 +1,5 @@
 """The chain's model against its own definition, written down plainly, and the costs behind it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

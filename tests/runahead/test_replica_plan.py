@@ -1,7 +1,5 @@
 """How a plan places groups on the replicas of a run, and what it has to know for that."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers that are replicas: threads here, with fake engines whose chains are doubles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

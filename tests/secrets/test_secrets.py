@@ -1,8 +1,6 @@
 """Canaries: credentials of all kinds are in the environment while commands fail in all kinds of
 ways, and none of them is in what is printed, logged or stored."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

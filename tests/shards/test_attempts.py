@@ -1,7 +1,5 @@
 """Attempts at one shard side by side: the later one fences the earlier, and no row counts twice."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

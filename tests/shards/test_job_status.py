@@ -1,7 +1,5 @@
 """How far a run is, read from what attempts have left: states, totals, what can't be read."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from typing import Any

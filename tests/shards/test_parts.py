@@ -1,7 +1,5 @@
 """Parts and their ledger: only what is whole counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

@@ -1,8 +1,6 @@
 """Whatever lies where a file of ours should be: it is read as what it is, or refused by a typed
 error, and never trusted half."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

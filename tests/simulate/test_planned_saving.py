@@ -1,7 +1,5 @@
 """What a plan's shards promise, against vLLM's scheduler without a model."""
 
-from __future__ import annotations
-
 import pytest
 from support.benchmark_modules import load
 

@@ -1,7 +1,5 @@
 """Engines, made-up requests and what is said of simulated runs, by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import fields
 from typing import Any

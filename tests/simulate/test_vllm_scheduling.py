@@ -1,7 +1,5 @@
 """vLLM's scheduler and ours over workloads small enough to follow by hand, and the estimate."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The persisted plan: equal bytes for equal plans, and no plan at all if a byte is wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import pairwise

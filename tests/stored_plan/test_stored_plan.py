@@ -1,7 +1,5 @@
 """A plan in the lake: found, checked, filed where its job and partition say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

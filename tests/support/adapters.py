@@ -1,7 +1,5 @@
 """Small random LoRA adapters in folders."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `airflow dags test` imports and builds, for the server that forks such processes."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 for _name in (

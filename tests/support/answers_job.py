@@ -1,7 +1,5 @@
 """Runs whole jobs with the fake engine, and reads what they have published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

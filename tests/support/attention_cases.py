@@ -1,7 +1,5 @@
 """Random batches over a paged KV cache, with NaN wherever no request may read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

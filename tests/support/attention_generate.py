@@ -9,8 +9,6 @@ written as JSON: the texts, the two likeliest tokens of each place, the KV token
 asked for and those that were read, over all steps, and what was logged of the choice.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Benchmarks from tests: as modules, and as the commands that users give."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

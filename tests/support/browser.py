@@ -1,7 +1,5 @@
 """Headless Chromium, where there is one: a page in it, and what it must not do there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Processes in which Triton compiles: in that of the tests it interprets."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a process imports that starts vLLM, for the server that forks such processes."""
 
-from __future__ import annotations
-
 import gc
 import os
 from contextlib import suppress

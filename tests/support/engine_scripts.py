@@ -5,8 +5,6 @@
 What it finds is the last line on stdout, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

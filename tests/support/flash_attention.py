@@ -1,7 +1,5 @@
 """vLLM's own FlashAttention without a GPU: its classes over a kernel in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

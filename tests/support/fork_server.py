@@ -6,8 +6,6 @@ What differs from a cold start: modules that read the environment while they are
 the server's, and PYTHON* variables come too late. Modules in tests/ can be run, too.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

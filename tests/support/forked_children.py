@@ -1,7 +1,5 @@
 """The child processes of operators, without the imports of `batchllm`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping, Sequence

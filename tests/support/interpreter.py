@@ -1,7 +1,5 @@
 """Triton's interpreter without half of its work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """How much a test tries at its level: little in `make test`, all in `make test-all`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from hypothesis import settings

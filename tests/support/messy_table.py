@@ -1,7 +1,5 @@
 """A small table of rows as people write them, for models with real weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

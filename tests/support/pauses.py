@@ -1,7 +1,5 @@
 """A clock that a loop of retries can be run by, and what its pauses have to be like."""
 
-from __future__ import annotations
-
 MANY = 200
 
 

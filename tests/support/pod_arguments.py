@@ -1,7 +1,5 @@
 """An operator's arguments for a test cluster; needs no Airflow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts for tests of prefixes."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 

@@ -1,7 +1,5 @@
 """Texts that are hard on a tokenizer, and the ids that it gives them itself."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

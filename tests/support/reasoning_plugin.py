@@ -1,7 +1,5 @@
 """A reasoning parser for vLLM whose marks are tokens that the demo's model writes now and then."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.reasoning import ReasoningParserManager

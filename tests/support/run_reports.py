@@ -1,7 +1,5 @@
 """A run report in which every part of the page has something to show."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chains of replicas for tests: sizes and rates over the ranges that matter, and beyond."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

@@ -5,8 +5,6 @@
 Standard output is an end of a pipe, for the calls of `benchmarks.runahead.replica.serve`.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

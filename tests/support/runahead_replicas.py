@@ -1,7 +1,5 @@
 """Processes that tests use as replicas of a chain, one after another in different roles."""
 
-from __future__ import annotations
-
 import json
 import os
 import uuid

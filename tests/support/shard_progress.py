@@ -1,7 +1,5 @@
 """Progress of a shard, made up."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

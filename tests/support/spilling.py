@@ -1,7 +1,5 @@
 """A disk that fills up, without filling one."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A small job in any lake, its attempts and workers, and what its table holds in the end."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

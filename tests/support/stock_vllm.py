@@ -5,8 +5,6 @@
 KIND is one of this module's functions, INPUTS its argument as JSON. OUTPUTS gets its result.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

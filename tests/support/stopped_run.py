@@ -1,7 +1,5 @@
 """A run with a real engine that is stopped, and another that takes it up."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

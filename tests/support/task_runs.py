@@ -1,7 +1,5 @@
 """Operators run as Airflow runs them, but in this process: worker, triggerer and retries."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

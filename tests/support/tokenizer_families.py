@@ -1,7 +1,5 @@
 """Small tokenizers of the families that published models use, each trained on a few lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

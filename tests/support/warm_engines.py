@@ -5,8 +5,6 @@ tests' own, in whose modules vLLM would find more than in a worker's, and whose 
 vLLM's changes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

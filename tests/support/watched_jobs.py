@@ -1,7 +1,5 @@
 """Jobs as tries know them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from batchllm_operator.operators.jobs.owner import Attempt, WatchedJob

@@ -1,7 +1,5 @@
 """`scripts/airflow_ready.py` on an API server that fails now and then."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -1,7 +1,5 @@
 """The end-to-end benchmark: what it counts and compares."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

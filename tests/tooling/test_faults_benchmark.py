@@ -1,7 +1,5 @@
 """The benchmark of faults: its checks can fail."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from pathlib import Path

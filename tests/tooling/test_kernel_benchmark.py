@@ -1,7 +1,5 @@
 """The kernel's benchmark: its gate can fail, its steps are what they say, its last line is JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

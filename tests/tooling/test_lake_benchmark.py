@@ -1,7 +1,5 @@
 """The benchmark of large tables: its check can fail."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pyarrow as pa

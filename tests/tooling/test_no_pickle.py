@@ -3,8 +3,6 @@
 ruff finds these in the source (`tool.ruff.lint` in pyproject.toml); here is what only a run shows.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

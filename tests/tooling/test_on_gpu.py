@@ -1,7 +1,5 @@
 """`on_gpu.sh` with a made-up interpreter: its archive, what a next call takes up, its limits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What README.md and docs/reference/python.md show is what happens."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`scripts/real_models.py` gives the published models, each as a whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

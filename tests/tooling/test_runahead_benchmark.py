@@ -1,7 +1,5 @@
 """The benchmark of runahead: who does what, and what is compared."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model of the KV-Runahead paper's machine against the paper's figures."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

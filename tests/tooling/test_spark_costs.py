@@ -1,7 +1,5 @@
 """The costs of Spark that docs/howto/spark.md shows are printed from stored measurements."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmark of workers: its ideal, its check of the table, and a small run of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests with LoRA adapters, of which a step takes only so many."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

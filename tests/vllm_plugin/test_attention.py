@@ -1,7 +1,5 @@
 """Our backend as vLLM calls it, without an engine: caches, plans, and what is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

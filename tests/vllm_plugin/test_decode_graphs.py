@@ -4,8 +4,6 @@ A captured graph is a launch with the arguments of one step; a replay is that la
 buffers of a later one have been filled. Here the launch is `forward` with the captured metadata.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

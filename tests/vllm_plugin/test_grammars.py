@@ -1,7 +1,5 @@
 """Requests whose grammars are compiled while others run."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from unittest.mock import Mock
 

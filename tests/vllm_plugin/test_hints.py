@@ -1,7 +1,5 @@
 """Hints and settings on their way through vLLM."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What users of vLLM may do beside the usual: limits, layers, sessions, drafts, grammars, hints."""
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Output lengths that are learned while the job runs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The rate of prefill at which memory stays full, and of requests at which an engine stays busy."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost

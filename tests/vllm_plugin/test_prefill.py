@@ -1,7 +1,5 @@
 """Steps that our kernel and vLLM's FlashAttention share: the same outputs, each with its rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Projected blocks against a plain count for each step."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

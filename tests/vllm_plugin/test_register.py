@@ -1,7 +1,5 @@
 """The entry point changes nothing unless it is asked to, and an engine's choice ends with it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The group scheduler, step by step; `EngineSteps` checks who holds what after every step."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -4,8 +4,6 @@ Each test is one item, and its failure says what the installed vLLM has instead.
 changed is bridged in `batchllm_operator/vllm_plugin/compat.py`, then corrected here.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

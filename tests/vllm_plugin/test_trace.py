@@ -1,7 +1,5 @@
 """The row that the scheduler writes for each step."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Nobody sees anything whom Airflow's auth manager doesn't let."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

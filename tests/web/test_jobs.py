@@ -1,7 +1,5 @@
 """The list of jobs: from Airflow's database alone."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from urllib.parse import unquote

@@ -1,7 +1,5 @@
 """How the pages reach the lake: with whose credentials, how often, and what of it is said."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterable

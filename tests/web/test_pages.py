@@ -1,7 +1,5 @@
 """What the pages of runs show, and what they say when there is nothing to show."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import UTC, datetime

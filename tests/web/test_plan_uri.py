@@ -1,7 +1,5 @@
 """What a plan task has noted is read only if it can be the URI of a plan."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

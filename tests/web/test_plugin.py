@@ -1,7 +1,5 @@
 """What Airflow learns of the pages, and how little that costs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Where plans are read is said by the DAG or by the API server's settings, and by no XCom."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

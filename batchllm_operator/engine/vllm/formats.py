@@ -1,7 +1,5 @@
 """Response formats as vLLM's structured outputs, and whether its backend can compile them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Filters vLLM's log lines that appear in every run, and clears what it stumbles over."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Measures a device by engine steps of growing size, and derives the scheduler's settings."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What a spec asks of vLLM as it starts: its arguments, other settings, and checks of what runs."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any, Final, get_args
 

@@ -1,7 +1,5 @@
 """Calls of the cluster's API, tried again while they fail for a passing reason."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """A task's Job in the cluster: creates, adopts, scales and deletes it, from worker or triggerer."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

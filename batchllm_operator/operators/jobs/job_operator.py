@@ -1,7 +1,5 @@
 """The base of operators that may run in a Kubernetes Job: their arguments, and the Job's body."""
 
-from __future__ import annotations
-
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

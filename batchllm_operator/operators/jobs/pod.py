@@ -1,7 +1,5 @@
 """The pod of a stage: `pod.yaml`, and how a user's template and arguments are merged over it."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Mapping

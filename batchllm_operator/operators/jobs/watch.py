@@ -4,8 +4,6 @@ Its requests don't depend on the number of pods: one a poll for the Job, and a f
 its waiting, running and failed pods say.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Checks that keys are unique, by their digests: the keys themselves may not fit into memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final

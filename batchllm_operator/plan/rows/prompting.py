@@ -1,7 +1,5 @@
 """From rows to prompts: rendered, tokenized and, where the spec says so, cut to what fits."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

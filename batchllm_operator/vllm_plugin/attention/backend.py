@@ -6,8 +6,6 @@ A GPU runs the Triton kernel, and on CUDA vLLM's FlashAttention for prefill; a C
 reference in plain torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Plans each step: requests that share a prefix are found by their block tables, on the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

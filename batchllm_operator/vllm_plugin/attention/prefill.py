@@ -6,8 +6,6 @@ Both read the same paged cache by the same block tables, and write other rows of
 puts short rows first; a short one behind the first long one goes to FlashAttention too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What a compiled kernel takes of a chip, what its machine code does, and limits that no change may
 pass unnoticed."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

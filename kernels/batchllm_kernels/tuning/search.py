@@ -3,8 +3,6 @@
 Timings are milliseconds by name of a workload.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Batches over a paged KV cache: laid out anywhere in it, and those that settings are timed on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, product

@@ -1,7 +1,5 @@
 """report.html on a desk's screen."""
 
-from __future__ import annotations
-
 import pytest
 from browser.test_report_file import (
     report_tab,

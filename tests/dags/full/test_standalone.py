@@ -3,8 +3,6 @@
 Nothing here depends on who is faster: pods that matter stay frozen until it's their turn.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`make demo` as a whole, with the model that needs no package."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

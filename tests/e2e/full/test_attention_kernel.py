@@ -1,7 +1,5 @@
 """Real vLLM on CPU with the GPU's kernel in Triton's interpreter: the outputs of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the engine notes about its device and its steps, and who schedules them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

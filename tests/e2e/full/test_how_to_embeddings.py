@@ -1,7 +1,5 @@
 """docs/howto/embeddings.md: its files and commands, run as the page says."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

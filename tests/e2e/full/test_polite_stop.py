@@ -1,7 +1,5 @@
 """A run with a real engine that is asked to stop. Other signals, with doubles: tests/run."""
 
-from __future__ import annotations
-
 import signal
 
 from support.demo_job import Demo

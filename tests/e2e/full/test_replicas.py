@@ -1,7 +1,5 @@
 """A run with two replicas of vLLM: what it generates, measures and computes together."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

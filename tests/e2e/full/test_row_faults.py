@@ -1,7 +1,5 @@
 """Rows that a real engine can't serve cost only themselves."""
 
-from __future__ import annotations
-
 from support.demo_job import Demo
 
 

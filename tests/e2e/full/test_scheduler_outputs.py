@@ -1,7 +1,5 @@
 """Real vLLM on CPU under our scheduler and under its own: the same outputs in every feature."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

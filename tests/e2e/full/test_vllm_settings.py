@@ -1,7 +1,5 @@
 """What a user reads when vLLM refuses a spec, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a process imports that plans and runs a job."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What `gc` removes from S3."""
 
-from __future__ import annotations
-
 from inspections.test_gc import (
     plan,
     test_a_folder_without_a_manifest_goes,

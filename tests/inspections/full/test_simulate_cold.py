@@ -1,7 +1,5 @@
 """`batchllm simulate` as a process, imports and all."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

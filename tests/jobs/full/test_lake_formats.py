@@ -1,7 +1,5 @@
 """Partitions larger than a file, in each format."""
 
-from __future__ import annotations
-
 import random
 
 import pyarrow as pa

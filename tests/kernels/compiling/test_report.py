@@ -1,7 +1,5 @@
 """Main loops in a compiler's output written by hand, and limits against reports made up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

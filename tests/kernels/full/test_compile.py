@@ -1,7 +1,5 @@
 """What ships compiles for every chip, in processes that don't interpret."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """The kernel on more batches, and with any two settings together."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A run's metrics, whose port an argument gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from metrics.test_command import check_scraped

@@ -1,7 +1,5 @@
 """A backfill of many days, a few at a time, in the Jobs of one cluster."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

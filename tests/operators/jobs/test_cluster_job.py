@@ -1,7 +1,5 @@
 """Jobs of a task's name that stay, or that others have made: the API is a stand-in."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace

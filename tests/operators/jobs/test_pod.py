@@ -1,7 +1,5 @@
 """What a Job and its pods look like: defaults, and what templates, arguments and hooks change."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

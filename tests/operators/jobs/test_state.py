@@ -1,7 +1,5 @@
 """What the status of a pod says, and how an end explains itself."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

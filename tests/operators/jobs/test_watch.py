@@ -1,7 +1,5 @@
 """What a watch asks of the API server, and when it ends: its Job is a stand-in."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace

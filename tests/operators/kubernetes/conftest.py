@@ -1,7 +1,5 @@
 """A cluster for each test: the double, or a real API server named by `--kubeconfig`; see README."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tries of one task that ask the API server for its Job at the same time, or too late."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Credentials go into Secrets that belong to Jobs, and are seen nowhere else."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

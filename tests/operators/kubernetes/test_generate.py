@@ -1,7 +1,5 @@
 """Shards generated in the pods of a Job: the real operator, against a cluster's API."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tasks that are killed, cleared or abandoned, and the tries that follow them."""
 
-from __future__ import annotations
-
 from operators.kubernetes.test_generate import check_adopted
 from support.pod_shards import Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance

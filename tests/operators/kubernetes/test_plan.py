@@ -1,7 +1,5 @@
 """Planning and committing in a pod of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

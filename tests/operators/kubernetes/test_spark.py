@@ -1,7 +1,5 @@
 """Planning by a SparkApplication: Airflow's operator, a double of Spark's, real drivers in pods."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a process that plans holds at its peak, on one core as on all; the plan is the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

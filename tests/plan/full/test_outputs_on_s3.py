@@ -1,7 +1,5 @@
 """What plan refuses of inputs and outputs, where storage makes a difference: on S3."""
 
-from __future__ import annotations
-
 from plan.test_outer_columns import (
     test_an_outer_folder_is_a_table_by_itself,
     test_an_output_beside_folders_of_other_columns_is_refused,

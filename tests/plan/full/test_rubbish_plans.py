@@ -1,7 +1,5 @@
 """Each data file of a plan, damaged in each way; a damage of each kind is in `make test`."""
 
-from __future__ import annotations
-
 import pytest
 from plan import test_rubbish_plans as few
 from plan.test_rubbish_plans import DAMAGES, EARLIER_FILES, FILES, Job

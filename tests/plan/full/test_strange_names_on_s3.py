@@ -1,7 +1,5 @@
 """Names that mean something to S3."""
 
-from __future__ import annotations
-
 from plan.test_strange_names import (
     lakes,
     test_partitions_of_any_name,

@@ -1,7 +1,5 @@
 """Trees as deep as there are prompts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

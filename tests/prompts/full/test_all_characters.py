@@ -1,7 +1,5 @@
 """Every character of Unicode, alone and in surroundings where expressions treat it differently."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.prompt_texts import family, whole

@@ -1,7 +1,5 @@
 """Token ids are made on the cores that a process may use, whatever limits it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Texts that are much longer, or many more, than any table should hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

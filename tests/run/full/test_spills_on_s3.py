@@ -1,7 +1,5 @@
 """Finished rows that a stop keeps, on S3."""
 
-from __future__ import annotations
-
 from run.test_spills import (
     plan,
     test_a_fenced_attempt_spills_nothing_more_and_its_spills_count,

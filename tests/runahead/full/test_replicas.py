@@ -1,7 +1,5 @@
 """Real engines on CPU, one process each, that prefill together: tokens, counts and faults."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

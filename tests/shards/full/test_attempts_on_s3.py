@@ -1,7 +1,5 @@
 """Attempts side by side, whose claims and parts lie on S3."""
 
-from __future__ import annotations
-
 from shards.test_attempts import (
     plan,
     plan_of_slow_requests,

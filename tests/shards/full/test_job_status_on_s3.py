@@ -1,7 +1,5 @@
 """What attempts leave on S3 for those who look at a job."""
 
-from __future__ import annotations
-
 from engine.test_device_profile import test_a_profile_is_found_by_its_subject
 from run.test_live_progress import (
     test_a_drained_attempt_keeps_what_its_parts_hold,

@@ -1,7 +1,5 @@
 """The estimate against the simulation, for other shapes and for the stock scheduler."""
 
-from __future__ import annotations
-
 import pytest
 from simulate.test_vllm_scheduling import FIFTH, OURS, STOCK, Shape, check_estimate
 

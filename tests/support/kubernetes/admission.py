@@ -1,7 +1,5 @@
 """What the API server does to objects before it stores them: defaults, checks, quotas."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections import Counter

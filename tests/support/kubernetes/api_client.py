@@ -1,7 +1,5 @@
 """Plain requests to any Kubernetes API server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Kubelets are in `node_agent`, and reach it through the API only.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 They work on the store itself, one after another, whenever it has changed.
 """
 
-from __future__ import annotations
-
 import threading
 
 from support.kubernetes.job_controller import JobController

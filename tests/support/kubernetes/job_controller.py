@@ -3,8 +3,6 @@
 As in Kubernetes 1.36, but for the back-off between failures, which tests needn't wait for.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field

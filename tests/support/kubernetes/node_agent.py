@@ -3,8 +3,6 @@
 It also does what goes wrong on clusters, as the component does it that would.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import tempfile

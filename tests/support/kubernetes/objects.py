@@ -1,7 +1,5 @@
 """Types of objects in the API, addresses of requests, and errors in a real server's words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The nodes must run on this machine, for a container's processes are found in /pr
 image `job:1`, which sees this checkout and its environment under the same paths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The scheduler of the double: the first node that fits, or the words why none does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from decimal import Decimal
 

@@ -1,7 +1,5 @@
 """The objects of the API server's double, and what each verb does to them."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The end-to-end benchmark with a tiny model, as users run it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

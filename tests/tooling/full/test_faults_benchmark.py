@@ -1,7 +1,5 @@
 """The benchmark of faults: trials run through, its last line is JSON."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support.benchmark_modules import run

@@ -1,7 +1,5 @@
 """transformers, started in the repository's root, does without the package `kernels`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

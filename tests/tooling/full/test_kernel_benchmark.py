@@ -1,7 +1,5 @@
 """The kernel's benchmark as it is run without a GPU, and beside the installed vLLM."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmark of large tables, over small ones: its figures are there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support.benchmark_modules import run

@@ -1,7 +1,5 @@
 """The benchmark of runahead: a small run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of shards as a command, on a few prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support.benchmark_modules import run

@@ -1,7 +1,5 @@
 """What the scheduler does without the libraries of a trace."""
 
-from __future__ import annotations
-
 from support.fork_server import ForkServer
 
 

@@ -1,7 +1,5 @@
 """What the operators rely on in an API server, the double or a real one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

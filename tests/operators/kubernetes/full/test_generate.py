@@ -1,7 +1,5 @@
 """Shards generated in pods: the rest of what a cluster may do to them."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 

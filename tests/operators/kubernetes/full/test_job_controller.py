@@ -1,7 +1,5 @@
 """The rules of the Job's controller that the operators rely on, which a real one keeps, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

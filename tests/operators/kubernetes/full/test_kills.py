@@ -1,7 +1,5 @@
 """Tasks that are killed, cleared or abandoned: the rest of the ways."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 from typing import Any

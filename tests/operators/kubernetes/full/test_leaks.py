@@ -1,7 +1,5 @@
 """What else could leave a Job, a Secret or a wrong success behind, and doesn't."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """How nodes treat pods, and what goes wrong with them: the node agent, for any control plane."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A shard in a pod, with vLLM on the CPU and a real model, and the commit after it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Faults of real kubelets and API servers (`--kube-nodes`), which run on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

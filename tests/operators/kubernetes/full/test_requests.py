@@ -1,7 +1,5 @@
 """How often a watch asks the API server, for Jobs of any size."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import asdict
