@@ -35,7 +35,7 @@ class Replicas:
         if run is not None and placement is not None:
             sizes = run.work.sizes
             for marked in placement.spread:
-                if marked.split and marked.group_id in sizes:
+                if marked.group_id in sizes:
                     prefix = run.work.first_prompt(marked.group_id)[: sum(marked.split)]
                     groups.append(RunaheadGroup(marked.group_id, prefix, marked.split))
         together = self._rounds.meet(engine.chain, groups, measure=measure, is_stopped=is_stopped)

@@ -57,9 +57,9 @@ class SpreadGroup(Frozen):
     """A group whose prefix all replicas of a run compute together."""
 
     group_id: Count
-    split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...] = ()
+    split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...]
     """Tokens in each replica's chunk of the prefix (KV-Runahead); in a group of one request, of its
-    prompt without the last token. Empty in older plans: no chain computes the prefix."""
+    prompt without the last token."""
 
 
 class ReplicaPlacement(Frozen):
@@ -68,8 +68,6 @@ class ReplicaPlacement(Frozen):
     num_replicas: int = Field(ge=2)
     spread: tuple[SpreadGroup, ...] = ()
     """Ascending, before all other groups of the shard."""
-    whole_first: tuple[Count, ...] = ()
-    """Of older plans: groups to start with after those."""
     makespan_s: float
     without_chains_s: float
     """Makespan of the best placement without chains."""
@@ -78,7 +76,7 @@ class ReplicaPlacement(Frozen):
 
     @model_validator(mode="after")
     def _check_splits(self) -> ReplicaPlacement:
-        if any(len(group.split) not in (0, self.num_replicas) for group in self.spread):
+        if any(len(group.split) != self.num_replicas for group in self.spread):
             raise ValueError("a split isn't for these replicas")
         if len(set(self.first_groups)) < len(self.first_groups):
             raise ValueError("a group is placed twice")
@@ -87,12 +85,7 @@ class ReplicaPlacement(Frozen):
     @property
     def first_groups(self) -> list[int]:
         """Groups to start with, in order."""
-        return [*(group.group_id for group in self.spread), *self.whole_first]
-
-    @property
-    def num_chained(self) -> int:
-        """Groups whose prefix is computed by a chain."""
-        return sum(bool(group.split) for group in self.spread)
+        return [group.group_id for group in self.spread]
 
 
 class ShardInfo(Frozen):
@@ -113,9 +106,7 @@ class ShardInfo(Frozen):
     @property
     def is_chained(self) -> bool:
         """Whether replicas compute prefixes of it together, or are to measure whether that pays."""
-        return self.replicas is not None and bool(
-            self.replicas.num_chained or self.replicas.measure
-        )
+        return self.replicas is not None and bool(self.replicas.spread or self.replicas.measure)
 
 
 class PlanCounts(Frozen):

@@ -129,7 +129,7 @@ def test_the_shard_of_a_replica_that_ends_is_taken_up_without_a_chain(
 
 
 def test_a_plan_without_a_chain_needs_no_meeting(make_plan: MakePlan, tmp_path: Path) -> None:
-    plan = make_plan(3, spread=[{"group_id": 0}])
+    plan = make_plan(3, spread=[])
     starters = [Starter(), Starter()]
     run(plan, tmp_path / "meeting", starters)
     assert not list((tmp_path / "meeting").iterdir())

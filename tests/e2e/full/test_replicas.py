@@ -106,7 +106,7 @@ def test_replicas_measure_and_compute_together_and_the_texts_are_those_of_one_en
     placement = first.manifest.shards[0].replicas
     assert placement is not None
     assert placement.measure
-    assert placement.num_chained == 0
+    assert placement.spread == ()
     assert "measuring how fast replicas" in run(giant, first)
     found = outputs(giant, first)
     assert {key: row["generated_text"] for key, row in found.items()} == {
@@ -125,8 +125,7 @@ def test_replicas_measure_and_compute_together_and_the_texts_are_those_of_one_en
     placement = second.manifest.shards[0].replicas
     assert placement is not None
     assert not placement.measure
-    assert placement.num_chained == 1
-    (chained,) = [group for group in placement.spread if group.split]
+    (chained,) = placement.spread
     printed = run(giant, second)
     assert f"prefixes computed together: groups {chained.group_id}\n" in printed
     assert "by itself" not in printed
