@@ -10,6 +10,9 @@ builder=${BUILDER:-$({ type -P docker podman buildah || true; } | head -n 1)} # 
 [[ -n $builder ]] || { echo "images: install docker, podman or buildah" >&2; exit 2; }
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' batchllm_operator/__init__.py)
 export DOCKER_BUILDKIT=1 # for RUN --mount
+# Others' layers don't know that a stage has changed which RUN mounts: they would be of an older wheel, or of none.
+caching=()
+[[ $("$builder" --version) == Docker* ]] || caching=(--no-cache)
 
 job='set -e
 cd /tmp
@@ -30,7 +33,7 @@ batchllm job --job job.yaml --ds 2026-01-31'
 for name in ${IMAGES:-airflow gpu-cuda gpu-rocm spark}; do
   image=${REGISTRY:+$REGISTRY/}batchllm-${name#gpu-}:$version
   # shellcheck disable=SC2086
-  "$builder" build --file "docker/$name.Dockerfile" --build-arg "VERSION=$version" --tag "$image" ${BUILD_ARGS:-} .
+  "$builder" build "${caching[@]}" --file "docker/$name.Dockerfile" --build-arg "VERSION=$version" --tag "$image" ${BUILD_ARGS:-} .
   if [[ $(basename "$builder") == buildah ]]; then # whose containers can always write their root
     container=$("$builder" from "$image")
     trap '"$builder" rm "$container" >/dev/null' EXIT

@@ -71,7 +71,7 @@ def test_any_one_builder_builds_the_four_and_runs_a_job_in_each(tmp_path: Path) 
     podman.chmod(0o755)
     subprocess.run(command, env=environment, check=True)
     text = calls.read_text(encoding="utf-8")
-    assert re.findall(r"^build --file docker/(\S+) ", text, re.MULTILINE) == DOCKERFILES
+    assert re.findall(r"^build --no-cache --file docker/(\S+) ", text, re.MULTILINE) == DOCKERFILES
     alone = "run --rm --read-only --tmpfs /tmp --network none --cap-drop ALL"
     assert (text.count(alone), text.count("\nbatchllm job --job job.yaml")) == (4, 4)
 
