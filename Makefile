@@ -85,11 +85,15 @@ test-python: ## Make dist on Debian 13, whose Python is 3.13, with tests of plan
 test: setup ## Run the tests for every change: each promise once, on real parts
 	$(call PYTEST,$(BIN))
 
-test-all: setup ## Run all tests
+build/other-programs: requirements/other-programs.lock
+	rm -rf $@
+	$(BIN)/python -m pip install -q --no-deps --require-hashes --target $@ -r $<
+
+test-all: setup build/other-programs ## Run all tests
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -o norecursedirs='.*' $(LONG_TESTS) \
 	  $(filter-out $(LONG_TESTS),$(patsubst %/,%,$(wildcard tests/[!_]*/)) $(wildcard tests/test_*.py))
 
-test-rest: setup ## Run what test leaves out: tests/**/full, and all examples of property tests
+test-rest: setup build/other-programs ## Run what test leaves out: tests/**/full, and all examples of property tests
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -k 'full or hypothesis' $(FULL_TESTS) \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
 
