@@ -27,10 +27,9 @@ import torch
 
 from batchllm_kernels.prefix_attention import AttentionShape, BatchLimits
 from benchmarks import kernel_gate, kernel_targets, kernel_timing
-from benchmarks.kernel_contenders import Contender, Ours, find_baselines, vllm_cache_layout
+from benchmarks.kernel_contenders import Contender, Ours, find_baselines
 from benchmarks.kernel_rows import (
     DTYPE,
-    FA3,
     LIMITS,
     OURS,
     SHAPE,
@@ -69,7 +68,6 @@ def run_gate(
         kernel_gate.gpu_settings(quick=quick) if on_gpu else kernel_gate.interpreter_settings(),
         shape,
         DTYPE if on_gpu else INTERPRETER_DTYPE,
-        bench.layout,
         bench.device,
         bench.seed,
     )
@@ -150,11 +148,8 @@ def main() -> int:
     contenders, missing = find_baselines(device)
     missing |= dict.fromkeys(args.without, "left out (--without)")
     baselines = [contender for contender in contenders if contender.name not in missing]
-    has_fa3 = any(contender.name.startswith(FA3) for contender in baselines)
-    # Laid out as the installed vLLM's FlashAttention backend has it.
-    layout = vllm_cache_layout(SHAPE) if has_fa3 else "interleaved"
     repetitions = 10 if args.quick else 30
-    bench = Bench(device, layout, find_chip(about["device"]), 0, repetitions, warmup=3)
+    bench = Bench(device, find_chip(about["device"]), 0, repetitions, warmup=3)
     verdict, checks, unfit = run_gate(bench, baselines, quick=args.quick)
     missing |= {name: f"fails the gate: {reason}" for name, reason in unfit.items()}
     worst = kernel_gate.worst_errors(checks)
@@ -167,7 +162,6 @@ def main() -> int:
         "num_gate_checks": len(checks),
         "baselines_missing": missing,
         "shape": "32 query heads, 8 KV heads of 128, bf16, blocks of 16",
-        "kv_layout": bench.layout,
         "seed": bench.seed,
         "timing": "CUDA graph of num_layers layers, per layer; ratios of medians",
         "rows": [],

@@ -20,7 +20,7 @@ from batchllm_kernels.prefix_attention import (
     StepPlanner,
     prefix_attention,
 )
-from benchmarks.kernel_workloads import CacheLayout, Layer, Step
+from benchmarks.kernel_workloads import Layer, Step
 
 _MAX_SPLITS_IN_GRAPHS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
 _MIN_LAUNCH_GRID = 128  # vLLM's MIN_LAUNCH_GRID_SIZE_2D
@@ -264,22 +264,3 @@ def find_baselines(device: torch.device) -> tuple[list[Contender], dict[str, str
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}"
     return contenders, missing
-
-
-def vllm_cache_layout(shape: AttentionShape) -> CacheLayout:
-    """How the installed vLLM's FlashAttention backend lays its cache out.
-
-    Raises:
-        ImportError: there is no vLLM here.
-    """
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-    if not hasattr(FlashAttentionBackend, "get_kv_cache_shape"):
-        return "packed"  # vLLM says it itself since 0.30
-    num_blocks = 7  # unlike any other number in the shape
-    sizes = FlashAttentionBackend.get_kv_cache_shape(
-        num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
-    )
-    if sizes[0] == 2:
-        return "separate"
-    return "interleaved" if sizes[1] == 2 and len(sizes) == 5 else "packed"

@@ -21,7 +21,6 @@ from benchmarks.kernel_workloads import (
     DECODE_256,
     FAMILIES,
     MIXED,
-    CacheLayout,
     Family,
     Layer,
     Setting,
@@ -89,7 +88,6 @@ def run_gate(
     wanted: Sequence[Setting],
     shape: AttentionShape,
     dtype: torch.dtype,
-    layout: CacheLayout,
     device: torch.device,
     seed: int,
 ) -> tuple[list[Check], dict[str, str]]:
@@ -107,7 +105,7 @@ def run_gate(
     unfit: dict[str, str] = {}
     for setting in wanted:
         step = make_step(setting, shape, rng, device)
-        poisoned = make_layer(step, dtype, layout, poisoned=True)
+        poisoned = make_layer(step, dtype, poisoned=True)
         expected = reference(step, poisoned)
         for contender in contenders:
             if contender.name in raised:

@@ -14,7 +14,6 @@ from benchmarks import kernel_targets, kernel_timing
 from benchmarks.kernel_contenders import Contender, Ours
 from benchmarks.kernel_work import AttentionWork, count_work, kv_token_bytes
 from benchmarks.kernel_workloads import (
-    CacheLayout,
     Family,
     Setting,
     Step,
@@ -35,7 +34,6 @@ class Bench:
     """What all rows have in common."""
 
     device: torch.device
-    layout: CacheLayout
     chip: GPU | None
     """The device, if its rates are known."""
     seed: int
@@ -109,7 +107,7 @@ def time_all(
     bench: Bench, step: Step, num_layers: int, contenders: Sequence[Contender]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The times of a layer of each contender, as calls and as a graph; why one has none."""
-    layers = [make_layer(step, DTYPE, bench.layout, poisoned=False) for _ in range(num_layers)]
+    layers = [make_layer(step, DTYPE, poisoned=False) for _ in range(num_layers)]
     runs: dict[str, Callable[[], object]] = {}
     failures: dict[str, str] = {}
     for contender in contenders:

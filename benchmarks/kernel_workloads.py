@@ -6,7 +6,6 @@ member before has left it. Random values are drawn for each step.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from batchllm_kernels.prefix_attention import AttentionShape, PagedBatch, SharedPrefix
 from batchllm_kernels.tuning.workloads import NOWHERE, Group, lay_out
 
-CacheLayout = Literal["separate", "interleaved", "packed"]
 NAN = float("nan")
 
 
@@ -160,29 +158,19 @@ class Layer:
     out: Tensor
 
 
-def make_layer(step: Step, dtype: torch.dtype, layout: CacheLayout, *, poisoned: bool) -> Layer:
-    """Fresh random queries, keys and values; NaN in `out`.
+def make_layer(step: Step, dtype: torch.dtype, *, poisoned: bool) -> Layer:
+    """Fresh random queries, keys and values, side by side as vLLM has them; NaN in `out`.
 
     Args:
         step: whose batch.
         dtype: of everything.
-        layout: of the cache. "separate" tensors, "interleaved" ([num_blocks, 2, ...]), or
-            "packed": the keys and values of a head side by side.
         poisoned: whether unwritten slots hold NaN instead of leftovers.
     """
     shape, device, head_dim = step.shape, step.written.device, step.shape.head_dim
     num_blocks, size = step.written.shape
     heads = shape.num_kv_heads
-    sizes = {
-        "separate": (2, num_blocks, size, heads, head_dim),
-        "interleaved": (num_blocks, 2, size, heads, head_dim),
-        "packed": (num_blocks, size, heads, 2 * head_dim),
-    }
-    both = torch.randn(sizes[layout], dtype=dtype, device=device)
-    if layout == "packed":
-        k_cache, v_cache = both.split(head_dim, dim=-1)
-    else:
-        k_cache, v_cache = both.unbind(0 if layout == "separate" else 1)
+    both = torch.randn(num_blocks, size, heads, 2 * head_dim, dtype=dtype, device=device)
+    k_cache, v_cache = both.split(head_dim, dim=-1)
     if poisoned:
         k_cache[~step.written] = NAN
         v_cache[~step.written] = NAN

@@ -62,7 +62,7 @@ def check(spoil: Callable[[Tensor], None]) -> tuple[list[Any], dict[str, str]]:
     settings = gate.interpreter_settings()[-2:]
     attention: Any = Attention(spoil)
     checked: tuple[list[Any], dict[str, str]] = gate.run_gate(
-        [attention], settings, SHAPE, torch.float32, "packed", CPU, seed=0
+        [attention], settings, SHAPE, torch.float32, CPU, seed=0
     )
     return checked
 
@@ -97,11 +97,10 @@ def test_the_gate_names_who_is_wrong(
     json.dumps(gate.worst_errors(checks), allow_nan=False)
 
 
-@pytest.mark.parametrize("layout", ["separate", "interleaved", "packed"])
-def test_layers_are_poisoned_where_nobody_wrote(layout: str) -> None:
+def test_layers_are_poisoned_where_nobody_wrote() -> None:
     setting = gate.interpreter_settings()[0]
     step = workloads.make_step(setting, SHAPE, np.random.default_rng(0), CPU)
-    layer = workloads.make_layer(step, torch.float32, layout, poisoned=True)
+    layer = workloads.make_layer(step, torch.float32, poisoned=True)
     for cache in (layer.k_cache, layer.v_cache):
         assert cache.shape == (len(step.written), 16, 2, 64)
         assert torch.equal(cache.isnan().all(dim=(2, 3)), ~step.written)

@@ -1,4 +1,4 @@
-"""The kernel's benchmark as it is run without a GPU, and beside the installed vLLM."""
+"""The kernel's benchmark as it is run without a GPU."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,7 @@ from pathlib import Path
 import pytest
 from support.benchmark_modules import load, run
 
-from batchllm_kernels.prefix_attention import AttentionShape
-
-SHAPE = AttentionShape(num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
 workloads = load("kernel_workloads")
-contenders = load("kernel_contenders")
 gate = load("kernel_gate")
 
 
@@ -29,8 +25,3 @@ def test_without_a_gpu_the_gate_runs_and_rows_hold_the_model(
         assert 0 < row["unique_kv_bytes"] <= row["plain_kv_bytes"]
         assert "times" not in row
     assert {target["met"] for target in report["targets"]} == {None}
-
-
-def test_the_installed_vllm_has_a_layout() -> None:
-    pytest.importorskip("vllm")
-    assert contenders.vllm_cache_layout(SHAPE) in ("separate", "interleaved", "packed")
