@@ -18,7 +18,6 @@ from batchllm_operator.errors import (
     EngineError,
     MissingLibraryError,
     ModelError,
-    PlanError,
     StorageError,
 )
 from batchllm_operator.named_file import write_file
@@ -181,14 +180,9 @@ def write_timeline(run: Run, folder: Path) -> None:
 
 
 def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:
-    shard, manifest = plan.shard(shard_idx), plan.manifest
+    manifest = plan.manifest
     with plan.open_shard(shard_idx) as file:
         table = file.read()
-    if "num_output_tokens" not in table.column_names:
-        raise PlanError(
-            f"plan {plan.folder.uri}: {shard.file} has no estimated output lengths; make the plan"
-            " again with this release"
-        )
     prompts = table["prompt_token_ids"]
     ends = np.cumsum(pc.list_value_length(prompts).to_numpy(), dtype=np.int64)
     tokens = TokenTable(pc.list_flatten(prompts).to_numpy(), np.append(0, ends))
