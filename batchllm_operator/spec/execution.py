@@ -1,7 +1,5 @@
 """The sections of a job spec on execution: the engine, and how the work is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Final, Literal
 

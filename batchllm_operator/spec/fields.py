@@ -1,7 +1,5 @@
 """What a field of the spec is: what it decides, shared types, and the base of sections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import Flag, auto
 from typing import Annotated, Any, Final, Self, TypeVar, get_args

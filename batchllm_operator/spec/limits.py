@@ -1,7 +1,5 @@
 """Limits of a spec: its size and depth, to bound memory and time, and its texts' characters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final

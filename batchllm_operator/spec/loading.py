@@ -1,7 +1,5 @@
 """Reads job specs from YAML files, with errors that name fields but repeat no values."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A whole job spec: its sections, and the rules between them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

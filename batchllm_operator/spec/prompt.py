@@ -1,7 +1,5 @@
 """The section of a spec that says how a row becomes a prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from string import Formatter

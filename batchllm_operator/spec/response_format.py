@@ -1,7 +1,5 @@
 """The form that answers must have: JSON by a schema, one of some texts, or a pattern."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The reference, generated from the code: job spec, commands, errors, metrics, chart values."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping

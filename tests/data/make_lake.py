@@ -7,8 +7,6 @@ made again when a format changes; from then on it stays as it is, and a later re
 are of other versions adds a lake of its own.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

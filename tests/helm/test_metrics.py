@@ -1,7 +1,5 @@
 """Pods that serve metrics, who may read them, and what tells Prometheus of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The tasks that docs/operate/kubernetes.md and airflow.md show have the pods that they should."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helm_chart.rendering import NAMESPACE

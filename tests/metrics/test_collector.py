@@ -1,7 +1,5 @@
 """What a process's metrics say about its shards, and that the reference lists all of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranges: each prompt is in one, and boundaries cut what neighbours share least."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What tasks are given: their items keep the values of partition columns."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, date, datetime
 from decimal import Decimal

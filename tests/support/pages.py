@@ -1,7 +1,5 @@
 """What pages of this repository show: code, values, and the pods that come of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

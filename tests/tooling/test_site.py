@@ -1,7 +1,5 @@
 """The documentation's site: its reference is whole, and what its pages show is valid."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -1,7 +1,5 @@
 """DuckDB and polars write the inputs, with the types that they have, and read the outputs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans and commits on Spark Connect, with a server that pyspark starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

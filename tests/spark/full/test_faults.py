@@ -1,7 +1,5 @@
 """Plans on a standalone cluster whose parts die, or can't do what they should."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
