@@ -36,7 +36,7 @@ def test_the_peak_is_that_of_all_steps_to_come(
     projection = BlockProjection(SIZE)
     for growth in running:
         projection.add(growth)
-    projection.advance(now)
+    projection.now = now
     ends = [now, *(growth.end for growth in (*running, new))]
     totals = [
         sum(blocks_of(growth, step) for growth in running)

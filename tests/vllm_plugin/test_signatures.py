@@ -45,6 +45,8 @@ CALLS = f"""
 {ASYNC_SCHEDULER}.shutdown()
 {ASYNC_SCHEDULER}.reset_prefix_cache()
 {CORE}.kv_cache_manager:KVCacheManager.get_blocks(request_id)
+{CORE}.kv_cache_manager:KVCacheManager.allocate_slots(request, num_new_tokens)
+{CORE}.kv_cache_manager:KVCacheManager.cache_blocks(request, num_computed_tokens)
 {POOL}.touch(blocks)
 {POOL}.free_blocks(ordered_blocks)
 {POOL}.evict_blocks(block_ids)
@@ -165,7 +167,8 @@ ATTRIBUTES = {
     "cache_config": "block_size num_gpu_blocks",
     "parallel_config": "enable_dbo",
     "kv_cache_config": "kv_cache_groups",
-    "kv_cache_manager": "block_pool enable_caching usage",
+    "kv_cache_manager": "block_pool enable_caching usage coordinator empty_kv_cache_blocks",
+    "attention_manager": "block_size req_to_blocks num_cached_block",
     "block_pool": "num_gpu_blocks blocks null_block",
     "kv_cache_blocks": "blocks",
     "block": "block_id is_null ref_cnt",
@@ -329,6 +332,7 @@ def objects() -> dict[str, Any]:
         "parallel_config": scheduler.vllm_config.parallel_config,
         "kv_cache_config": scheduler.kv_cache_config,
         "kv_cache_manager": manager,
+        "attention_manager": manager.coordinator.single_type_managers[0],
         "block_pool": manager.block_pool,
         "kv_cache_blocks": blocks,
         "block": blocks.blocks[0][0],

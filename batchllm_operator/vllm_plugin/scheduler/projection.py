@@ -34,30 +34,20 @@ class BlockProjection:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._blocks = np.zeros(_FIRST_STEPS, dtype=np.int64)  # by step - first
-        self._first = 0
+        self._blocks = np.zeros(_FIRST_STEPS, dtype=np.int64)  # by step
         self.now = 0  # the current step
+        self._end = 1  # no blocks from this step on
         self._num_held = 0
-
-    def advance(self, now: int) -> None:
-        """Move to a later step, and drop the earlier ones."""
-        self.now = now
-        if now - self._first > len(self._blocks) // 2:
-            rest = self._blocks[now - self._first :]
-            self._blocks[: len(rest)] = rest
-            self._blocks[len(rest) :] = 0
-            self._first = now
 
     def clear(self) -> None:
         """Set all steps to 0 blocks."""
-        self._blocks[:] = 0
+        self._blocks[self.now :] = 0
         self._num_held = 0
 
     def add(self, growth: Growth, sign: int = 1) -> None:
         """Add a request's blocks from now on, or remove them with a `sign` of -1."""
         if self.now < growth.end:
-            self._reach(growth.end)
-            ahead = self._blocks[self.now - self._first : growth.end - self._first]
+            ahead = self._until(growth.end)
             ahead += sign * self._of(growth)
 
     def hold(self, num_blocks: int, until: int | None, begin: int = 0) -> None:
@@ -65,27 +55,23 @@ class BlockProjection:
 
         A negative number removes them; without `until` there is no end, and no begin.
         """
-        begin = max(begin, self.now)
         if until is None:
             self._num_held += num_blocks
-        elif begin < until:
-            self._reach(until)
-            self._blocks[begin - self._first : until - self._first] += num_blocks
+        else:
+            self._until(until)[max(begin - self.now, 0) :] += num_blocks
 
     def num_blocks(self) -> int:
         """Blocks in use in the current step."""
-        return int(self._blocks[self.now - self._first]) + self._num_held
+        return int(self._until(self.now + 1)[0]) + self._num_held
 
     def peak_with(self, growth: Growth, num_blocks: int = 0) -> int:
         """The most blocks in use in any step from now on, with one more request.
 
         While it runs, it adds `num_blocks` for others to share.
         """
-        self._reach(growth.end)
-        ahead = self._blocks[self.now - self._first :]
-        most = int(ahead.max())  # after it has ended
+        most = int(self._until(max(self._end, self.now + 1)).max())  # after it has ended
         if self.now < growth.end:
-            with_it = ahead[: growth.end - self.now] + self._of(growth)
+            with_it = self._until(growth.end) + self._of(growth)
             most = max(most, int(with_it.max()) + num_blocks)
         return most + self._num_held
 
@@ -98,9 +84,9 @@ class BlockProjection:
         steps += growth.num_tokens + self._block_size - 1
         return np.asarray(steps // self._block_size - growth.num_shared_blocks)
 
-    def _reach(self, end: int) -> None:
-        """Make room for the steps before `end`."""
-        if end - self._first > len(self._blocks):
-            larger = np.zeros(max(end - self._first, 2 * len(self._blocks)), dtype=np.int64)
-            larger[: len(self._blocks)] = self._blocks
-            self._blocks = larger
+    def _until(self, end: int) -> NDArray[np.int64]:
+        """The blocks of the steps from now to `end`, to be changed."""
+        self._end = max(self._end, end)
+        if end > len(self._blocks):
+            self._blocks = np.append(self._blocks, np.zeros(end, dtype=np.int64))
+        return self._blocks[self.now : end]

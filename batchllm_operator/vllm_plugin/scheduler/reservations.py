@@ -224,7 +224,7 @@ class Reservations:
 
     def advance(self, step: int, prefilling: Mapping[str, Request]) -> None:
         """Move to a step, and extend running requests that should have ended by now."""
-        self.projection.advance(step)
+        self.projection.now = step
         for entry in self._ends.pop(step, ()):
             if entry.growth is None or entry.growth.end > step:
                 continue

@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.compat import is_ready
+from batchllm_operator.vllm_plugin.scheduler.held_slots import HeldSlots
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace
 from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
@@ -49,6 +50,7 @@ class BatchLLMScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         if self.scheduler_config.policy != "fcfs":
             raise SpecError("scheduling_policy must be fcfs: requests run in the plan's order")
+        self.kv_cache_manager = HeldSlots.before(self.kv_cache_manager)
         self._pool = self.kv_cache_manager.block_pool
         # Each group of layers holds blocks of its own for the same tokens.
         self._num_kv_groups = len(self.kv_cache_config.kv_cache_groups)
@@ -249,11 +251,8 @@ class BatchLLMScheduler(AsyncScheduler):
             end = min(request.num_tokens, begin + num_tokens)
             num_blocks += -(-end // size) - -(-begin // size)
             num_tokens -= end - begin
-        num_blocks += sum(
-            not request.num_computed_tokens % size
-            for request in self.running
-            if request.request_id not in self._prefilling
-        )
+        decoding = self.running[: len(self.running) - len(self._prefilling)]
+        num_blocks += sum(not request.num_computed_tokens % size for request in decoding)
         num_needed = num_blocks * self._num_kv_groups
         if num_needed <= self._pool.get_num_free_blocks():
             return
