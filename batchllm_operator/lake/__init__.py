@@ -8,7 +8,6 @@ from batchllm_operator.lake.partition_order import NAME_ONE as NAME_ONE
 from batchllm_operator.lake.partition_order import before as before
 from batchllm_operator.lake.partition_order import in_order as in_order
 from batchllm_operator.lake.partition_order import near as near
-from batchllm_operator.lake.places import as_text as as_text
 from batchllm_operator.lake.places import find_place as find_place
 from batchllm_operator.lake.publishing import Publication as Publication
 from batchllm_operator.lake.row_stream import joined as joined

@@ -14,6 +14,8 @@ from operator import and_, attrgetter
 from typing import IO, Any, Final, TypeVar
 from uuid import UUID
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pds
@@ -43,6 +45,7 @@ def read_batches(
     folder_values: Mapping[str, Any],
     condition: pds.Expression | None = None,
     row_groups: tuple[int, int] | None = None,
+    kept: npt.NDArray[np.bool_] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The file's rows that meet `condition`, in file order, as columns of `schema`.
 
@@ -55,6 +58,7 @@ def read_batches(
         schema: all wanted columns, including those of `condition`.
         folder_values: texts, or Python values of the columns' types; None is null.
         row_groups: the only ones to read, half-open.
+        kept: [rows of the file] False where one was deleted; None if none was.
 
     Returns batches of at most 4,096 rows and about 16 MiB, decoded; one row may be larger. Raises
     `pa.ArrowException`, `OSError`: the file can't be read, or a cast or `condition` isn't possible.
@@ -70,7 +74,7 @@ def read_batches(
     begin, end = row_groups or (0, fragment.metadata.num_row_groups)
     chosen = [group for group in groups.row_groups if begin <= group.id < end]
     in_file = [name for name in schema.names if name not in folder_values]
-    steps = _steps(file, fragment.metadata, chosen, in_file)
+    steps = _steps(file, fragment.metadata, chosen, in_file, kept)
     pieces = (piece for step in steps for piece in halved(step, _BATCH_BYTES))
     for batch in joined(pieces, _BATCH_BYTES):
         aligned = align(batch, schema, folder_values)
@@ -85,8 +89,15 @@ def _steps(
     footer: pq.FileMetaData,
     row_groups: Sequence[pds.RowGroupInfo],
     names: Sequence[str],
+    kept: npt.NDArray[np.bool_] | None,
 ) -> Iterator[pa.RecordBatch]:
     """The columns among `names` that the file has, a few rows at a time."""
+    of_groups: Sequence[npt.NDArray[np.bool_]] = ()
+    if kept is not None:
+        ends = np.cumsum([footer.row_group(idx).num_rows for idx in range(footer.num_row_groups)])
+        of_groups = np.split(kept, ends)[:-1]
+        if len(kept) != footer.num_rows:
+            raise pa.ArrowInvalid(f"it has {footer.num_rows} rows, its log says {len(kept)}")
     buffer_bytes = _READ_BYTES // max(1, len(names))
     reader = pq.ParquetFile(
         file,
@@ -99,12 +110,16 @@ def _steps(
         binary_type=pa.large_binary(),
     )
     for group in row_groups:
-        yield from reader.iter_batches(
+        place = 0
+        for batch in reader.iter_batches(
             _step_rows(footer, group.id, names),
             row_groups=[group.id],
             columns=list(names),
             use_threads=False,  # costs more than so few rows gain
-        )
+        ):
+            end = place + batch.num_rows
+            yield batch.filter(pa.array(of_groups[group.id][place:end])) if of_groups else batch
+            place = end
 
 
 def _step_rows(footer: pq.FileMetaData, group_id: int, names: Sequence[str]) -> int:

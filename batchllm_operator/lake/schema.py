@@ -61,15 +61,17 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def nested_type(
-    kind: pa.DataType, convert: Callable[[pa.DataType], pa.DataType]
+    kind: pa.DataType,
+    convert: Callable[[pa.DataType], pa.DataType],
+    name: Callable[[pa.Field], str] = lambda field: field.name,
 ) -> pa.DataType | None:
-    """A list, map or struct with its parts converted; None for any other type."""
+    """A list, map or struct with its parts converted, fields named; None for any other type."""
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return pa.list_(convert(kind.value_type))
     if types.is_map(kind):
         return pa.map_(convert(kind.key_type), convert(kind.item_type))
     if types.is_struct(kind):
-        return pa.struct([(field.name, convert(field.type)) for field in kind])
+        return pa.struct([(name(field), convert(field.type)) for field in kind])
     return None
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
+from batchllm_operator.lake.places import as_text
 from batchllm_operator.lake.publishing import Attempt, Publication, check_name, publish_once
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import Scan, reading
@@ -43,6 +44,8 @@ class InputFile:
     highest: Mapping[str, Any] = field(default_factory=dict)
     deletes: tuple[tuple[str, str], ...] = ()
     """Paths and formats of the files that name its deleted rows."""
+    deleted: str = ""
+    """Its deleted rows, where the table's library names them: compressed bits, in base 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,6 @@ class FilePart:
     file: InputFile
     row_groups: tuple[int, int] | None = None
     """Half-open; None for the whole file."""
-    first_row: int = 0
-    """Rows of the file before them."""
     size_bytes: int = 0
     """About their size in the file."""
 
@@ -73,6 +74,8 @@ class Snapshot:
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of the table's other partition columns in the partition's files: `year` and `month`
     where the partition is a `day`."""
+    in_files: pa.Schema | None = None
+    """The columns as data files name them, in the order of `schema`, if it isn't as that does."""
 
     @classmethod
     def of(
@@ -82,6 +85,7 @@ class Snapshot:
         files: Sequence[InputFile],
         schema: pa.Schema,
         column: str,
+        in_files: pa.Schema | None = None,
     ) -> Snapshot:
         """`column` is the partition column that names partitions."""
         others: dict[str, set[str]] = {}
@@ -89,12 +93,17 @@ class Snapshot:
             for name in file.values.keys() - {column}:
                 others.setdefault(name, set()).add(str(file.values[name]))
         ordered = {name: tuple(in_order(others[name])) for name in sorted(others)}
-        return cls(partition, version, tuple(files), schema, ordered)
+        return cls(partition, version, tuple(files), schema, ordered, in_files)
 
     @property
     def num_rows(self) -> int:
         """Rows of all files; an upper bound where rows were deleted one by one."""
         return sum(file.num_rows for file in self.files)
+
+    def with_text(self) -> Snapshot:
+        """The same rows, with text for bytes."""
+        in_files = None if self.in_files is None else as_text(self.in_files)
+        return replace(self, schema=as_text(self.schema), in_files=in_files)
 
 
 class LakeTable(ABC):

@@ -84,8 +84,8 @@ class VersionedTable(LakeTable, Generic[Version]):
             if not all(name in file.values for file in files):
                 raise TableError(f"table {self.uri}: isn't partitioned by the values of {name!r}")
             files = [file for file in files if str(file.values[name]) == value]
-        column = self.partition_column
-        return Snapshot.of(partition, snapshot.version, files, snapshot.schema, column)
+        columns = snapshot.schema, self.partition_column, snapshot.in_files
+        return Snapshot.of(partition, snapshot.version, files, *columns)
 
     def published(self, partition: str) -> Publication | None:
         return self._published_in(self._latest(), partition)

@@ -133,11 +133,9 @@ def _pieces(table: LakeTable, snapshot: Snapshot) -> Iterator[FilePart]:
         sizes = [
             sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups
         ]
-        first_row = 0
         for some in batches_of(enumerate(sizes), (PART_BYTES, itemgetter(1))):
             begin, end = some[0][0], some[-1][0] + 1
-            yield FilePart(file, (begin, end), first_row, sum(sizes[begin:end]))
-            first_row += sum(group.num_rows for group in groups[begin:end])
+            yield FilePart(file, (begin, end), sum(sizes[begin:end]))
 
 
 @lru_cache(maxsize=4)
@@ -180,7 +178,7 @@ def number_rows(spark: SparkSession, reading: Reading, parts: Sequence[Part]) ->
     key, where = reading.spec.input.key, reading.where
     pieces = (piece for part in parts for piece in part.pieces)
     # An upper bound: no filter, and no row deleted.
-    most_rows = sum(piece.file.num_rows for piece in pieces if piece.first_row == 0)
+    most_rows = sum(p.file.num_rows for p in pieces if not p.row_groups or not p.row_groups[0])
     num_buckets = max(1, most_rows // _BUCKET_ROWS)
 
     digest = partial(_digests, reading, num_buckets)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, fake_spec, write_table
+from deltalake import DeltaTable
+from lake.test_delta_features import write_mapped
+from support.fake_job import DS, document_rows, fake_spec, finish, write_table
 from support.spark_jobs import planned_rows, rows_of_shards
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -424,3 +426,25 @@ def test_a_part_has_many_small_files_or_some_row_groups_of_a_large_one(
     ]
     assert keys == rows["row_key"].to_pylist()
     assert len(list(of_task.scan(parts[0], ["row_key"]))) == 1  # joined
+
+
+def test_rows_of_mapped_columns_and_without_deleted_rows(
+    tmp_path: Path, small_ranges: None
+) -> None:
+    write_mapped(Folder.open(f"{tmp_path}/in"), "id")
+    keys = [{"column": "key", "op": "<=", "value": 3}]
+    source = {"uri": f"{tmp_path}/in", "key": "key", "partition_column": "day", "filter": keys}
+    output = {"uri": f"delta+{tmp_path}/out", "carry": ["doc", "ds"]}
+    prompt = {"template": "{doc.title} {again}"}
+    spec = job(tmp_path, input=source, output=output, prompt=prompt, max_failed_fraction=1.0)
+    local, plan = plan_job(spec, DS), plan_on_spark(spec, DS)
+    assert plan_job(spec, DS).manifest == local.manifest
+    for name in ("num_rows", "num_rejected_rows", "num_logical_tokens"):
+        found = getattr(plan.manifest.counts, name)
+        assert found == getattr(local.manifest.counts, name) > 0, name
+    finish(plan)
+    found = DeltaTable(f"{tmp_path}/out")
+    assert "columnMapping" not in found.schema().to_json()
+    rows = found.to_pyarrow_table().sort_by("key").to_pylist()
+    assert [(row["key"], row["status"] == "rejected") for row in rows] == [(1, False), (3, True)]
+    assert [row["doc"]["raw"] for row in rows] == [b"x", b"y"]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchllm_operator.errors import SpecError, StorageError, TableError
+from batchllm_operator.lake.delta.columns import logical_columns, physical_columns
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.lake.publishing import RefusedCommit, looking_again
 from batchllm_operator.secrets import Masker
@@ -21,14 +25,13 @@ from batchllm_operator.storage import Folder, fsync
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
 
-# Reader features that don't change the rows of a data file.
-_HARMLESS_FEATURES: Final = {
-    "columnMapping",  # its mode is checked
+_READ_FEATURES: Final = {
+    "columnMapping",
+    "deletionVectors",
     "timestampNtz",
     "v2Checkpoint",
     "vacuumProtocolCheck",
 }
-_DELETES: Final = "deletionVectors"  # harmless while no file has one
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_MESSAGE_CHARS: Final = 500
 
@@ -64,19 +67,38 @@ class DeltaLog:
 
     def latest(self) -> TableVersion | None:
         """The table as it is now; None if there is none."""
+        from deltalake.exceptions import TableNotFoundError
+
+        try:
+            damaged = (
+                "its log is damaged, or has what deltalake can't read; repair or copy the table"
+            )
+            with self._reading(damaged):
+                return self._load()
+        except TableNotFoundError:
+            return None
+
+    def vectors(self, version: TableVersion) -> dict[str, npt.NDArray[np.bool_]]:
+        """By file, for those that have deleted rows: [rows of the file] False where deleted."""
+        if "deletionVectors" not in (version.raw.protocol().reader_features or ()):
+            return {}
+        with self._reading(
+            "a deletion vector is damaged or, as after a vacuum, gone; plan again, or restore it"
+        ):
+            return dict(version.vectors())
+
+    @contextmanager
+    def _reading(self, damaged: str) -> Iterator[None]:
         from deltalake.exceptions import DeltaError, TableNotFoundError
 
         try:
-            return self._load()
+            yield
         except TableNotFoundError:
-            return None
+            raise
         except OSError as error:
             raise StorageError(f"table {self.uri}: {_text(error)}") from None
         except DeltaError as error:
-            raise TableError(
-                f"table {self.uri}: its log is damaged, or has what deltalake can't read; repair or"
-                f" copy the table: {_text(error)}"
-            ) from None
+            raise TableError(f"table {self.uri}: {damaged}: {_text(error)}") from None
 
     def commit(
         self, following: NextVersion, files: Sequence[AddAction], properties: Mapping[str, str]
@@ -162,19 +184,18 @@ class DeltaLog:
         from deltalake import DeltaTable
 
         raw = DeltaTable(self.folder.uri, storage_options=self._options)
-        metadata = raw.metadata()
-        features = set(raw.protocol().reader_features or ()) - _HARMLESS_FEATURES
-        if _DELETES in features and not any(b.num_rows for b in raw.deletion_vectors()):
-            features.remove(_DELETES)
-        if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
-            features.add("columnMapping")
-        if features:
+        metadata, protocol = raw.metadata(), raw.protocol()
+        known = protocol.reader_features or ()
+        if features := set(known) - _READ_FEATURES:
             raise TableError(
                 f"table {self.uri}: has Delta reader features that this package can't read:"
                 f" {', '.join(sorted(features))}; drop them, or copy the table to one without them"
             )
         schema, columns = pa.schema(raw.schema().to_arrow()), tuple(metadata.partition_columns)
-        return TableVersion(self.uri, raw.version(), schema, columns, raw)
+        mode, in_files = metadata.configuration.get("delta.columnMapping.mode", "none"), None
+        if mode != "none" and (protocol.min_reader_version == 2 or "columnMapping" in known):
+            schema, in_files = logical_columns(schema), physical_columns(schema, mode)
+        return TableVersion(self.uri, raw.version(), schema, in_files, columns, raw)
 
 
 def _s3_options() -> dict[str, str]:

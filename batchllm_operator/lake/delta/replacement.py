@@ -122,7 +122,12 @@ class _DeltaStaging(Staging):
 
 
 def _check_partition(where: str, version: TableVersion, column: str, value: str) -> None:
-    """Refuse a table whose partition, or whose rules, are none for this package's rows."""
+    """Refuse a table whose partition, names or rules are none for this package's rows."""
+    if version.in_files is not None:
+        raise TableError(
+            f"{where}: has the Delta feature columnMapping, and this package doesn't write files"
+            " with other names than the table's; choose another output table"
+        )
     if version.partition_columns != (column,):
         raise TableError(
             f"{where}: is partitioned by {', '.join(version.partition_columns)}; outputs go to"

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchllm_operator.errors import TableError
+from batchllm_operator.lake.delta.columns import PHYSICAL_NAME
 from batchllm_operator.lake.partition_order import CAN_NOT_NAME, shown_near, value_named
 from batchllm_operator.lake.table import InputFile
 
@@ -30,6 +33,8 @@ class TableVersion:
     uri: str
     number: int
     schema: pa.Schema
+    in_files: pa.Schema | None
+    """Its columns as `columns_in_file` finds them; None without column mapping."""
     partition_columns: tuple[str, ...]
     raw: deltalake.DeltaTable
 
@@ -45,6 +50,9 @@ class TableVersion:
 
     def files(self) -> Iterator[InputFile]:
         """All data files; those whose rows the log doesn't count have -1."""
+        # Bounds are of physical names, values of partition columns are not.
+        fields = () if self.in_files is None else self.raw.schema().fields
+        names = {str(field.metadata[PHYSICAL_NAME.decode()]): field.name for field in fields}
         for batch in pa.table(self.raw.get_add_actions()).to_batches(1024):
             for action in batch.to_pylist():
                 num_rows = action["num_records"]
@@ -53,9 +61,20 @@ class TableVersion:
                     size_bytes=action["size_bytes"],
                     num_rows=-1 if num_rows is None else num_rows,
                     values={name: action["partition"][name] for name in self.partition_columns},
-                    lowest=action.get("min") or {},
-                    highest=action.get("max") or {},
+                    lowest=_named(action.get("min") or {}, names),
+                    highest=_named(action.get("max") or {}, names),
                 )
+
+    def vectors(self) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+        """See `DeltaLog.vectors`; delta-rs reads those of all partitions."""
+        root = unquote(self.raw.table_uri).rstrip("/") + "/"
+        known = {*map(unquote, pa.table(self.raw.get_add_actions())["path"].to_pylist())}
+        for batch in self.raw.deletion_vectors():
+            paths, vectors = map(pa.array, map(batch.column, ("filepath", "selection_vector")))
+            for path, vector in zip(paths.to_pylist(), vectors, strict=True):
+                name = unquote(path).removeprefix(root)
+                assert name in known, f"{path} isn't a file of the table"
+                yield name, vector.values.to_numpy(zero_copy_only=False)
 
     def files_of(self, column: str, partition: str) -> list[InputFile]:
         """A partition's files, by name; raises `TableError` if one lies outside of the table."""
@@ -121,3 +140,7 @@ class TableVersion:
             actions.append({"add": file | {"modificationTime": 1, "dataChange": True}})
         log.mkdir()
         (log / f"{0:020}.json").write_text("\n".join(map(json.dumps, actions)))
+
+
+def _named(bounds: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    return {names[name]: bounds[name] for name in bounds} if names else bounds

@@ -40,16 +40,15 @@ def read_file(
     known = {field.field_id: field.name for field in wanted.fields if field.name in file.values}
     constants = {field_id: file.values[name] for field_id, name in known.items()}
     with opened(table.io, path) as source:
-        held = _held(table.metadata, file_schema(pq.read_metadata(source)), wanted)
+        footer = pq.read_metadata(source)
+        held = _held(table.metadata, file_schema(footer), wanted)
         physical = pa.schema([kind for kind, _ in held])
         fields = {field.field_id: field for _, field in held}
-        start, row_groups = (0, None) if part is None else (part.first_row, part.row_groups)
-        # Deletes go by row position, so conditions come after them.
-        for batch in read_batches(source, physical, {}, None, row_groups):
-            if deleted is not None:
-                places = np.arange(start, start + batch.num_rows)
-                start += batch.num_rows
-                batch = batch.filter(pa.array(~np.isin(places, deleted)))
+        row_groups = None if part is None else part.row_groups
+        kept = None
+        if deleted is not None:
+            kept = np.isin(np.arange(footer.num_rows), deleted, invert=True)
+        for batch in read_batches(source, physical, {}, None, row_groups, kept):
             columns = _columns(
                 wanted.fields, schema.types, fields, batch.column, batch.num_rows, constants
             )

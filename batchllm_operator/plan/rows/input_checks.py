@@ -6,7 +6,6 @@ import logging
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import pyarrow as pa
@@ -17,7 +16,6 @@ from batchllm_operator.lake import (
     NAME_ONE,
     LakeTable,
     Snapshot,
-    as_text,
     find_place,
     listed_columns,
     near,
@@ -106,7 +104,7 @@ def open_input(spec: JobSpec, ds: str) -> tuple[LakeTable, Snapshot]:
     table.outer.update(outer)
     snapshot = table.snapshot(value)
     if spec.input.bytes_as_text:
-        snapshot = replace(snapshot, schema=as_text(snapshot.schema))
+        snapshot = snapshot.with_text()
     return table, snapshot
 
 
