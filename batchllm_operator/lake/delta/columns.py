@@ -1,7 +1,5 @@
 """Names of a Delta table's columns in its data files (Delta protocol, "Column Mapping")."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Final
 

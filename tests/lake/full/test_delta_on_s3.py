@@ -13,6 +13,9 @@ from lake.test_delta import (
     test_processes_that_race_for_partitions_of_a_new_table,
     test_publish_makes_a_table_that_any_reader_reads,
 )
+from lake.test_delta_features import (
+    test_rows_that_a_vector_removes_are_left_out,
+)
 from support.lake_tables import ON_S3
 
 pytestmark = ON_S3
