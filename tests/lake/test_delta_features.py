@@ -42,7 +42,7 @@ def commit(folder: Folder, version: int, *actions: Action) -> None:
 def create(folder: Folder, fields: list[Action], *files: Action, mode: str = "none") -> None:
     """The first version of a table with both features, partitioned by its last column."""
     features = ["columnMapping", "deletionVectors"]
-    protocol = {"minReaderVersion": 3, "minWriterVersion": 7}
+    protocol: Action = {"minReaderVersion": 3, "minWriterVersion": 7}
     protocol |= {"readerFeatures": features, "writerFeatures": features}
     metadata = {"id": "1", "format": {"provider": "parquet", "options": {}}}
     metadata |= {"schemaString": json.dumps({"type": "struct", "fields": fields})}
