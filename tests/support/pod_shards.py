@@ -81,6 +81,12 @@ class Shards:
         self.wait_for_parts(1)
         return name
 
+    def at_work(self, ti: TaskInstance | None = None, delay_s: float = 0.1) -> tuple[TaskRun, str]:
+        """A plan is made and a try started: the try, and its pod's name once that works."""
+        self.plan(delay_s=delay_s)
+        run = self.start(ti)
+        return run, self.working_pod(run)
+
     def abandoned_pod(self) -> str:
         """A pod whose worker or triggerer has vanished without a trace."""
         run = self.start()

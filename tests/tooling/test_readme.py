@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from support.fake_job import DS, document_rows, job_fields, write_table
+from support.pages import blocks
 
 from batchllm_operator.spec import parse_spec
 
 README = Path(__file__).parents[2] / "README.md"
 PYTHON = README.parent / "docs" / "reference" / "python.md"
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """The fenced code blocks of a language."""
-    pieces = page.read_text(encoding="utf-8").split(f"```{language}\n")[1:]
-    return [piece.partition("```")[0] for piece in pieces]
 
 
 def test_the_interactive_example_prints_what_it_says() -> None:

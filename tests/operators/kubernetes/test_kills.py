@@ -12,9 +12,7 @@ def test_a_task_that_the_user_marks_leaves_no_job(shards: Shards) -> None:
 
 def check_no_job_left(shards: Shards, state: str | None) -> None:
     """A task's Job goes when the user marks the task `state`, or clears it (None)."""
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    shards.working_pod(run)
+    run, _ = shards.at_work()
     run.kill(state)
     assert run.failure() is not None
     shards.check_nothing_left()
@@ -26,9 +24,7 @@ def check_no_job_left(shards: Shards, state: str | None) -> None:
 
 @in_worker
 def test_the_end_of_a_worker_leaves_the_job_to_the_next_try(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    name = shards.working_pod(run)
+    run, name = shards.at_work()
     shards.cluster.agent.freeze(name)
     run.kill("running")  # SIGTERM, while the task's state stays as it is
     assert "the task was killed" in str(run.failure())

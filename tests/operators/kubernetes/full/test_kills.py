@@ -20,9 +20,7 @@ from batchllm_operator.operators.jobs.cluster_job import ClusterJob
 
 @in_triggerer
 def test_a_killed_job_finishes_its_open_parts(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    shards.working_pod(run)
+    run, _ = shards.at_work()
     run.kill("failed")
     run.failure()
     shards.check_nothing_left()
@@ -32,9 +30,7 @@ def test_a_killed_job_finishes_its_open_parts(shards: Shards) -> None:
 @in_triggerer
 def test_a_job_goes_however_long_its_trigger_takes(shards: Shards) -> None:
     """Airflow cancels a trigger again while it still deals with the first time."""
-    shards.plan(delay_s=0.15)
-    run = shards.start()
-    shards.working_pod(run)
+    run, _ = shards.at_work(delay_s=0.15)
     run.state_takes_s = 1.0
     run.kill("failed")
     assert run.failure() is not None
@@ -43,9 +39,7 @@ def test_a_job_goes_however_long_its_trigger_takes(shards: Shards) -> None:
 
 @in_worker
 def test_the_end_of_a_worker_in_the_last_try_leaves_no_job(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
-    run = shards.start(TaskInstance(try_number=3, max_tries=2))
-    shards.working_pod(run)
+    run, _ = shards.at_work(TaskInstance(try_number=3, max_tries=2))
     run.kill("running")
     run.failure()
     shards.check_nothing_left()
@@ -53,9 +47,7 @@ def test_the_end_of_a_worker_in_the_last_try_leaves_no_job(shards: Shards) -> No
 
 @in_triggerer
 def test_a_deferral_that_airflow_ends_itself_leaves_no_job(shards: Shards) -> None:
-    shards.plan(delay_s=0.15)
-    run = shards.start()
-    shards.working_pod(run)
+    run, _ = shards.at_work(delay_s=0.15)
     run.kill("running")
     run.join()
     task = shards.task()
@@ -76,9 +68,7 @@ def test_a_task_that_is_marked_before_it_is_deferred_leaves_no_job(shards: Shard
 @in_worker
 def test_a_task_that_is_marked_while_no_answer_comes_leaves_no_job(shards: Shards) -> None:
     """Airflow kills the process five seconds later: the first request has to be the right one."""
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    shards.working_pod(run)
+    run, _ = shards.at_work()
     shards.cluster.proxy.slow(3600)  # requests arrive
     run.kill("failed")
     assert "was killed" in str(run.failure())
@@ -92,9 +82,7 @@ def test_a_task_that_the_user_clears_leaves_no_job(shards: Shards) -> None:
 
 @in_triggerer
 def test_the_end_of_a_triggerer_leaves_the_job_to_the_next(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    shards.working_pod(run)
+    run, _ = shards.at_work()
     run.restart_triggerer()
     run.wait()
     assert shards.report()["num_resumed_parts"] == 0  # one pod did it all
@@ -104,9 +92,7 @@ def test_the_end_of_a_triggerer_leaves_the_job_to_the_next(shards: Shards) -> No
 @in_triggerer
 def test_a_triggerer_that_was_cut_off_leaves_the_job_to_the_other(shards: Shards) -> None:
     """Airflow 3.3 tells it that the user has killed the task, which is deferred elsewhere."""
-    shards.plan(delay_s=0.1)
-    run = shards.start()
-    name = shards.working_pod(run)
+    run, name = shards.at_work()
     shards.cluster.agent.freeze(name)
     run.kill("running")
     run.join()
@@ -194,9 +180,7 @@ def test_the_tasks_timeout_ends_the_job(shards: Shards) -> None:
 @in_worker
 def test_a_task_whose_supervisor_died_leaves_the_job_to_the_next_try(shards: Shards) -> None:
     """Its own process knows nothing of that: it watches on, and a later try has the Job."""
-    shards.plan(delay_s=0.1)
-    orphan = shards.start(TaskInstance(max_tries=0))
-    name = shards.working_pod(orphan)
+    orphan, name = shards.at_work(TaskInstance(max_tries=0))
     shards.cluster.agent.freeze(name)
     run = shards.start(TaskInstance(try_number=2))
     shards.wait_until_watched(run)
@@ -239,9 +223,7 @@ def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_job(
 @in_worker
 def test_a_try_that_is_told_to_stop_leaves_the_job_to_a_later_one(shards: Shards) -> None:
     """Whatever Airflow says of the task: the Job has the later one's id."""
-    shards.plan(delay_s=0.1)
-    earlier = shards.start(TaskInstance(max_tries=0))
-    name = shards.working_pod(earlier)
+    earlier, name = shards.at_work(TaskInstance(max_tries=0))
     shards.cluster.agent.freeze(name)
     later = TaskRun(shards.task, TaskInstance(try_number=2), "deferred")
     shards.runs.append(later)

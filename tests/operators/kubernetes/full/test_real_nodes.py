@@ -20,9 +20,7 @@ def real_kubelet(shards: Shards) -> None:
 
 @in_triggerer
 def test_a_kubelet_that_stops_for_a_minute_leaves_the_job_as_it_is(shards: Shards) -> None:
-    shards.plan(delay_s=5.0)
-    run = shards.start()
-    name = shards.working_pod(run)
+    run, name = shards.at_work(delay_s=5.0)
     uid = shards.job().metadata.uid
     kubelets = [int(it) for it in subprocess.check_output(["pgrep", "-x", "kubelet"]).split()]
 
@@ -46,9 +44,7 @@ def test_a_kubelet_that_stops_for_a_minute_leaves_the_job_as_it_is(shards: Shard
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_api_server_that_is_killed_and_starts_again_goes_unnoticed(shards: Shards) -> None:
     """Sockets whose TLS handshakes break off are left to the garbage by urllib3."""
-    shards.plan(delay_s=2.0)
-    run = shards.start()
-    name = shards.working_pod(run)
+    run, name = shards.at_work(delay_s=2.0)
     (pid,) = subprocess.check_output(["pgrep", "-x", "kube-apiserver"]).decode().split()
     process = Path("/proc", pid)
     words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
