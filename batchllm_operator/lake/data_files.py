@@ -4,8 +4,6 @@ The size of a row group is what its rows take in memory: encoded they take about
 and less if values repeat. A file's size is known only as it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from operator import attrgetter

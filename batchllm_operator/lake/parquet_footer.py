@@ -1,7 +1,5 @@
 """Footers of Parquet files: reads them in few requests, and marks them with a publication."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress

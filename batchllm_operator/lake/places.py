@@ -1,7 +1,5 @@
 """Places of values: columns, and what lies inside them (`doc.title`, `tags[0]`, `sizes[eu]`)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Final

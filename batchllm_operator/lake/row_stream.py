@@ -5,8 +5,6 @@ few rows are decoded at a time, and the pieces are joined. Memory is one batch, 
 and the open page of each column, which Parquet makes indivisible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce

@@ -1,7 +1,5 @@
 """Row groups and files of published rows: as large as readers like them, and no larger."""
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Iterator

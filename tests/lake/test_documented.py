@@ -1,7 +1,5 @@
 """What docs/reference/tables.md and docs/start/first-job.md show is what happens."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

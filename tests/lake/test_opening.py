@@ -1,7 +1,5 @@
 """Which table an address opens, and what it costs not to use a format."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Partitions are compared by the numbers and dates that their names spell."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

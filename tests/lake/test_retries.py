@@ -1,8 +1,6 @@
 """Each loop that tries again does so a limited number of times, or for a limited time, and after
 pauses that differ between those who wait; tests/operators/kubernetes/FAULTS.md lists them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

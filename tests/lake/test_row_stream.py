@@ -1,7 +1,5 @@
 """A scan's memory: batches of bounded size from row groups of any size."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Files replaced only if they are the ones that were seen."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

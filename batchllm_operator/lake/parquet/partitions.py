@@ -1,7 +1,5 @@
 """Where the files of a partition are: by Hive-style names of folders, `column=value`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Estimated output lengths, corrected by finished requests."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

@@ -1,7 +1,5 @@
 """A row per scheduler step, in a Parquet file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Delta tables on S3, which loses answers and refuses requests."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a scan of a table with large row groups takes: memory, and bytes from S3."""
 
-from __future__ import annotations
-
 import io
 import random
 import subprocess
