@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 SPILL_ROWS: Final = 1_000
 SPILL_S: Final = 20.0
 """Finished rows of open parts are spilled when there are so many that no file holds, or one has
-waited for so long. `kill -9` loses no more than that, and nothing that is 30 s old: the time is
-looked at every few seconds."""
+waited for so long; at first for a tenth of that, and each time half as long again. `kill -9` loses
+no more than that, and nothing that is 30 s old: the time is looked at every few seconds."""
 
 
 class OpenParts:
@@ -40,7 +40,7 @@ class OpenParts:
         """request_idx -> part_idx, for requests in the engine."""
         self._new: dict[int, PartOutputs] = {}
         """Outputs that no spill holds, by part_idx."""
-        self._new_since = 0.0
+        self._new_since, self._spill_s = 0.0, SPILL_S / 10
         self.suspects: dict[int, int] = {}
         """Requests that the engine couldn't serve, since it has served one, with their numbers of
         rows: the engine may be at fault."""
@@ -89,7 +89,7 @@ class OpenParts:
     @property
     def is_spill_due(self) -> bool:
         num_rows = sum(sum(map(len, new.row_idxs.values())) for new in self._new.values())
-        has_waited = bool(self._new) and time.monotonic() - self._new_since >= SPILL_S
+        has_waited = bool(self._new) and time.monotonic() - self._new_since >= self._spill_s
         return has_waited or num_rows >= SPILL_ROWS
 
     def unspilled(self, *, with_suspects: bool) -> dict[int, PartOutputs]:
@@ -113,7 +113,7 @@ class OpenParts:
                 del new.outputs[request_idx], new.row_idxs[request_idx]
             if not new.outputs:
                 del self._new[part_idx]
-        self._new_since = time.monotonic()
+        self._new_since, self._spill_s = time.monotonic(), min(1.5 * self._spill_s, SPILL_S)
 
 
 class ShardRun:

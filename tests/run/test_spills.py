@@ -266,7 +266,7 @@ def test_workers_that_are_stopped_keep_rows_of_all_shards_that_they_have_begun(
 
 
 @pytest.mark.parametrize(
-    ("rows", "seconds", "lost"), [(4, 30.0, 1), (1000, 0.0, 0), (1000, 30.0, 9)]
+    ("rows", "seconds", "lost"), [(4, 600.0, 1), (1000, 0.0, 0), (1000, 600.0, 9)]
 )
 def test_kill_9_loses_what_was_finished_since_the_last_spill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, seconds: float, lost: int
