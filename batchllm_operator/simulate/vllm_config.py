@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if os.environ["VLLM_LOGGING_LEVEL"].upper() == "ERROR":
     logging.getLogger("vllm").setLevel(logging.ERROR)
+# vLLM imports it to resample audio, and does without: a tenth of the time of all imports.
+if "scipy.signal" not in sys.modules:
+    sys.modules["scipy.signal"] = None  # type: ignore[assignment]
 
 import torch
 from vllm import ModelRegistry
@@ -23,6 +27,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from batchllm_operator.simulate.machine import Machine, Policy
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
+
+if sys.modules.get("scipy.signal") is None:
+    del sys.modules["scipy.signal"]
 
 
 class _Model(torch.nn.Module):

@@ -1,6 +1,7 @@
 """vLLM's scheduler and ours over workloads small enough to follow by hand, and the estimate."""
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,10 @@ def steps(run: Run) -> tuple[list[int], list[int], list[int]]:
         line.num_distinct_tokens.tolist(),
         line.num_prefix_tokens.tolist(),
     )
+
+
+def test_what_vllm_does_without_can_be_imported_afterwards() -> None:
+    assert import_module("scipy.signal").resample_poly
 
 
 # By hand
