@@ -220,6 +220,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "name": ["../up", "", "x" * 101],
     "input__uri": ["", *(f"iceberg://{name}" for name in ("", "lake", "a/in", "/ns.in", "a/ns."))],
     "input__key": [[], "generated_text", "error", "model", "run_id", "ds"],
+    "input__partition_timezone": ["", "Europe/Bonn", "../UTC", "/etc/localtime"],
     "input__filter": [
         [{"column": "a", "op": "in", "value": "b"}],
         [{"column": "a", "value": ["b"]}],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Final
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 from pyarrow import types
@@ -22,6 +23,8 @@ NAME_ONE: Final = (
 )
 """Advice where a partition's name has another form than the table's."""
 _DIGITS: Final = re.compile(r"([0-9]+)")
+_FORMS: Final = {4: "%Y", 7: "%Y-%m", 10: "%Y-%m-%d", 13: "%Y-%m-%d-%H"}
+"""Of names of times, by their lengths."""
 _LEAST_ALIKE: Final = 6
 """Digits that two names of one time have in common: those of a year and a month."""
 
@@ -38,6 +41,26 @@ def value_named(name: str, kind: pa.DataType) -> str | int | date | None:
     except (ValueError, OverflowError, pa.ArrowException):
         return None
     return value if str(value) == name else None
+
+
+def times_named(name: str, zone: str | None) -> tuple[datetime, datetime]:
+    """When the year, month, day or hour `2026-01-31-05` of a time zone begins and ends, in UTC.
+
+    It ends when the next one begins: a day in which clocks change has 23 or 25 hours. Raises
+    `ValueError`, `OverflowError`: the name isn't one.
+    """
+    first = datetime.strptime(name, _FORMS.get(len(name), ""))
+    if len(name) > len("2026-01-31"):
+        last = first + timedelta(hours=1)
+    elif len(name) > len("2026-01"):
+        last = first + timedelta(days=1)
+    elif len(name) > len("2026"):
+        last = (first + timedelta(days=31)).replace(day=1)
+    else:
+        last = first.replace(year=first.year + 1)
+    clock = UTC if zone is None else ZoneInfo(zone)
+    begin, end = (each.replace(tzinfo=clock).astimezone(UTC) for each in (first, last))
+    return begin, end
 
 
 def in_order(names: Iterable[str]) -> list[str]:

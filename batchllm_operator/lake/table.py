@@ -76,6 +76,8 @@ class Snapshot:
     where the partition is a `day`."""
     in_files: pa.Schema | None = None
     """The columns as data files name them, in the order of `schema`, if it isn't as that does."""
+    conditions: tuple[FilterTerm, ...] = ()
+    """What tells the partition's rows from others in its files; none if there are no others."""
 
     @classmethod
     def of(
@@ -119,6 +121,8 @@ class LakeTable(ABC):
         self.most_file_bytes = most_file_bytes
         self.outer: dict[str, str] = {}
         """Values of further partition columns that are read, as text; of an input alone."""
+        self.time_zone: str | None = None
+        """Where a day of the partition column's timestamps begins and ends; None is UTC."""
 
     @abstractmethod
     def partitions(self) -> list[str]:
@@ -147,6 +151,7 @@ class LakeTable(ABC):
         Raises `TableError`: a column is unknown, its type doesn't allow a condition's comparison,
         or the snapshot is gone.
         """
+        conditions = (*snapshot.conditions, *conditions)
         scan = Scan.of(self.uri, snapshot.schema, columns, conditions)
         for file in snapshot.files if part is None else (part.file,):
             if not scan.may_match(file.lowest, file.highest):

@@ -85,7 +85,8 @@ class VersionedTable(LakeTable, Generic[Version]):
                 raise TableError(f"table {self.uri}: isn't partitioned by the values of {name!r}")
             files = [file for file in files if str(file.values[name]) == value]
         columns = snapshot.schema, self.partition_column, snapshot.in_files
-        return Snapshot.of(partition, snapshot.version, files, *columns)
+        chosen = Snapshot.of(partition, snapshot.version, files, *columns)
+        return replace(chosen, conditions=snapshot.conditions)
 
     def published(self, partition: str) -> Publication | None:
         return self._published_in(self._latest(), partition)

@@ -197,7 +197,7 @@ def _read(given: Given, scratch: Path, stack: ExitStack) -> Rows:
         indexes = find_indexes(spec, given.ds, _identity(given), budget, scratch)
         reuse = stack.enter_context(Reuse(indexes, scratch, part_schema(spec)))
         budget = budget.holding(reuse.num_bytes)
-    if not spec.input.filter:  # a filter may skip any number of rows
+    if not (spec.input.filter or given.snapshot.conditions):  # which may skip any number of rows
         budget.check(num_rows)
     rows = Rows(prompts, reuse)
     read_rows(given, rows, scratch / ROWS_FILE)

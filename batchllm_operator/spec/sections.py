@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
+from zoneinfo import available_timezones
 
 from pydantic import (
     AfterValidator,
@@ -52,6 +53,12 @@ MAX_LOGPROBS: Final = 20
 """As many as vLLM gives by default."""
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
 Columns = Annotated[tuple[str, ...], _LIST]
+
+
+def _known_zone(name: str) -> str:
+    if name not in available_timezones():
+        raise ValueError("isn't an IANA time zone that this machine knows")
+    return name
 
 
 def _as_carried(value: object) -> object:
@@ -133,9 +140,12 @@ class InputSpec(Section):
     partition: OfPlan[Annotated[dict[NonEmpty, NonEmpty], AfterValidator(by_name)]] = Field(
         default_factory=dict
     )
-    """Where several columns name the input's partitions, what each holds: a text in which Python's
-    `strftime` puts parts of `--ds`, a date or time: `{year: "%Y", month: "%m", day: "%d"}` (`%-m`
-    without zeros), or a constant. `partition_column` is the output's alone then."""
+    """Where several columns, or times, name the input's partitions, what each holds: a text where
+    Python's `strftime` puts parts of `--ds`, a date or time: `{year: "%Y", month: "%m", day: "%d"}`
+    (`%-m` without zeros), or a constant. `partition_column` is the output's alone then."""
+    partition_timezone: OfPlan[Annotated[str, AfterValidator(_known_zone)] | None] = None
+    """IANA name of the time zone, such as `Europe/Berlin`, in which a day of an Iceberg table's
+    timestamps begins; without it days are those of UTC. Times without a zone count as UTC."""
     key: OfPlan[Annotated[Columns, Field(min_length=1), distinct("column")]]
     """Column, or list of columns, that identifies a row within the partition."""
     filter: OfPlan[tuple[FilterTerm, ...]] = ()

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from lake.test_iceberg import create
+from pyiceberg.transforms import MonthTransform
 from support.fake_job import DS, fake_spec, finish
-from support.lake_tables import LAKES, Lake
+from support.lake_tables import LAKES, IcebergLake, Lake
 
-from batchllm_operator.errors import SpecError, TableError
+from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec
@@ -170,3 +173,29 @@ def test_keys_and_filters_name_columns_as_they_are(
     assert [row["a.b"] for row in published(spec, key="a.b")] == ["y"]
     with pytest.raises(SpecError, match=r"'a\.b' is written differently from '`a\.b`'"):
         plan_job(spec_of(lake, tmp_path, input={"key": "`a.b`"}), DS)
+
+
+def test_a_day_of_a_time_zone_is_read_of_a_table_partitioned_by_timestamps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = LAKES["iceberg"](str(tmp_path / "lake"), tmp_path, monkeypatch)
+    assert isinstance(lake, IcebergLake)
+    ts = pa.array(["2026-01-30T22:59", "2026-01-30T23:00", "2026-01-31T22:59", "2026-01-31T23:00"])
+    texts = {name: list("abcd") for name in ("row_key", "document", "query")}
+    data = pa.table({**texts, "ts": ts.cast(pa.timestamp("us"))})
+    create(lake, data.slice(0, 0), "ts", MonthTransform())
+    pq.write_table(data, tmp_path / "january.parquet")
+    lake.load().add_files([str(tmp_path / "january.parquet")])
+    source = {"partition": {"ts": "%Y-%m-%d"}, "partition_timezone": "Europe/Berlin"}
+    spec = spec_of(lake, tmp_path, input=source, output={"carry": ["ts"]})
+    rows = published(spec)
+    assert [(row["row_key"], row["ds"]) for row in rows] == [("b", DS), ("c", DS)]
+    assert [row["ts"] for row in rows] == data["ts"].to_pylist()[1:3]
+    with pytest.raises(EmptyPartitionError, match=r"newest are: '2026-01' \(on_"):
+        plan_job(spec.model_copy(update={"on_empty": "fail"}), "2026-02-02")
+    in_utc = spec_of(lake, tmp_path, input={"partition": {"ts": "%Y-%m-%d"}})
+    assert in_utc.identity != spec.identity
+    of_texts = LAKES["parquet"](str(tmp_path / "lake"), tmp_path, monkeypatch)
+    of_texts.append(DS, documents())
+    with pytest.raises(SpecError, match=r"partition_timezone: is for timestamps.*'ds' .*string"):
+        plan_job(spec_of(of_texts, tmp_path, input={"partition_timezone": "UTC"}), DS)

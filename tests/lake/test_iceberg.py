@@ -9,8 +9,10 @@ import io
 import sqlite3
 import time
 import traceback
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +21,7 @@ import pytest
 from lake.test_tables import first_call, numbers, rows, values
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.conversions import from_bytes
-from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
+from pyiceberg.exceptions import CommitFailedException, ForbiddenError, NoSuchIcebergTableError
 from pyiceberg.expressions import visitors
 from pyiceberg.io.pyarrow import (
     PyArrowFile,
@@ -40,7 +42,14 @@ from pyiceberg.manifest import (
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import Table
 from pyiceberg.table.update.snapshot import _SnapshotProducer
-from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
+from pyiceberg.transforms import (
+    DayTransform,
+    HourTransform,
+    IdentityTransform,
+    MonthTransform,
+    Transform,
+    YearTransform,
+)
 from pyiceberg.types import LongType, StringType
 from pyiceberg.utils.config import Config
 from support.lake_tables import (
@@ -179,24 +188,139 @@ def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable) -> None:
 # Partitioning
 
 
-def test_hidden_partitioning_is_read_by_rows_and_not_written(
-    lake: IcebergLake, table: LakeTable, tmp_path: Path
+UTC, HOUR = datetime.UTC, datetime.timedelta(hours=1)
+DAYS = ((1969, 12, 31), (2026, 3, 28), (2026, 10, 24), (2026, 12, 31))
+TIMES = [datetime.datetime(*day, tzinfo=UTC) + n * HOUR for day in DAYS for n in range(54)]
+
+
+def fill(lake: IcebergLake, transform: Transform[Any, Any], kind: pa.DataType, spool: Path) -> None:
+    """A file for each partition of `TIMES`, and one with a row of no time."""
+    times = pa.array([*TIMES, None], pa.timestamp("us", "UTC"))
+    data = pa.table({"n": range(len(times)), "ts": times.cast(kind)})
+    create(lake, data.slice(0, 0), "ts", transform)
+    find, parts = transform.transform(lake.load().schema().find_type("ts")), defaultdict(list)
+    for number, micros in enumerate(times.cast(pa.int64()).to_pylist()):
+        parts[find(micros)].append(number)
+    for part, places in parts.items():
+        pq.write_table(data.take(places), spool / f"{part}.parquet")
+    lake.load().add_files([str(spool / f"{part}.parquet") for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("transform", "kind", "num_files", "newest"),
+    [
+        (DayTransform(), pa.timestamp("us"), 1, "2027-01-02"),
+        (HourTransform(), pa.timestamp("us", "UTC"), 24, "2027-01-02-05"),
+        (MonthTransform(), pa.timestamp("us", "UTC"), 1, "2027-01"),
+        (YearTransform(), pa.timestamp("us"), 1, "2027"),
+    ],
+    ids=str,
+)
+def test_a_day_has_the_rows_of_its_hours(
+    lake: IcebergLake, tmp_path: Path, transform: Any, kind: Any, num_files: int, newest: str
 ) -> None:
-    """A month's file holds rows of many days: to remove it would remove them all."""
-    days = [datetime.date(2026, 1, day) for day in range(1, 31)]
-    data = pa.table({"n": range(30), "ds": days})
+    """Of 23 to 25 hours where clocks change; before 1970 as well; a row without time has no day."""
+    fill(lake, transform, kind, tmp_path)
+    table = open_table(lake.address, "ts")
+    for table.time_zone in (None, "Europe/Berlin"):
+        wanted = defaultdict(list)
+        for number, at in enumerate(TIMES):
+            wanted[str(at.astimezone(ZoneInfo(table.time_zone or "UTC")).date())].append(number)
+        found = {day: sorted(values(table, day)) for day in wanted}
+        assert found == wanted
+    assert [len(found[day]) for day in ("2026-03-29", "2026-10-25")] == [23, 25]
+    assert len(values(table, "2026-10-25-02")) == 2  # the hour that is repeated
+    assert values(table, "2026-03-29-02") == []  # the hour that is left out
+    table.time_zone = None
+    assert len(table.snapshot("2026-03-29").files) == num_files
+    assert table.partitions()[-1] == newest
+    assert rows(table, ["n"], [FilterTerm(column="n", value=3)], "1969") == [{"n": 3}]
+    assert (values(table, "2026-03-28-05"), values(table, "2030-01-01")) == ([54 + 5], [])
+    assert len(values(table, "2026-12")) == 24
+    for wrong in ("2026-03-28T05", "2026-3-28", "2026-02-30", "20260328", "9999", "0000"):
+        with pytest.raises(TableError, match=r"isn't a year, month, day or hour.*nearest"):
+            table.snapshot(wrong)
+    with pytest.raises(TableError, match="partitioned by the values of 'ts' alone"):
+        table.check_outputs("2030-01-01", numbers().schema)
+
+
+def test_months_of_dates_are_read_by_rows_and_not_written(
+    lake: IcebergLake, tmp_path: Path
+) -> None:
+    table, days = open_lake(lake), [datetime.date(2026, 1, day) for day in range(1, 32)]
+    data = pa.table({"n": range(31), "ds": days})
     create(lake, data.slice(0, 0), "ds", MonthTransform())
     pq.write_table(data, tmp_path / "january.parquet")  # has no field ids, and gets a name mapping
     lake.load().add_files([str(tmp_path / "january.parquet")])
-    assert rows(table, ["n"], partition="2026-01-15") == [{"n": 14}]
-    assert rows(table, ["n"], [FilterTerm(column="n", value=14)], partition="2026-01-15")
-    assert rows(table, ["n", "ds"], partition="2026-02-01") == []
+    assert rows(table, ["n", "ds"]) == [{"n": 30, "ds": days[-1]}]
+    assert rows(table, ["n"], [FilterTerm(column="n", value=14)]) == []
+    assert values(table, "2026-01") == list(range(31))
+    assert (values(table, "2026-02-01"), table.partitions()) == ([], ["2026-01"])
     with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
         publish(table, numbers(1), of_plan(partition="2026-02-01"))
-    with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
-        table.check_outputs("2026-02-01", numbers().schema)
-    with pytest.raises(TableError, match="isn't partitioned by the values"):
-        table.partitions()
+
+
+def test_a_day_of_dates_is_their_value(lake: IcebergLake) -> None:
+    table, day = open_lake(lake), datetime.date(1969, 12, 31)
+    data = pa.table({"n": [0], "ds": [day], "run_id": [of_plan().run_id]})
+    create(lake, data.slice(0, 0), "ds", DayTransform())
+    for number, partition in enumerate((str(day), DS, DS)):
+        publish(table, numbers(number), of_plan(f"p{number}", partition))
+    assert (values(table, str(day)), values(table)) == ([0], [2])
+    assert table.partitions() == [str(day), DS]
+
+
+OTHER = "2026-02-01"
+
+
+def lay_out(lake: IcebergLake, *columns: str) -> None:
+    """Another program changes how later files are laid out."""
+    kept = [field.name for field in lake.load().spec().fields]
+    with lake.load().update_spec() as update:
+        for name in kept:
+            update.remove_field(name)
+    with lake.load().update_spec() as update:
+        for column in columns:
+            update.add_field(column, IdentityTransform(), f"by_{column}")
+
+
+def rewrite(lake: IcebergLake, of: str) -> None:
+    """Another program compacts rows, whose files are laid out by the newest specification then."""
+    lake.load().overwrite(lake.load().scan(of).to_arrow(), overwrite_filter=of)
+
+
+def test_old_files_of_a_day_are_replaced_however_they_are_laid_out(lake: IcebergLake) -> None:
+    """From `ds` to (`ds`, `n`), to no partitions, and back to `ds`."""
+    table = open_lake(lake)
+    for partition in (DS, OTHER):
+        publish(table, numbers(1, 2), of_plan(partition=partition))
+    for number, columns in enumerate([("ds", "n"), (), ("ds",)], 2):
+        lay_out(lake, *columns)
+        newest = lake.load().spec()
+        for once_more in ("a", "b"):
+            publish(table, numbers(number, number), of_plan(f"p{number}{once_more}"))
+        rewrite(lake, f"ds = '{DS}'")
+        [task] = lake.load().scan(f"ds = '{DS}'").plan_files()
+        assert task.file.spec_id == newest.spec_id
+        publish(table, numbers(*[number * 10] * 3), of_plan(f"p{number}"))
+        found = lake.load().scan().to_arrow().group_by("ds").aggregate([("n", "list")]).to_pylist()
+        assert {row["ds"]: row["n_list"] for row in found} == {DS: values(table), OTHER: [1, 2]}
+        assert (values(table), lake.load().spec()) == ([number * 10] * 3, newest)
+        assert table.partitions() == [DS, OTHER]
+
+
+def test_a_file_with_rows_of_other_days_is_not_replaced(lake: IcebergLake) -> None:
+    table = open_lake(lake)
+    for partition in (DS, OTHER):
+        publish(table, numbers(1, 2), of_plan(partition=partition))
+    lay_out(lake)
+    rewrite(lake, f"ds in ('{DS}', '{OTHER}')")
+    assert table.published(DS) == of_plan()
+    with pytest.raises(TableError, match=f"2 rows of partition '{DS}' and 2 of others.*rewrite"):
+        table.check_outputs(DS, numbers().schema.append(pa.field("run_id", pa.string())))
+    between = "2026-01-31-05"  # between the bounds of the file, which has none of its rows
+    publish(table, numbers(3), of_plan(partition=between))
+    assert (values(table), values(table, OTHER), values(table, between)) == ([1, 2], [1, 2], [3])
 
 
 def test_a_format_that_pyiceberg_does_not_write(
@@ -389,8 +513,9 @@ def test_the_tables_limit_of_rows_in_a_row_group_is_kept(
     assert values(table) == list(range(7))
 
 
+@pytest.mark.parametrize("refusal", [CommitFailedException, ForbiddenError])
 def test_a_refused_commit_leaves_no_files(
-    lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
+    lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch, refusal: Any
 ) -> None:
     publish(table, numbers(0), of_plan("p0"))
     before = {name for name in lake.folder.find() if not name.endswith(".metadata.json")}
@@ -399,7 +524,7 @@ def test_a_refused_commit_leaves_no_files(
 
     def refuse(real: Any, *args: Any) -> Any:
         tries.append(1)
-        raise CommitFailedException("somebody else was faster")
+        raise refusal("somebody else was faster")
 
     with wrapped(lake.commit, refuse), pytest.raises(StorageError, match="commit again"):
         publish(table, numbers(1))

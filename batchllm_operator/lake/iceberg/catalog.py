@@ -17,10 +17,10 @@ from pyiceberg.exceptions import (
     NoSuchTableError,
     NotInstalledError,
     ResolveError,
-    TableAlreadyExistsError,
     ValidationException,
 )
 from pyiceberg.exceptions import ValidationError as IcebergValidationError
+from pyiceberg.io import FileIO
 from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -28,6 +28,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.utils.config import Config
 
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
+from batchllm_operator.lake.iceberg.credentials import LentFileIO
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
 from batchllm_operator.secrets import Masker
 from batchllm_operator.spec import TableAddress
@@ -60,7 +61,7 @@ class CatalogTable:
         """The table as it is now; None if there is none."""
         try:
             with iceberg_errors(self.uri, faults=(), passing=_MISSING):
-                return self._catalog.load_table(self._identifier)
+                return self._lasting(self._catalog.load_table(self._identifier))
         except NoSuchIcebergTableError as error:
             text, cause = without_secrets(error, self.uri)
             raise TableError(f"table {self.uri}: isn't an Iceberg table: {text}") from cause
@@ -103,10 +104,16 @@ class CatalogTable:
         """Create the table for such rows, with a further partition column of strings."""
         schema, spec = self.check_create(rows, partition_column)
         with iceberg_errors(self.uri):
-            try:
-                return self._catalog.create_table(self._identifier, schema, partition_spec=spec)
-            except TableAlreadyExistsError:  # by another writer, just now
-                return self._catalog.load_table(self._identifier)
+            create = self._catalog.create_table_if_not_exists  # another writer may, just now
+            return self._lasting(create(self._identifier, schema, partition_spec=spec))
+
+    def _lasting(self, table: Table) -> Table:
+        table.io = LentFileIO(table.io, self._lend)
+        return table
+
+    def _lend(self) -> FileIO:
+        with iceberg_errors(self.uri, faults=()):
+            return self._catalog.load_table(self._identifier).io
 
     def _open(self) -> Catalog:
         try:

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.exceptions import CommitFailedException, ForbiddenError, UnauthorizedError
 from pyiceberg.io.pyarrow import (
     _get_parquet_writer_kwargs,
     compute_statistics_plan,
@@ -31,7 +31,7 @@ from pyiceberg.utils.properties import property_as_int
 
 from batchllm_operator.errors import BatchLLMError, TableError
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors, without_secrets
-from batchllm_operator.lake.iceberg.partition import Partition
+from batchllm_operator.lake.iceberg.partition import Partition, by_values
 from batchllm_operator.lake.iceberg.schema import ICEBERG, iceberg_schema
 from batchllm_operator.lake.publishing import Publication, RefusedCommit, looking_again
 from batchllm_operator.lake.schema import fit_columns
@@ -41,13 +41,14 @@ from batchllm_operator.spec import TableAddress
 from batchllm_operator.storage.s3 import storage_errors
 
 _NEWEST_FORMAT: Final = 2
+_REFUSALS: Final = (CommitFailedException, ForbiddenError, UnauthorizedError)
 
 
 class Replacement(Change[Table]):
     """See `Change`: a transaction on a table as it was loaded, without pyiceberg's own retries.
 
     Those would repeat the commit on top of unseen changes. Any failure of ours may be repeated:
-    only `CommitFailedException` means the same in all catalogs, and a lost connection, a locked
+    only `_REFUSALS` mean the same in all catalogs, and a lost connection, a locked
     database or a throttled call is an error of SQLAlchemy, botocore, Thrift or requests. To repeat
     is safe, as the table is looked at before each commit.
     """
@@ -62,11 +63,11 @@ class Replacement(Change[Table]):
         add_columns: bool,
     ) -> None:
         """`given` are the rows' columns; raises `TableError` if such rows can't be published."""
-        self._catalog, self._place = catalog, place
-        self._table, self._uri = place.table, place.uri
+        self._catalog, self._place, self._uri = catalog, place, place.uri
         self._producer: Any = None
         where = f"output {self._uri}"
-        self._check(where)
+        self._table = self._checked(where)
+        self._replaced = place.replaced(where)
         table = schema_to_pyarrow(self._table.schema())
         stored, new = fit_columns(
             where, place.column, given, table, ICEBERG, add_columns=add_columns
@@ -97,24 +98,21 @@ class Replacement(Change[Table]):
         """The table's, with the new columns."""
         return self._transaction.table_metadata
 
-    def _check(self, where: str) -> None:
-        """Refuse a table, or a partition of it, that outputs can't go to."""
-        table, place = self._table, self._place
+    def _checked(self, where: str) -> Table:
+        """The table as outputs are laid out in it; refuses one that they can't go to."""
+        table, place = self._place.table, self._place
         if table.format_version > _NEWEST_FORMAT:
             raise TableError(
                 f"{where}: has format version {table.format_version}, which pyiceberg can't write;"
                 " choose another output table"
             )
-        if len(table.spec().fields) != 1 or not place.is_identity(table.spec()):
+        laid_out = by_values(table, place.column)
+        if laid_out is None or place.value is None:
             raise TableError(
-                f"{where}: outputs go to tables partitioned by the values of"
-                f" {place.column!r} alone; this one has {table.spec()}"
+                f"{where}: outputs go to tables partitioned by the values of {place.column!r} alone"
+                f" (text, integers or dates), to one of them; this one has {table.spec()}"
             )
-        if not all(place.is_identity(table.specs()[task.file.spec_id]) for task in place.tasks):
-            raise TableError(
-                f"{where}: partition {place.name!r} has files from before the table was"
-                f" partitioned by {place.column!r}; rewrite them first"
-            )
+        return laid_out
 
     def rehearse(self) -> None:
         """Refuse properties of the table that pyiceberg or Arrow refuses."""
@@ -132,7 +130,7 @@ class Replacement(Change[Table]):
                 raise ValueError(str(error)) from error
 
     def commit(self, files: Sequence[StagedFile], publication: Publication) -> RefusedCommit | None:
-        if not files and not self._place.tasks:
+        if not files and not self._replaced:
             return None
         try:
             with iceberg_errors(self._uri):
@@ -153,7 +151,7 @@ class Replacement(Change[Table]):
         if now is not None and self.is_in(now):
             return None
         text, cause = without_secrets(failure, self._uri)
-        if not isinstance(failure, CommitFailedException):
+        if not isinstance(failure, _REFUSALS):
             return RefusedCommit(text, cause, may_arrive=True)
         self._producer._clean_all_uncommitted()  # manifests
         return RefusedCommit(text, cause, is_certain=True)
@@ -170,8 +168,9 @@ class Replacement(Change[Table]):
         # pyiceberg's threads share an evaluator, which holds the manifest that it looks at: without
         # one for each call, manifests are now and then taken for others, and files not found.
         producer._build_manifest_evaluator = lambda spec_id: lambda file: build(spec_id)(file)
-        for task in self._place.tasks:
-            self._producer.delete_data_file(task.file)
+        producer.delete_by_predicate(self._place.chosen)  # else no file without partition is found
+        for old in self._replaced:
+            self._producer.delete_data_file(old)
         for file in files:
             self._producer.append_data_file(self._data_file(file))
         self._producer.commit()
@@ -206,7 +205,9 @@ class IcebergStaging(Staging):
         table = CatalogTable(TableAddress.parse(self.uri)).load()
         if table is None:
             raise TableError(f"output {self.uri}: the table was removed meanwhile; commit again")
-        return table
+        laid_out = by_values(table, *self.constants)
+        assert laid_out is not None, "it is checked before rows are staged"
+        return laid_out
 
     def _new_name(self, stem: str) -> str:
         (value,) = self.constants.values()
@@ -225,7 +226,7 @@ class IcebergStaging(Staging):
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            with suppress(*storage_errors()):
+            with suppress(*storage_errors(), BatchLLMError):
                 self._table.io.delete(name)
 
 

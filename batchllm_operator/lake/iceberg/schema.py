@@ -11,7 +11,7 @@ from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.types import DateType, NestedField, TimestampType, TimestamptzType
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake.partition_order import CAN_NOT_NAME, NAME_ONE, value_named
+from batchllm_operator.lake.partition_order import CAN_NOT_NAME, NAME_ONE, times_named, value_named
 from batchllm_operator.lake.schema import FormatTypes, plain_type
 
 _EPOCH: Final = datetime.datetime(1970, 1, 1)
@@ -41,16 +41,32 @@ def iceberg_schema(rows: pa.Schema) -> Schema:
     return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(rows))
 
 
-def partition_value(where: str, field: NestedField, partition: str) -> str | int | datetime.date:
-    """The column's value for a partition's name; raises `TableError` if it has none."""
+def rows_named(
+    where: str, field: NestedField, name: str, zone: str | None
+) -> list[tuple[str, str | int | datetime.date]]:
+    """What tells the rows of a partition's name: comparisons with one value, or with two times.
+
+    Raises `TableError`: the name isn't one of the column's.
+    """
     holds = f"{where}: the partition column holds {field.field_type}"
+    kind = arrow_schema(Schema(field)).field(0).type
+    is_time = pa.types.is_timestamp(kind)
     try:
-        value = value_named(partition, arrow_schema(Schema(field)).field(0).type)
+        if not is_time and not (pa.types.is_date(kind) and len(name) <= len("2026-01")):
+            value = value_named(name, kind)
+            if value is None:
+                raise TableError(f"{holds}, and {name!r} isn't one; {NAME_ONE}")
+            return [("==", value)]
+        moments = times_named(name, zone if is_time else None)
+        begin, end = (pa.scalar(moment).cast(kind).as_py() for moment in moments)
     except TypeError:
         raise TableError(f"{holds}, {CAN_NOT_NAME}") from None
-    if value is None:
-        raise TableError(f"{holds}, and {partition!r} isn't one; {NAME_ONE}")
-    return value
+    except (ValueError, OverflowError):  # nanoseconds have fewer years
+        raise TableError(
+            f"{holds}, and {name!r} isn't a year, month, day or hour (2026-01-31-05) of it;"
+            f" {NAME_ONE}"
+        ) from None
+    return [(">=", begin), ("<", end)]
 
 
 def python_value(kind: Any, value: Any) -> Any:

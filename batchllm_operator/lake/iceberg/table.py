@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -18,7 +17,7 @@ from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
 from batchllm_operator.lake.iceberg.partition import Partition, partition_names, root_of
 from batchllm_operator.lake.iceberg.read import opened, read_file
 from batchllm_operator.lake.iceberg.replacement import Replacement
-from batchllm_operator.lake.iceberg.schema import ICEBERG, arrow_schema, partition_value
+from batchllm_operator.lake.iceberg.schema import ICEBERG, arrow_schema
 from batchllm_operator.lake.places import as_text
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.scanning import Scan, reading
@@ -39,7 +38,7 @@ class IcebergTable(VersionedTable[Table]):
         self._read_from: tuple[str, Table, Schema] | None = None
 
     def partitions(self) -> list[str]:
-        """Read from metadata, so the table must be partitioned by the column's values."""
+        """Read from metadata: those of a file with rows of several are left out."""
         table = self._catalog.load()
         return [] if table is None else partition_names(table, self.uri, self.partition_column)
 
@@ -78,22 +77,15 @@ class IcebergTable(VersionedTable[Table]):
         return snapshot
 
     def _partition(self, table: Table, partition: str) -> Partition:
-        return Partition(table, self.uri, self.partition_column, partition)
+        return Partition(table, self.uri, self.partition_column, partition, self.time_zone)
 
     def _read(
         self, snapshot: Snapshot, file: InputFile, scan: Scan, part: FilePart | None
     ) -> Iterator[pa.RecordBatch]:
         table, schema = self._at(snapshot)
-        names, condition = dict.fromkeys(scan.schema.names), scan.condition
-        if (column := self.partition_column) not in file.values:  # its rows have several
-            names[column] = None
-            field = schema.find_field(column)
-            value = partition_value(f"table {self.uri}", field, snapshot.partition)
-            own = pds.field(column) == pa.scalar(value)
-            condition = own if condition is None else own & condition
-        wanted = Schema(*map(schema.find_field, names))
+        wanted = Schema(*map(schema.find_field, scan.schema.names))
         for batch in read_file(table, _path(table, file), file, wanted, part):
-            chosen = batch if condition is None else batch.filter(condition)
+            chosen = batch if scan.condition is None else batch.filter(scan.condition)
             if chosen.num_rows:
                 yield chosen
 

@@ -102,7 +102,13 @@ def open_input(spec: JobSpec, ds: str) -> tuple[LakeTable, Snapshot]:
     (column, value), *outer = spec.input.places(ds).items()
     table = open_table(spec.input.uri, column)
     table.outer.update(outer)
+    table.time_zone = spec.input.partition_timezone
     snapshot = table.snapshot(value)
+    if table.time_zone and not pa.types.is_timestamp(kind := snapshot.schema.field(column).type):
+        raise SpecError(
+            f"input.partition_timezone: is for timestamps that an Iceberg table is partitioned by;"
+            f" column {column!r} of table {table.uri} holds {kind}"
+        )
     if spec.input.bytes_as_text:
         snapshot = snapshot.with_text()
     return table, snapshot
@@ -197,7 +203,7 @@ def check_lengths(spec: JobSpec, max_model_len: int) -> None:
 def describe_empty(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
     """Why a partition has no rows: it is missing or empty, or the filter keeps none."""
     where = f"table {table.uri}"
-    if snapshot.num_rows:
+    if snapshot.num_rows and spec.input.filter:
         return (
             f"{where}, partition {snapshot.partition!r}: has no rows that meet input.filter"
             f" (of {snapshot.num_rows})"
@@ -214,15 +220,16 @@ def describe_empty(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
         return f"{where}: there is no partition {named}"
     newest = ", ".join(map(repr, names[: -_MAX_NAMED - 1 : -1])) or "none"
     absent = f"{where}: there is no partition {snapshot.partition!r}; the newest are: {newest}"
-    return absent + _describe_key(spec, snapshot, names)
+    return absent + _describe_key(table, snapshot, names)
 
 
-def _describe_key(spec: JobSpec, snapshot: Snapshot, names: Sequence[str]) -> str:
+def _describe_key(table: LakeTable, snapshot: Snapshot, names: Sequence[str]) -> str:
     """What the partition column holds, and how to name it, if the names have another form."""
-    if not names or _form(snapshot.partition) in map(_form, names):
-        return ""
-    column = spec.input.partition_column
+    column = table.partition_column
     kind = snapshot.schema.field(column).type
+    is_time = pa.types.is_timestamp(kind)  # whose names are as long as the time
+    if not names or is_time or _form(snapshot.partition) in map(_form, names):
+        return ""
     nearest = near(names, snapshot.partition)
     return (
         f". Column {column!r} holds {kind} in another form than {snapshot.partition!r}; the nearest"
