@@ -160,7 +160,9 @@ def commands() -> str:
             names = ", ".join(f"`{each}`" for each in option.option_strings) or f"`{option.dest}`"
             text = (option.help or "").replace("|", r"\|")
             choices = " or ".join(f"`{each}`" for each in option.choices or ())
-            value = choices or (f"`{option.metavar}`" if option.metavar else "")
+            given = option.metavar or ()
+            values = (given,) if isinstance(given, str) else given
+            value = choices or " ".join(f"`{each}`" for each in values)
             lines.append(f"| {names} {value} | {text} |")
         lines.append("")
     return "\n".join(lines)
