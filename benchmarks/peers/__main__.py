@@ -3,13 +3,14 @@
 All run the same rows, in a random order, through the same vLLM on two cores with the same engine
 arguments; the KV cache holds a tenth of the documents, as a GPU's does of a night's table. They
 take turns. Each is a command, measured from outside with all that it starts; tokens are counted
-in vLLM's scheduler. Each also gets twenty rows one of which has no prompt, and rows at the half of
-which it gets SIGKILL and is started again.
+in vLLM's scheduler. With `--stops` each gets twenty rows one of which has no prompt, and rows at
+the half of which it gets SIGKILL and is started again.
 
     benchmarks/peers/environments.sh               # the peers' packages, once
     python -m benchmarks.peers --model DIR --out FOLDER --plot FILE # of a real model
     python -m benchmarks.peers --model DIR --workload conversations
-    python -m benchmarks.peers --model DIR --quick # 8 documents, once, no kills
+    python -m benchmarks.peers --model DIR --quick # 8 documents, once
+    python -m benchmarks.peers --model DIR --stops --out FOLDER
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Series:
         return {
             **{"num_rows": len(rows), "num_done": num_done, "num_texts": len(texts_of(out))},
             **{"num_again": num_done + num_more - len(rows), "code": second.code},
-            **{"generate_s": second.counts.generate_ns / 1e9, "num_orphans": first.num_orphans},
+            **{"num_computed": second.counts.num_prompt_tokens, "num_orphans": first.num_orphans},
         }
 
     def _run(
@@ -138,12 +139,9 @@ class Series:
 
 
 def compare(series: Series, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All figures of all contenders; after the first round, of those that fit in the time."""
+    """Figures of all contenders; after the first round, of those that fit in the time."""
     ends_at = time.monotonic() + 60 * args.minutes
     runs = {name: [series.whole(name)] for name in args.contenders}
-    stops: dict[str, dict[str, Any]] = {name: {} for name in args.contenders}
-    for name in () if args.quick else args.contenders:
-        stops[name] = {"null": series.with_null(name), "killed": series.killed(name)}
     for repetition in range(1, 1 if args.quick else args.runs):
         for name in args.contenders[:: -1 if repetition % 2 else 1]:
             if time.monotonic() + runs[name][0]["wall_s"] < ends_at:
@@ -153,14 +151,25 @@ def compare(series: Series, args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, figures in runs.items():
         texts = [of_run.pop("texts") for of_run in figures]
         equal = min(sum(text.get(key) == expected[key] for key in expected) for text in texts)
-        installed = metadata.distributions(name=name, path=[str(args.packages / name)])
         results.append(
-            {"name": name, "version": next((peer.version for peer in installed), None)}
+            _named(name, args)
             | {key: statistics.median(of_run[key] for of_run in figures) for key in figures[0]}
             | {"equal_texts": equal / len(series.rows), "num_texts": len(texts[0]), "runs": figures}
-            | stops[name]
         )
     return results
+
+
+def stop(series: Series, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a bad row, and a kill, cost each contender."""
+    return [
+        _named(name, args) | {"null": series.with_null(name), "killed": series.killed(name)}
+        for name in args.contenders
+    ]
+
+
+def _named(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    installed = metadata.distributions(name=name, path=[str(args.packages / name)])
+    return {"name": name, "version": next((peer.version for peer in installed), None)}
 
 
 def main() -> None:
@@ -175,7 +184,8 @@ def main() -> None:
     add("--minutes", type=float, default=25, help="when no further run of a contender begins")
     add("--contenders", nargs="+", choices=names, default=names, help="the first one's texts count")
     add("--packages", type=Path, default=_ROOT / "build/peers", help="of environments.sh")
-    add("--quick", action="store_true", help="neither null prompts nor kills, one run")
+    add("--quick", action="store_true", help="one run")
+    add("--stops", action="store_true", help="null prompts and kills, in place of whole runs")
     add("--out", type=Path, help="a folder for the report as JSON, and for the table")
     add("--plot", type=Path, help="an SVG file for the bars")
     args = parser.parse_args()
@@ -188,11 +198,11 @@ def main() -> None:
         facts |= {"workload": args.workload, "num_documents": args.documents}
         facts |= {"num_rows": len(series.rows), "num_prompt_tokens": sum(series.lengths)}
         facts |= {"max_tokens": args.max_tokens, "engine": series.engine}
-        report = {**facts, "results": compare(series, args)}
+        report = {**facts, "results": (stop if args.stops else compare)(series, args)}
     print(markdown(report))
     if args.plot is not None:
         plot(report, args.plot)
-    stem = args.out and args.out / f"peers_{args.workload}_cpu"
+    stem = args.out and args.out / f"peers_{'stops' if args.stops else args.workload}_cpu"
     if stem is not None:
         stem.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
     print_last_line(report, stem and stem.with_suffix(".json"))

@@ -16,15 +16,23 @@ _LABELS: Final = {
 }
 _HEAD: Final = (
     "| | with plan and commit | generating | whole command | CPU time | prompt tokens | memory"
-    " | equal texts | one null prompt | SIGKILL at half, then again |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---|---|\n"
+    " | equal texts |\n|---|---:|---:|---:|---:|---:|---:|---:|\n"
 )
+_HEAD_OF_STOPS: Final = "| | one null prompt | SIGKILL at half, then again |\n|---|---|---|\n"
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The table; times in seconds."""
-    lines = (_cells(result, report["num_prompt_tokens"]) for result in report["results"])
-    return _HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, lines = _HEAD, []
+    for found in report["results"]:
+        cells = [f"{_LABELS[found['name']]} {found['version'] or ''}".rstrip()]
+        if "killed" in found:
+            head = _HEAD_OF_STOPS
+            cells += [_null(found["null"]), _killed(found["killed"])]
+        else:
+            cells += _cells(found, report["num_prompt_tokens"])
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return head + "".join(lines)
 
 
 def total_s(found: dict[str, Any]) -> float:
@@ -35,14 +43,11 @@ def total_s(found: dict[str, Any]) -> float:
 def _cells(found: dict[str, Any], num_prompt_tokens: int) -> tuple[str, ...]:
     share = found["num_computed"] / num_prompt_tokens
     return (
-        f"{_LABELS[found['name']]} {found['version'] or ''}".rstrip(),
         *(f"{seconds:.1f}" for seconds in (total_s(found), found["generate_s"], found["wall_s"])),
         f"{found['cpu_s']:.0f}",
         f"{found['num_computed']:,.0f} ({share:.0%})",
         f"{found['peak_bytes'] / (1 << 30):.1f} GiB",
         f"{found['equal_texts']:.1%}",
-        _null(found["null"]) if "null" in found else "",
-        _killed(found["killed"]) if "killed" in found else "",
     )
 
 
@@ -52,7 +57,8 @@ def _null(found: dict[str, Any]) -> str:
 
 
 def _killed(found: dict[str, Any]) -> str:
-    line = f"{found['num_again']} of {found['num_done']} again, {found['generate_s']:.1f} s"
+    line = f"{found['num_again']} of {found['num_done']} rows again"
+    line += f", {found['num_computed']:,} prompt tokens in all"
     if found["code"] or found["num_texts"] != found["num_rows"]:
         line += f", exit code {found['code']}, {found['num_texts']} of {found['num_rows']} texts"
     return line + (f"; {found['num_orphans']} processes went on" * bool(found["num_orphans"]))

@@ -51,20 +51,27 @@ def test_a_killed_command_s_leftovers_are_counted_and_end(tmp_path: Path) -> Non
     assert found["peak_bytes"] > 200 << 20
 
 
-def test_a_row_of_the_table_names_what_failed() -> None:
-    kill = {"num_rows": 40, "num_done": 20, "num_again": 5, "generate_s": 3.0, "num_orphans": 2}
-    found = {
-        **{"name": "ours", "version": None, "generate_s": 10.0, "plan_s": 2.0, "commit_s": 0.5},
-        **{"wall_s": 30.0, "cpu_s": 41.4, "num_computed": 250, "peak_bytes": 3 << 29},
-        **{"equal_texts": 0.995, "null": {"num_texts": 0, "num_rows": 19, "code": 1}},
-        "killed": {**kill, "num_texts": 39, "code": 0},
+def test_rows_of_the_tables() -> None:
+    named = {"name": "ours", "version": None}
+    whole = {
+        **{"generate_s": 10.0, "plan_s": 2.0, "commit_s": 0.5, "wall_s": 30.0, "cpu_s": 41.4},
+        **{"num_computed": 250, "peak_bytes": 3 << 29, "equal_texts": 0.995},
     }
-    *_, line = show.markdown({"num_prompt_tokens": 1000, "results": [found]}).splitlines()
-    assert line == (
-        "| BatchLLM Operator | 12.5 | 10.0 | 30.0 | 41 | 250 (25%) | 1.5 GiB | 99.5%"
-        " | 0 of 19 others, exit code 1"
-        " | 5 of 20 again, 3.0 s, exit code 0, 39 of 40 texts; 2 processes went on |"
-    )
+    kill = {"num_rows": 40, "num_done": 20, "num_again": 5, "num_computed": 3_000}
+    stops = {
+        "null": {"num_texts": 0, "num_rows": 19, "code": 1},
+        "killed": {**kill, "num_orphans": 2, "num_texts": 39, "code": 0},
+    }
+    lines = [
+        show.markdown({"num_prompt_tokens": 1000, "results": [named | found]}).splitlines()[-1]
+        for found in (whole, stops)
+    ]
+    assert lines == [
+        "| BatchLLM Operator | 12.5 | 10.0 | 30.0 | 41 | 250 (25%) | 1.5 GiB | 99.5% |",
+        "| BatchLLM Operator | 0 of 19 others, exit code 1"
+        " | 5 of 20 rows again, 3,000 prompt tokens in all, exit code 0,"
+        " 39 of 40 texts; 2 processes went on |",
+    ]
 
 
 def test_answers_are_read_by_the_row_s_own_id(tmp_path: Path) -> None:
