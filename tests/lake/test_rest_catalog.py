@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from pyiceberg.exceptions import (
     NoSuchTableError,
     TableAlreadyExistsError,
 )
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import CommitTableRequest
@@ -200,6 +202,21 @@ def test_a_token_that_ends_is_renewed_if_it_can_be(
     assert values(table) == [1]
     with pytest.raises(StorageError, match="the token has ended"):
         values(fixed)
+
+
+def test_when_lent_credentials_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(credentials.time, "time", lambda: 1000.0)
+    token = {"s3.session-token": "t"}
+    for properties, seconds in (
+        ({"s3.region": "eu"}, math.inf),
+        (token, 675),  # of the shortest time that there is
+        ({**token, "s3.session-token-expires-at-ms": "1100000"}, 75),
+        ({"gcs.oauth2.token": "t", "gcs.oauth2.token-expires-at": "1200000"}, 150),
+        ({**token, "expiration-time": "1100000"}, 75),
+        ({**token, "expiration-time": "tomorrow"}, 675),
+        ({**token, "expiration-time": "900000"}, 1),
+    ):
+        assert credentials._renewal(PyArrowFileIO(properties)) == 1000 + seconds
 
 
 @pytest.mark.parametrize("lake_uri", ["s3"], indirect=True)

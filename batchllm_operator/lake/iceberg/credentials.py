@@ -45,6 +45,8 @@ def _renewal(files: FileIO) -> float:
     """When new credentials are due, a second from now at least, whatever the clocks say."""
     now, properties = time.time(), files.properties
     tokens = [name for name in properties if name.startswith(_TOKENS)]
-    ends = [name for name in tokens if "expires-at" in name] or properties.keys() & {_END}
-    end_s = min((int(properties[name]) / 1000 for name in ends), default=now + _SHORTEST_S)
+    ends = (
+        properties.get(name, "") for name in (_END, *tokens) if name == _END or "expires" in name
+    )
+    end_s = min((int(end) / 1000 for end in ends if end.isdigit()), default=now + _SHORTEST_S)
     return now + max(1.0, _USED * (end_s - now)) if tokens else inf
