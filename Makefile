@@ -56,7 +56,7 @@ setup-light: ## Make .venv-light for planner, lake and spec, without an engine a
 	$(PYTHON) -m venv .venv-light
 	sed 's/ --hash=.*//' requirements/cpu-py311-linux-x86_64.lock >.venv-light/constraints.txt
 	.venv-light/bin/pip install -q uv
-	.venv-light/bin/uv pip install -q -p .venv-light -c .venv-light/constraints.txt -e '.[plan,s3,delta,iceberg]' \
+	.venv-light/bin/uv pip install -q -p .venv-light -c .venv-light/constraints.txt -e '.[plan,s3,clouds,delta,iceberg]' \
 	  hypothesis 'moto[server]' mypy 'pyiceberg[sql-sqlite]' pytest pytest-xdist ruff
 
 demo: setup ## Run two jobs for one date on a small lake table: snippets, and a ranking (MODEL=, DS=)

@@ -16,6 +16,7 @@ _MAX_CHARS: Final = 400
 _EXTRAS: Final = {
     "airflow": ("airflow",),
     "deltalake": ("delta",),
+    "obstore": ("clouds",),
     "pandas": ("spark",),
     "pyspark": ("spark",),
     "pyiceberg": ("iceberg",),

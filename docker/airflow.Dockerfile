@@ -25,8 +25,8 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=docker/airflow-constraints.txt,target=/constraints.txt \
     pip install --no-cache-dir --constraint /constraints.txt \
       "apache-airflow==${AIRFLOW_VERSION}" boto3 \
-      "batchllm-operator[airflow,plan,s3,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+      "batchllm-operator[airflow,plan,s3,clouds,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
     && pip check \
     && HOME=/tmp batchllm schema >/dev/null \
-    && HOME=/tmp python -c "import deltalake, pyiceberg, s3fs, transformers"
+    && HOME=/tmp python -c "import deltalake, obstore, pyiceberg, s3fs, transformers"
 HEALTHCHECK NONE

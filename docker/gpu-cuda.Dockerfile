@@ -31,7 +31,7 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
 USER 10001:10001
 WORKDIR /tmp
 # As the user of the pods: missing, unreadable or uncompiled packages fail here.
-RUN python3 -c "import fsspec, jinja2, numba, prometheus_client, pyarrow, s3fs, tokenizers" \
+RUN python3 -c "import fsspec, jinja2, numba, obstore, prometheus_client, pyarrow, s3fs, tokenizers" \
     && python3 -c "from importlib.util import find_spec as f; open(f('vllm').cached); open(f('batchllm_operator').cached)" \
     && batchllm schema >/dev/null
 HEALTHCHECK NONE

@@ -32,7 +32,7 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=requirements/cpu-py311-linux-x86_64.lock,target=/tested.lock \
     sed 's/ --hash=.*//' /tested.lock >/tmp/constraints.txt \
     && pip install --no-cache-dir --constraint /tmp/constraints.txt \
-      "batchllm-operator[spark,plan,s3,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+      "batchllm-operator[spark,plan,s3,clouds,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
     && rm /tmp/constraints.txt \
     && pip check \
     && cp /from/entrypoint.sh /opt/entrypoint.sh \

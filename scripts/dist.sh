@@ -25,6 +25,6 @@ cd "$out" # not beside the checkout's packages
 "$out/env/bin/pip" check
 tar -xf batchllm_operator-*.tar.gz --strip-components=1 --one-top-level=sdist
 rm -r sdist/batchllm_operator sdist/kernels # the wheel's are tested
-pip install "$(echo batchllm_operator-*.whl)[plan,s3,delta,iceberg]" hypothesis "moto[server]" "pyiceberg[sql-sqlite]" pytest pytest-xdist
+pip install "$(echo batchllm_operator-*.whl)[plan,s3,clouds,delta,iceberg]" hypothesis "moto[server]" "pyiceberg[sql-sqlite]" pytest pytest-xdist
 cd sdist
 exec "$out/env/bin/pytest" -n 3 --dist loadfile "$@"

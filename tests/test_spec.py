@@ -600,10 +600,10 @@ def test_addresses_of_tables(tmp_path: Path, uri: str, expected: str) -> None:
     assert spec.input.uri == expected.format(folder=tmp_path)
 
 
-STORAGES = ["gs://b/t", "hdfs://n:8020/t", "abfss://c@a.dfs.core.windows.net/t", "az://c/t"]
+STORAGES = ["gcs://b/t", "hdfs://n:8020/t", "abfs://c@a.dfs.core.windows.net/t", "adl://c/t"]
 STORAGES += ["wasbs://c@a.blob.core.windows.net/t", "http://h/t", "https://h/t", "dbfs:/t"]
-STORAGES += ["gs:b/t", "GCS:b", "hdfs:n/t", "abfss:c@a/t", "wasb:c/t", "adl:c", "https:h/t"]
-STORAGES += ["s3n://b/t", "GS://b/t", "memory://t", "C:/t", "jdbc:postgresql://h/db"]
+STORAGES += ["GCS:b", "hdfs:n/t", "wasb:c/t", "adl:c", "https:h/t"]
+STORAGES += ["s3n://b/t", "memory://t", "C:/t", "jdbc:postgresql://h/db"]
 
 
 @pytest.mark.parametrize("prefix", ["", "delta+"])
@@ -634,6 +634,11 @@ def test_storages_that_do_not_work_are_said_to(uri: str, prefix: str) -> None:
         ("file:lake/t", "names another machine, or lacks a slash; write file:///FOLDER"),
         ("s3://", "names no bucket"),
         ("delta+s3:///t", "names no bucket"),
+        ("gs:b/t", "names no bucket"),
+        ("GS://b/t", "write gs:// in small letters"),
+        ("az://c@a/t", "names no bucket"),
+        ("abfss:c@a/t", "names no container and account"),
+        ("abfss://c/t", "names no container and account"),
         ("file://host/t", "names another machine, or lacks a slash; write file:///FOLDER"),
     ],
 )

@@ -36,7 +36,7 @@ _NEEDED: Final = {
     # By default only some functions have it, and Spark starts Python again for the others.
     "spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled": "false",
 }
-_LAKE: Final = ("AWS_", "PYICEBERG_")
+_LAKE: Final = ("AWS_", "AZURE_", "GOOGLE_", "PYICEBERG_")
 """Beginnings of the names of variables with addresses and credentials of storage and catalogs."""
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,6 @@
 """The job spec: input, prompt, model and output of a job. Untrusted input enters here."""
 
+from batchllm_operator.spec.addresses import CLOUD_SCHEMES as CLOUD_SCHEMES
 from batchllm_operator.spec.addresses import TableAddress as TableAddress
 from batchllm_operator.spec.addresses import check_folder as check_folder
 from batchllm_operator.spec.execution import EngineSpec as EngineSpec

@@ -22,10 +22,14 @@ _SCHEME: Final = re.compile(
     # Also without a slash, if it is unlikely to be a folder's name.
     r"|((?i:s3[an]?|file|iceberg|gs|gcs|hdfs|abfss?|wasbs?|az|adl|dbfs|https?)):"
 )
-_FOLDER: Final = "a local path or s3://BUCKET/FOLDER (s3a:// is the same)"
-_TABLE: Final = (
-    "a local path, s3://BUCKET/TABLE (s3a:// is the same) or iceberg://CATALOG/NAMESPACE.TABLE"
+_STORES: Final = (
+    "s3://BUCKET/FOLDER (s3a:// is the same), gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or"
+    " abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER"
 )
+_FOLDER: Final = f"a local path, {_STORES}"
+_TABLE: Final = f"iceberg://CATALOG/NAMESPACE.TABLE, {_FOLDER}"
+S3_SCHEMES: Final = ("s3", "s3a")
+CLOUD_SCHEMES: Final = ("gs", "az", "abfss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class TableAddress:
         if uri.startswith(_DELTA):
             folder = uri.removeprefix(_DELTA)
             if not folder or folder.startswith((_ICEBERG, _DELTA)):
-                raise ValueError("write delta+ and a path or s3://BUCKET/TABLE")
+                raise ValueError(f"write delta+ and {_FOLDER}")
             check_folder(folder, forms=f"delta+ and {_FOLDER}")
             return cls("delta", folder)
         check_folder(uri, forms=_TABLE)
@@ -82,13 +86,13 @@ class TableAddress:
     @property
     def _real_location(self) -> str:
         """A folder's location, equal for all its names: through symbolic links, by s3 or s3a."""
-        if scheme_of(self.location) in ("s3", "s3a"):
+        if scheme_of(self.location) in (*S3_SCHEMES, *CLOUD_SCHEMES):
             return self.location.replace("s3a://", "s3://", 1)
         return os.path.realpath(self.location.removeprefix("file://"))
 
 
 def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
-    """Raise ValueError unless it is a local path or a folder on S3; `forms` are named in errors."""
+    """Raise ValueError unless it is a local path or one of `_STORES`; `forms` go into errors."""
     if "::" in uri:  # fsspec would open the part before it
         raise ValueError("holds ::, which would be read as two addresses; name a folder without it")
     scheme = scheme_of(uri)
@@ -98,12 +102,15 @@ def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
         raise ValueError("names another machine, or lacks a slash; write file:///FOLDER")
     if scheme == "iceberg":
         raise ValueError(f"isn't an address of a folder; write {forms}")
-    if scheme not in ("s3", "s3a"):
-        if scheme.lower() in ("s3", "s3a", "file", "iceberg"):
+    known = (*S3_SCHEMES, *CLOUD_SCHEMES)
+    if scheme not in known:
+        if scheme.lower() in (*known, "file", "iceberg"):
             raise ValueError(f"write {scheme.lower()}:// in small letters")
         raise ValueError(f"{scheme}:// isn't a storage that works here; write {forms}")
-    if not re.match("s3a?://[^/]", uri):
-        raise ValueError(f"names no bucket; write {forms}")
+    name = "[^/@]+@[^/@]+" if scheme == "abfss" else "[^/@]+"
+    if not re.match(f"{scheme}://{name}(/|$)", uri):
+        what = "container and account" if scheme == "abfss" else "bucket"
+        raise ValueError(f"names no {what}; write {forms}")
 
 
 def _absolute(uri: str, info: ValidationInfo) -> str:
@@ -138,7 +145,7 @@ def _table(uri: str, info: ValidationInfo) -> str:
 
 def _staging_folder(uri: str, info: ValidationInfo) -> str:
     if uri.startswith(("iceberg:", "delta+")):
-        raise ValueError("is a folder: a path or s3://BUCKET/FOLDER, not a table")
+        raise ValueError(f"is a folder, not a table; write {_FOLDER}")
     check_folder(uri)
     _check_visible(uri)
     return _absolute(uri, info)

@@ -129,9 +129,10 @@ class InputSpec(Section):
     """The table that the job reads."""
 
     uri: OfPlan[TableUri]
-    """The table's address. A local path (relative to the spec file) or `s3://bucket/table`
-    (`s3a://` is the same; no other storage works) is a Parquet dataset, or the Delta table that
-    lies there; `delta+` before it insists on Delta.
+    """The table's address. A local path (relative to the spec file) or an address in a store
+    (`s3://bucket/table`, `gs://bucket/table`, `az://container/table`,
+    `abfss://container@account.dfs.core.windows.net/table`) is a Parquet dataset, or the Delta table
+    that lies there; `delta+` before it insists on Delta.
     `iceberg://CATALOG/NAMESPACE.TABLE` is an Iceberg table of a catalog that pyiceberg's own
     configuration (`PYICEBERG_CATALOG__*`, `.pyiceberg.yaml`) says how to reach."""
     partition_column: OfPlan[str] = Field(default="ds", min_length=1)
@@ -289,8 +290,9 @@ class OutputSpec(Section):
     is partitioned by the same column as the input."""
     staging_uri: Neutral[StagingUri | None] = None
     """Folder under whose `_batchllm/` the job keeps plans, parts and reports: a local path
-    (relative to the spec file) or `s3://bucket/folder`. Unset: the output table's own folder, where
-    readers skip that name. An Iceberg table has no folder of ours, so there it is required."""
+    (relative to the spec file) or an address in a store. Unset: the output table's own folder,
+    where readers skip that name. An Iceberg table has no folder of ours, so there it is
+    required."""
     carry: OfPlan[Carried] = ()
     """Input columns to carry over into the output, besides the key: a list or, for new names, a
     mapping of each to its name there, such as `{model: source_model}`."""

@@ -1,6 +1,6 @@
-"""A folder on local disk or S3, with the few operations that crash safety is built from.
+"""A folder on disk or in an object store, with the few operations that crash safety is built from.
 
-A write is visible in one step: on local disk by fsync and rename, on S3 by the single request that
+A write is visible in one step: on disk by fsync and rename, in a store by the single request that
 completes an upload.
 """
 
@@ -22,9 +22,9 @@ from typing import IO, Any, Final
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from batchllm_operator.errors import SpecError, StorageError
+from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError
 from batchllm_operator.secrets import holds_credentials
-from batchllm_operator.spec import check_folder
+from batchllm_operator.spec import CLOUD_SCHEMES, check_folder
 from batchllm_operator.storage.s3 import (
     Condition,
     check_honours,
@@ -51,10 +51,10 @@ class Folder:
 
     @classmethod
     def open(cls, uri: str, **options: Any) -> Folder:
-        """The folder at a local path or an fsspec URI such as `s3://bucket/table`.
+        """The folder at a local path or a URI such as `s3://bucket/table`.
 
-        Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client, unless
-        `options` of the file system say otherwise.
+        Credentials and endpoints come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`), as for
+        any client of that cloud, unless `options` say otherwise, of S3's file system.
 
         Raises `SpecError`: the URI isn't one of these, or holds credentials; `MissingLibraryError`.
         """
@@ -74,9 +74,12 @@ class Folder:
         except ValueError as error:
             raise SpecError(f"{uri}: {error}") from None
         try:
-            # No listings are cached: other processes write here too.
-            options = {"use_listings_cache": False, **s3_options(uri), **options}
-            fs, path = fsspec.core.url_to_fs(uri, **options)
+            scheme, _, place = uri.partition("://")
+            if scheme in CLOUD_SCHEMES:
+                fs, path = _cloud(scheme, place), place
+            else:  # no listings are cached: other processes write here too
+                options = {"use_listings_cache": False, **s3_options(uri), **options}
+                fs, path = fsspec.core.url_to_fs(uri, **options)
         except (ValueError, ImportError) as error:
             raise SpecError(f"{uri}: no storage for this kind of URI: {error}") from error
         return cls(fs, path.rstrip("/"))
@@ -294,6 +297,17 @@ class Folder:
                 raise
             where = f"{self.uri}/{name}" if name else self.uri
             raise StorageError(f"{where}: {error}") from error
+
+
+def _cloud(scheme: str, place: str) -> Any:
+    """The file system of a cloud whose bucket can be reached as the environment says."""
+    try:
+        from batchllm_operator.storage.clouds import ObjectStore
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, f"{scheme}://{place}") from error
+    fs = ObjectStore(scheme)
+    fs.bucket(place.partition("/")[0])
+    return fs
 
 
 def _make_folder(path: Path) -> None:

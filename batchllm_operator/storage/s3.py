@@ -1,7 +1,9 @@
-"""What S3 needs besides its file system: settings for clients, and conditional writes."""
+"""What S3 needs besides its file system: settings for clients, and conditional writes (of other
+stores, too)."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import uuid
@@ -27,6 +29,8 @@ _UNMET: Final[dict[Condition, tuple[str, str]]] = {
     "IfMatch": ("If-Match", '"00000000000000000000000000000000"'),
 }
 """The header, and a value that doesn't hold for the file that is there."""
+_STATUSES: Final = {errno.EEXIST: 412, errno.EBUSY: 412, errno.EACCES: 403}
+"""Of errors of `clouds.ObjectStore`."""
 _log = logging.getLogger(__name__)
 _proven: set[tuple[str | None, str, Condition]] = set()
 """Endpoint, bucket and condition."""
@@ -81,7 +85,10 @@ def check_honours(fs: Any, folder: str, *conditions: Condition) -> None:
     Some stores accept `If-None-Match` and `If-Match` and ignore them: two workers would then hold
     one claim, and two commits overwrite each other. A bucket is tried once in a process. If the
     folder can't be written, nothing is known: plans may be made with fewer rights than commits.
+    Google's and Azure's stores are known to honour them.
     """
+    if not hasattr(fs, "call_s3"):
+        return
     from botocore.exceptions import BotoCoreError  # slow to import
 
     path = f"{folder}/_probe-{uuid.uuid4().hex}"
@@ -124,9 +131,9 @@ def _breach(fs: Any, target: dict[str, Any], condition: Condition) -> str | None
 
 
 def http_status(error: BaseException) -> int | None:
-    """The status of S3's answer that an error of s3fs stands for; None if none came."""
+    """The status of the store's answer that an error stands for; None if none came."""
     status = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return status if isinstance(status, int) else None
+    return status if isinstance(status, int) else _STATUSES.get(getattr(error, "errno", None) or 0)
 
 
 def is_unmet(error: BaseException) -> bool:
@@ -143,11 +150,14 @@ def _answer(error: BaseException) -> dict[str, Any]:
     return getattr(error.__cause__, "response", None) or {}
 
 
-def put_if(fs: Any, path: str, source: Path, etag: str | None) -> None:
+def put_if(fs: Any, path: str, source: Path, etag: Any) -> None:
     """Copy the local file `source` to `path` if that has the ETag; if there is no file, for None.
 
     Raises `OSError`, `BotoCoreError`: it failed; see `is_unmet`.
     """
+    if not hasattr(fs, "call_s3"):
+        fs.put_if(path, source, etag)
+        return
     condition = {"IfMatch": etag} if etag is not None else {"IfNoneMatch": "*"}
     bucket, key, _ = fs.split_path(path)
     target = {"Bucket": bucket, "Key": key}

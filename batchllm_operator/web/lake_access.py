@@ -159,7 +159,7 @@ def _read_report(plan: StoredPlan) -> RunReport:
 def _s3_options(uri: PlanURI) -> tuple[dict[str, Any], frozenset[str]]:
     """Options for S3 that override the API server's own environment, and the secrets in them."""
     conn_id = os.environ.get(_CONNECTION_SETTING)
-    if not conn_id or uri.local_path is not None:
+    if not conn_id or not uri.uri.startswith("s3"):
         return {}, frozenset()
     return _CONNECTIONS.get(conn_id, lambda: _options_of(conn_id))
 

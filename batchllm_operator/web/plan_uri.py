@@ -17,7 +17,8 @@ from batchllm_operator.secrets import holds_credentials
 
 _MAX_CHARS: Final = 4096
 _URI: Final = re.compile(
-    r"(?:s3a?://[^/\s]+|(?:file://)?)/(?!(?:.*/)?\.{0,2}/)(?:.*/)?"  # no empty name, no dots
+    r"(?:(?:s3a?|gs|az)://[^/\s]+|abfss://[^/@\s]+@[^/@\s]+|(?:file://)?)"
+    r"/(?!(?:.*/)?\.{0,2}/)(?:.*/)?"  # no empty name, no dots
     r"_batchllm/(?P<job>[A-Za-z0-9][A-Za-z0-9_\-]*)/(?P<ds>[A-Za-z0-9_.~%\-]+)"
     r"/plan-(?P<plan_id>[0-9a-f]{16})",
     re.ASCII,
@@ -39,7 +40,7 @@ class PlanURI:
 
         Raises:
             PlanError: it isn't the normalised path of a folder `.../_batchllm/<job>/<ds>/plan-<id>`
-                on S3 or a local disk. The message doesn't repeat the value.
+                in a store or on a local disk. The message doesn't repeat the value.
         """
         match = None
         if isinstance(value, str) and len(value) <= _MAX_CHARS and value.isprintable():
@@ -47,7 +48,7 @@ class PlanURI:
         if match is None:
             raise PlanError(
                 "the plan task has noted something that isn't the URI of a plan, which would be"
-                " .../_batchllm/<job>/<ds>/plan-<id> on S3 or a local disk"
+                " .../_batchllm/<job>/<ds>/plan-<id> in a store or on a local disk"
             )
         if holds_credentials(match[0]) or any(mark in match[0] for mark in ("?", "#", "::")):
             raise PlanError(
@@ -57,7 +58,7 @@ class PlanURI:
 
     @property
     def local_path(self) -> str | None:
-        return None if self.uri.startswith("s3") else self.uri.removeprefix("file://")
+        return self.uri.removeprefix("file://") if self.uri.startswith(("/", "file://")) else None
 
     def place(self, roots: Iterable[str]) -> str:
         """The place to read it from: on a local disk the real path, resolved once, here.
@@ -81,11 +82,12 @@ class PlanURI:
 
 def _is_below(place: str, root: str) -> bool:
     """Whether a place is below a root, in the same bucket or on disk."""
-    if root.startswith(("s3://", "s3a://")):
-        bucket, _, path = root.partition("://")[2].rstrip("/").partition("/")
-        root = f"s3://{bucket}/{path}".rstrip("/")
+    scheme, is_uri, rest = root.partition("://")
+    if is_uri and scheme != "file":
+        bucket, _, path = rest.rstrip("/").partition("/")
+        root = f"{scheme}://{bucket}/{path}".rstrip("/").replace("s3a://", "s3://", 1)
         return bool(bucket) and place.replace("s3a://", "s3://", 1).startswith(f"{root}/")
     root = root.removeprefix("file://")
-    if not root.startswith("/") or place.startswith("s3"):
+    if not root.startswith("/") or not place.startswith("/"):
         return False
     return place.startswith(os.path.realpath(root).rstrip("/") + "/")

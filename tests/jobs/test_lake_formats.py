@@ -2,6 +2,8 @@
 
 import datetime
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from batchllm_operator.errors import (
     SpecError,
     TableError,
 )
+from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.lake import Publication
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
+from batchllm_operator.shards.job_status import read_status
 from batchllm_operator.spec import FilterTerm, JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
@@ -104,6 +108,24 @@ def test_a_job_runs_from_table_to_table(lakes: tuple[Lake, Lake]) -> None:
     version = open_lake(lakes[1]).snapshot(DS).version
     assert commit_run(plan.folder.uri) == report
     assert open_lake(lakes[1]).snapshot(DS).version == version
+
+
+def test_two_workers_share_a_job_whose_parts_gc_removes(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows())
+    spec = spec_of(lakes)
+    plan = plan_job(spec, DS)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda owner: run_worker(plan, owner=owner), ("a", "b")))
+    attempts = [name for name in plan.folder.find() if name.endswith("claim.json")]
+    assert len(attempts) == 2
+    assert {shard.state for shard in read_status(plan).shards} == {"finished"}
+    commit_run(plan.folder.uri)
+    assert len(read(lakes[1], ["row_key"])) == 30
+    garbage, _ = find_garbage(spec, before=time.time() + 86_400)
+    remove_garbage(garbage)
+    left = set(plan.folder.find())
+    assert {"manifest.json", "committed.json"} <= left
+    assert not any(name.startswith(("runs/", "shard-")) for name in left)
 
 
 def test_a_changed_input_replaces_the_partition_and_teaches_the_next(

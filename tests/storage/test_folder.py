@@ -31,7 +31,7 @@ def folder(lake_uri: str) -> Folder:
 def elsewhere(folder: Folder) -> Folder:
     """The same folder, as another process would open it."""
     fs = folder.fs
-    return Folder(fsspec.filesystem(fs.protocol[0], skip_instance_cache=True), folder.path)
+    return Folder(type(fs)(*fs.storage_args, skip_instance_cache=True), folder.path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0\xff\n", b"x" * (3 << 20)])

@@ -18,13 +18,16 @@ END = "_batchllm/job/2026-01-31/plan-0123456789abcdef"
 
 @pytest.mark.parametrize(
     "uri",
-    [f"s3://lake/out/{END}", f"s3a://lake/{END}", f"/lake/out/{END}", f"file:///lake/out/{END}"],
+    [
+        *(f"s3://lake/out/{END}", f"s3a://lake/{END}", f"/lake/out/{END}", f"file:///out/{END}"),
+        *(f"gs://lake/{END}", f"az://lake/{END}", f"abfss://c@a.dfs.core.windows.net/l/{END}"),
+    ],
 )
 def test_uris_of_plans(uri: str) -> None:
     found = PlanURI.parse(uri)
     assert (found.uri, found.job, found.ds) == (uri, "job", "2026-01-31")
     assert found.plan_id == "0123456789abcdef"
-    assert (found.local_path is None) == uri.startswith("s3")
+    assert (found.local_path is None) == (not uri.startswith(("/", "file:")))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def test_uris_of_plans(uri: str) -> None:
         f"/lake/{END.replace('job', '..')}",
         f"/lake/%2e%2e/{END}?x=1",
         *(f"https://host/{END}", f"http://169.254.169.254/latest/{END}", f"s3:///{END}"),
-        *(f"s3://key:secret@lake/{END}", f"file://host/{END}", f"gs://lake/{END}"),
+        *(f"s3://key:secret@lake/{END}", f"file://host/{END}", f"abfss://lake/{END}"),
         *(f"github://a:b@/{END}", f"filecache::s3://lake/{END}"),
         f"simplecache::file:///lake/{END}",
         *(f"{root}/_batchllm/a/link::x/{END}" for root in ("/lake", "file:///lake", "s3://lake")),

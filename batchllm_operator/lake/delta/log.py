@@ -54,9 +54,7 @@ class DeltaLog:
         """Raises `SpecError` for a place of the table that delta-rs doesn't take."""
         self.uri = f"delta+{folder.uri}"
         self.folder = folder
-        self._options = None if folder.is_local else _s3_options()
-        if not folder.is_local and not folder.uri.startswith("s3://"):
-            raise SpecError(f"{self.uri}: Delta tables can be on local disk or S3")
+        self._options = None if folder.is_local else _options(folder.uri)
         # delta-rs decodes these twice, or reads another location.
         refused = {"%"} if folder.is_local else {"%", "?", "#"}
         if marks := refused & set(folder.uri):
@@ -198,9 +196,12 @@ class DeltaLog:
         return TableVersion(self.uri, raw.version(), schema, in_files, columns, raw)
 
 
-def _s3_options() -> dict[str, str]:
-    """Settings that s3fs takes from the environment and delta-rs doesn't; it finds credentials."""
+def _options(uri: str) -> dict[str, str]:
+    """Settings that our clients take from the environment and delta-rs doesn't; it finds
+    credentials."""
     environment = os.environ
+    if not uri.startswith("s3://"):
+        return {"allow_http": "true", "max_retries": "4"}
     options = {"aws_conditional_put": "etag"}  # a version is written once; the second writer fails
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     if endpoint:

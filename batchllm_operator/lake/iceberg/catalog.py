@@ -27,7 +27,13 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.utils.config import Config
 
-from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
+from batchllm_operator.errors import (
+    BatchLLMError,
+    MissingLibraryError,
+    SpecError,
+    StorageError,
+    TableError,
+)
 from batchllm_operator.lake.iceberg.credentials import LentFileIO
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
 from batchllm_operator.secrets import Masker
@@ -149,6 +155,8 @@ def iceberg_errors(
             if cause is not None:
                 raise
             raise type(error)(text) from None
+        if isinstance(error, ModuleNotFoundError):  # of its file systems
+            raise MissingLibraryError.of(error, f"table {uri}") from None
         if isinstance(error, faults):
             raise TableError(f"table {uri}: pyiceberg refuses it: {text}") from cause
         raise StorageError(

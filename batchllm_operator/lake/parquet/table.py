@@ -1,9 +1,9 @@
-"""Hive-partitioned Parquet on local disk or S3.
+"""Hive-partitioned Parquet on local disk or in an object store.
 
 A published partition is one file, `<column>=<value>/data.parquet`, because one file can be
-replaced in one step both locally (rename) and on S3 (PUT), without a transaction log. Its footer
-names the publication. It is replaced only if it is unchanged: on S3 the storage compares
-(`If-Match`, `If-None-Match`); on local disk a lock keeps other writers of this package out, which
+replaced in one step both locally (rename) and in a store (PUT), without a transaction log. Its
+footer names the publication. It is replaced only if it is unchanged: a store compares (on S3
+`If-Match`, `If-None-Match`); on local disk a lock keeps other writers of this package out, which
 ends with its process.
 """
 
@@ -176,8 +176,8 @@ class ParquetTable(FolderTable):
         with exclusive(self._folder, folder_name(self.partition_column, publication.partition)):
             yield _Replacement(self, publication.partition, file)
 
-    def _look(self, partition: str) -> tuple[Folder, Publication | None, str | None]:
-        """The partition's folder, its publication, and the ETag of its file if there are ETags."""
+    def _look(self, partition: str) -> tuple[Folder, Publication | None, Any]:
+        """The partition's folder, its publication, and the `etag_of` its file."""
         folder, names = self._partition_folder(partition)
         foreign = [name for name in names if name != DATA_FILE]
         if foreign:
@@ -289,15 +289,14 @@ def exclusive(folder: Folder, name: str) -> Iterator[None]:
         lock.release()
 
 
-def etag_of(file: Any) -> str | None:
-    """The ETag of a file from `Folder.open_file`, to which its reads keep; None without ETags."""
+def etag_of(file: Any) -> Any:
+    """What `put_if` compares of a file from `Folder.open_file`, to whose reads it applies, too; of
+    S3 the ETag; None on local disk."""
     details = getattr(file, "details", None)
-    return details.get("ETag") if isinstance(details, dict) else None
+    return details.get("version", details.get("ETag")) if isinstance(details, dict) else None
 
 
-def replace_file(
-    folder: Folder, source: Path, name: str, *, etag: str | None
-) -> RefusedCommit | None:
+def replace_file(folder: Folder, source: Path, name: str, *, etag: Any) -> RefusedCommit | None:
     """Replace `name`, which has the ETag or isn't there, by a copy of `source`; None if done.
 
     The caller holds the folder's `exclusive` lock.

@@ -9,6 +9,6 @@ from jobs.test_lake_formats import (
     test_a_job_runs_from_table_to_table,
     test_a_newer_plan_wins_whenever_the_older_one_publishes,
 )
-from support.lake_tables import ON_S3
+from support.lake_tables import IN_STORES
 
-pytestmark = ON_S3
+pytestmark = IN_STORES

@@ -16,6 +16,6 @@ from lake.test_delta import (
 from lake.test_delta_features import (
     test_rows_that_a_vector_removes_are_left_out,
 )
-from support.lake_tables import ON_S3
+from support.lake_tables import IN_STORES
 
-pytestmark = ON_S3
+pytestmark = IN_STORES

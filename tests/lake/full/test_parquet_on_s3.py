@@ -16,6 +16,6 @@ from lake.test_parquet import (
     test_publishers_side_by_side,
     test_the_version_changes_with_the_content_only,
 )
-from support.lake_tables import ON_S3
+from support.lake_tables import IN_STORES
 
-pytestmark = ON_S3
+pytestmark = IN_STORES

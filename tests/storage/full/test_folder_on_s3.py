@@ -19,6 +19,6 @@ from storage.test_folder import (
     test_the_uri_opens_the_same_folder,
     test_what_is_written_is_read,
 )
-from support.lake_tables import ON_S3
+from support.lake_tables import IN_STORES
 
-pytestmark = ON_S3
+pytestmark = IN_STORES
