@@ -103,7 +103,8 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no 
         if start is not None or end is not None:
             options["range"] = {"offset": start} if end is None else (start or 0, end)
         with _as_os_errors():
-            return obstore.get(store, key, options=options).bytes().to_bytes()
+            data: bytes = obstore.get(store, key, options=options).bytes().to_bytes()
+        return data
 
     def pipe_file(self, path: str, value: bytes, mode: Any = "overwrite", **_: Any) -> None:
         store, key = self._place(path)
