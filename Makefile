@@ -41,7 +41,7 @@ AIRFLOWS := airflow31 airflow32
 DAG_CODE := batchllm_operator/operators dags plugins \
   $(addprefix batchllm_operator/web/,__init__.py links.py plugin.py)
 DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
-  ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
+  ["numba", "numpy", "obstore", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-light demo airflow docs site dist images test test-all test-rest mutants test-times test-python test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
