@@ -88,18 +88,10 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no 
         files = {name: _details(name, each) for each in found if (name := f"{top}/{each['path']}")}
         return files if detail else list(files)
 
-    def cat_file(
-        self,
-        path: str,
-        start: int | None = None,
-        end: int | None = None,
-        *,
-        etag: str | None = None,
-        **_: Any,
-    ) -> bytes:
-        """The bytes from `start` to before `end`, by default all; of the file with that `etag`."""
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **conditions: Any) -> bytes:
+        """The bytes from `start` to before `end`, by default all; `conditions` are obstore's."""
         store, key = self._place(path)
-        options: Any = {} if etag is None else {"if_match": etag}
+        options: Any = conditions
         if start is not None or end is not None:
             options["range"] = {"offset": start} if end is None else (start or 0, end)
         with _as_os_errors():
@@ -131,10 +123,8 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         (store, key), (target, new_key) = self._place(path1), self._place(path2)
         with _as_os_errors():
-            if target is store:
-                obstore.copy(store, key, new_key)
-            else:
-                obstore.put(target, new_key, obstore.get(store, key).stream())
+            assert target is store, "a bucket is copied by itself alone"
+            obstore.copy(store, key, new_key)
 
     def rm_file(self, path: str) -> None:
         store, key = self._place(path)
@@ -161,7 +151,7 @@ class _File(AbstractBufferedFile):  # type: ignore[misc]
     """A file for reading, all of it of the version that was there when it was opened."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        data: bytes = self.fs.cat_file(self.path, start, end, etag=self.details["ETag"])
+        data: bytes = self.fs.cat_file(self.path, start, end, if_match=self.details["ETag"])
         return data
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError
 from batchllm_operator.lake.parquet.table import etag_of, replace_file
-from batchllm_operator.storage import Folder, list_files
+from batchllm_operator.storage import Folder
 from batchllm_operator.storage.s3 import http_status
 
 IN_CLOUDS = pytest.mark.parametrize("lake_uri", ["gs", "azure"], indirect=True)
@@ -52,24 +52,6 @@ def test_reads_of_an_open_file_are_of_one_version(lake_uri: str) -> None:
         with pytest.raises(OSError) as error:
             file.read(10)
     assert http_status(error.value) == 412 and error.value.errno
-
-
-@IN_CLOUDS
-def test_files_have_the_time_of_their_last_write(lake_uri: str) -> None:
-    folder = Folder.open(lake_uri)
-    folder.write_bytes("a/b", b"x")
-    ((name, file),) = list_files(folder).items()
-    assert (name, file.size_bytes) == ("a/b", 1) and file.modified_at > 1_700_000_000
-
-
-@IN_CLOUDS
-def test_a_copy_goes_to_the_same_bucket_or_another(
-    lake_uri: str, request: pytest.FixtureRequest
-) -> None:
-    folder = Folder.open(lake_uri)
-    folder.write_bytes("a", b"x" * (6 << 20))
-    folder.copy_to("a", folder.child("below"), "b")
-    assert folder.read_bytes("below/b") == folder.read_bytes("a")
 
 
 @IN_CLOUDS
