@@ -11,7 +11,6 @@ from typing import Final
 
 import pytest
 from filelock import FileLock
-from playwright._impl._driver import compute_driver_executable
 
 _PACKAGE: Final = "azurite@3.37.0"  # the first that lists from a name on, as delta-rs asks
 _FOLDER: Final = Path(__file__).parents[2] / "build" / "azurite"
@@ -24,10 +23,11 @@ KEY: Final = (  # public: everyone's
 @contextmanager
 def azurite() -> Iterator[str]:
     """The endpoint of a new one, as the account has it, on a loopback port."""
+    driver = pytest.importorskip("playwright._impl._driver")  # not in each environment
     _install()
     program = _FOLDER / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
     options = ("--blobPort", "0", "--inMemoryPersistence", "--silent", "--skipApiVersionCheck")
-    node, _ = compute_driver_executable()  # Playwright's own: Debian's may be too old
+    node, _ = driver.compute_driver_executable()  # Debian's may be too old
     command = (node, str(program), *options, "--disableTelemetry")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
