@@ -60,9 +60,9 @@ def test_commits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_delta_rs_tries_as_often_as_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """It pauses for at most 15 s, of random length, and gives up after three minutes."""
     monkeypatch.delenv("AWS_MAX_ATTEMPTS", raising=False)
-    assert "max_retries" not in delta_log._s3_options(), "its own default: ten"
+    assert "max_retries" not in delta_log._options("s3://lake"), "its own default: ten"
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
-    assert delta_log._s3_options()["max_retries"] == "2"
+    assert delta_log._options("s3://lake")["max_retries"] == "2"
 
 
 def test_reads_of_s3fs_are_tried_a_few_times(s3_environment: None) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from batchllm_operator.lake.parquet.table import etag_of, exclusive, replace_fil
 from batchllm_operator.storage import Folder
 
 
-def seen(folder: Folder, name: str) -> str | None:
+def seen(folder: Folder, name: str) -> Any:
     with folder.open_file(name) as file:
         return etag_of(file)
 
