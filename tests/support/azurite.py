@@ -48,7 +48,9 @@ def _install() -> None:
             return
         install = ("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts")
         try:
-            subprocess.run([*install, "--prefix", str(_FOLDER), _PACKAGE], check=True)
+            (_FOLDER / "package.json").write_text("{}")  # else npm looks for one above
+            # With --prefix npm would leave out the machine's own settings.
+            subprocess.run([*install, _PACKAGE], check=True, cwd=_FOLDER)
         except (OSError, subprocess.CalledProcessError) as error:
             if os.environ.get("CI"):
                 raise
