@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prompts.test_tokenizer import END, START, build_tokenizer, job
 from support.prompt_texts import family
@@ -192,6 +192,8 @@ SPELLINGS = Spellings(("<|a|>", "<|b|>", "|><", "<s>", "ss"))
     st.text(alphabet="<|ab>s", max_size=4),
     st.text(alphabet="<|ab>s", max_size=4),
 )
+@example("|>b", "<|a", "")
+@example("b<|", "", "a|>")
 def test_a_marked_value_completes_no_token_and_is_the_same_without_marks(
     value: str, before: str, after: str
 ) -> None:
