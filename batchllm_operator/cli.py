@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 @contextmanager
 def _stopping_on_signals() -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into `Interrupted`; the second ends the process at once."""
-    stops = (signal.SIGINT, signal.SIGTERM)
+    stops, begun = (signal.SIGINT, signal.SIGTERM), list[Interrupted]()
 
     def stop(number: int, frame: FrameType | None) -> None:
         for other in stops:  # another one that has come already is passed over
@@ -158,12 +158,17 @@ def _stopping_on_signals() -> Iterator[None]:
         signal.raise_signal(number)  # Python calls the handlers of all that have come
         for other in stops:
             signal.signal(other, signal.SIG_DFL)
-        raise Interrupted(number)
+        begun.append(Interrupted(number))
+        raise begun[0]
 
     before = {number: signal.signal(number, stop) for number in stops}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # see child_processes.py
     try:
         yield
+    except ImportError:  # numpy makes one of whatever ends an import of it
+        if begun:
+            raise begun[0] from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,15 @@ def test_two_signals_at_once_stop_a_command_without_a_complaint(
             signal.raise_signal(number)  # for this thread; others don't block it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # both come before Python looks
     assert not complaints
+
+
+def test_a_stop_that_an_import_turns_into_an_import_error_is_a_stop() -> None:
+    with pytest.raises(Interrupted), cli._stopping_on_signals():
+        with suppress(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+        raise ImportError("numpy.core.multiarray failed to import")
+    with pytest.raises(ImportError), cli._stopping_on_signals():
+        raise ImportError("there was no signal")
 
 
 def test_a_child_command_stopped_as_it_starts_stops_in_order(

@@ -105,8 +105,9 @@ def test_a_job_that_is_stopped_while_its_worker_starts_ends_with_one_line(
         process = commands.start(CLI, arguments, stderr=stderr.fileno())
         wait_until(lambda: len(live_processes(process.pid)) > 1, "the worker's process starts")
         process.send_signal(number)
-        assert process.wait() == 128 + number
+        code = process.wait()
     lines = (job.path / "stderr").read_text().splitlines()
+    assert code == 128 + number, lines
     assert not any("Traceback" in line for line in lines), lines
     assert len([line for line in lines if f"stopped by signal {number}" in line]) == 1
 
