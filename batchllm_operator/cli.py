@@ -165,8 +165,9 @@ def _stopping_on_signals() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # see child_processes.py
     try:
         yield
-    except ImportError:  # numpy makes one of whatever ends an import of it
-        if begun:
+    except (ImportError, RuntimeError) as error:
+        # What ends an import becomes one in numpy, the other in Python 3.11's classes.
+        if begun and (isinstance(error, ImportError) or error.__cause__ is begun[0]):
             raise begun[0] from None
         raise
     finally:

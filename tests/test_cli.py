@@ -119,13 +119,33 @@ def test_two_signals_at_once_stop_a_command_without_a_complaint(
     assert not complaints
 
 
-def test_a_stop_that_an_import_turns_into_an_import_error_is_a_stop() -> None:
+class _Stopped:
+    """Stops the class that it is made an attribute of, as a signal may while it is imported."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _stop_a_class() -> None:
+    type("Anything", (), {"attribute": _Stopped()})
+
+
+def _stop_numpy() -> None:
+    with suppress(Interrupted):
+        signal.raise_signal(signal.SIGTERM)
+    raise ImportError("numpy.core.multiarray failed to import")
+
+
+@pytest.mark.parametrize("stop", [_stop_a_class, _stop_numpy])
+def test_a_stop_of_an_import_is_a_stop_whatever_becomes_of_it(stop: Callable[[], None]) -> None:
     with pytest.raises(Interrupted), cli._stopping_on_signals():
-        with suppress(Interrupted):
-            signal.raise_signal(signal.SIGTERM)
-        raise ImportError("numpy.core.multiarray failed to import")
-    with pytest.raises(ImportError), cli._stopping_on_signals():
-        raise ImportError("there was no signal")
+        stop()
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError])
+def test_other_errors_stay(error: type[Exception]) -> None:
+    with pytest.raises(error), cli._stopping_on_signals():
+        raise error("there was no signal")
 
 
 def test_a_child_command_stopped_as_it_starts_stops_in_order(
