@@ -137,7 +137,7 @@ class Job:
         order = np.random.default_rng(0).permutation(len(prompts))
         tokens = TokenTable.from_lists([prompts[idx] for idx in order])
         rows, outputs = np.arange(len(tokens)), np.full(len(tokens), output_tokens)
-        requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, outputs, merge=False)
+        requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, outputs, merge=[False])
         return cls(tokens, requests, ranked, outputs)
 
     def spec(self, num_shards: int) -> JobSpec:

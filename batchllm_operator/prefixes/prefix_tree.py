@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes.jit import Int64s, compiled
@@ -75,6 +76,19 @@ class RankedPrompts:
         leaf_begin, leaf_end, depth = _preorder(self.num_shared_tokens, lengths[self.prompt_idxs])
         parent = _find_parents(leaf_begin, leaf_end)
         return PrefixTree(self.prompt_idxs, parent, depth, leaf_begin, leaf_end)
+
+    def only(self, is_chosen: NDArray[np.bool_]) -> RankedPrompts:
+        """Some of the prompts, in the same order, as if there were no others.
+
+        Args:
+            is_chosen: [num_prompts], by prompt index; at least one.
+        """
+        ranks = np.flatnonzero(is_chosen[self.prompt_idxs])
+        until_last = self.num_shared_tokens[: ranks[-1] + 1]
+        shared = np.zeros(len(ranks), dtype=np.int64)
+        if len(ranks) > 1:  # prompts share what all between them share
+            shared[1:] = np.minimum.reduceat(until_last, ranks[:-1] + 1)
+        return RankedPrompts(self.prompt_idxs[ranks], shared)
 
     def apart(self) -> RankedPrompts:
         """The same order, as if no prompt had anything in common with others."""

@@ -1,5 +1,6 @@
 """Requests: distinct prompts, each for one or more rows; and classes of prompts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,9 @@ class Requests:
         prompts: the prompts of all rows that can be prompted.
         prompt_idxs: [num_requests] int64, each request's prompt.
         lengths: [num_requests] int64, its tokens.
-        row_idxs: [num_prompts] int64, the rows of request 0, of request 1, ..., each ascending.
+        row_idxs: [num_prompts] int64, the rows of request 0, of request 1, ..., each ascending; in
+            a job of several prompts the asks (see `JobSpec.questions`), here and wherever the
+            requests' rows are counted or numbered.
         offsets: [num_requests + 1] int64 into `row_idxs`.
         output_tokens: [num_requests] int64, the largest estimate of its rows, where a column
             holds them.
@@ -43,6 +46,11 @@ class Requests:
         """Rows of each request: [num_requests]."""
         return np.diff(self.offsets)
 
+    def questions(self, num_questions: int) -> Int64s:
+        """What each request asks: [num_requests] int64, from 0."""
+        first_rows: Int64s = self.row_idxs[self.offsets[:-1]]
+        return first_rows % num_questions
+
     def rows_of(self, idxs: Int64s) -> Int64s:
         """Rows of some requests, one request after the other."""
         begins = self.offsets[idxs]
@@ -59,37 +67,47 @@ def make_requests(
     row_idxs: Int64s,
     output_tokens: Int64s | None = None,
     *,
-    merge: bool,
+    merge: Sequence[bool],
 ) -> tuple[Requests, RankedPrompts]:
-    """One request per distinct prompt if `merge`, else one per prompt.
+    """One request per distinct prompt of a question if `merge`, else one per prompt.
 
     Args:
         row_idxs: [num_prompts] int64, the row of each prompt, ascending.
         output_tokens: [num_prompts] int64, estimates, if any.
-        merge: whether equal prompts have equal outputs.
+        merge: for each question, whether its equal prompts have equal outputs.
 
     Returns:
         The requests, and their sorted prompts by request index.
     """
-    lengths = prompts.lengths
-    ranked_lengths = lengths[ranked.prompt_idxs]
+    lengths, idxs = prompts.lengths, ranked.prompt_idxs
+    ranked_lengths = lengths[idxs]
     is_repeat = ranked.num_shared_tokens == ranked_lengths  # of the prompt before
     is_repeat[1:] &= ranked_lengths[1:] == ranked_lengths[:-1]
     is_repeat[:1] = False
-    if not merge or not is_repeat.any():
+    equal = None
+    if len(merge) > 1:
+        # Of equal prompts those of one question after the other: LCPs stay as they are.
+        asked, equal = row_idxs[idxs] % len(merge), np.cumsum(~is_repeat)
+        order = np.lexsort((asked, equal))
+        asked, idxs = asked[order], idxs[order]
+        is_repeat[1:] &= asked[1:] == asked[:-1]
+        is_repeat &= np.array(merge)[asked]
+    if not any(merge) or not is_repeat.any():
         everyone = np.arange(len(prompts) + 1)
         return Requests(prompts, everyone[:-1], lengths, row_idxs, everyone, output_tokens), ranked
-    distinct = ranked.prompt_idxs[~is_repeat]
+    distinct = idxs[~is_repeat]
     kept = np.sort(distinct)  # the first of equal prompts
     number = np.searchsorted(kept, distinct)
     request_of_prompt = np.empty(len(prompts), dtype=np.int64)
-    request_of_prompt[ranked.prompt_idxs] = number[np.cumsum(~is_repeat) - 1]
+    request_of_prompt[idxs] = number[np.cumsum(~is_repeat) - 1]
     by_request = np.argsort(request_of_prompt, kind="stable")
     offsets = np.zeros(len(kept) + 1, dtype=np.int64)
     np.cumsum(np.bincount(request_of_prompt), out=offsets[1:])
     if output_tokens is not None:
         output_tokens = np.maximum.reduceat(output_tokens[by_request], offsets[:-1])
     requests = Requests(prompts, kept, lengths[kept], row_idxs[by_request], offsets, output_tokens)
+    if equal is not None:
+        number = number[np.lexsort((number, equal[~is_repeat]))]
     return requests, RankedPrompts(number, ranked.num_shared_tokens[~is_repeat])
 
 
@@ -104,7 +122,7 @@ def optimal_saving_ratio(tokens: TokenTable, block_size: int, *, merge: bool) ->
     Raises `PlanError`: `block_size` is below 1.
     """
     rows = np.arange(len(tokens))
-    requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, merge=merge)
+    requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, merge=[merge])
     cached = ranked.cached_tokens(requests.lengths, block_size)
     return saving_ratio(int(requests.lengths.sum() - cached.sum()), tokens.num_tokens)
 

@@ -141,7 +141,7 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
             inner = forms or inner[:1]
         elif isinstance(part, int) and where:
             where += f"[{part}]"
-        elif inner and part in inner[0].model_fields:
+        elif inner and where != "prompts" and part in inner[0].model_fields:
             owner, where = inner[0], f"{where}.{part}".lstrip(".")
             inner = list(_sections_in(owner.model_fields[str(part)].annotation))
         elif inner or where.startswith(_MAPPINGS):

@@ -96,7 +96,15 @@ def _parse_object(text: str, source: str) -> dict[str, Any]:
 
 
 def _with_schema(data: Mapping[str, Any], folder: Path, source: str) -> Mapping[str, Any]:
-    """The fields of a spec, with a schema that lies in a file of its own."""
+    """The fields of a spec, or of one of its prompts, with schemas that lie in other files."""
+    if isinstance(prompts := data.get("prompts"), dict):
+        read = {
+            name: _with_schema(each, folder, f"{source}: prompts.{shown(name)}")
+            if isinstance(each, dict)
+            else each
+            for name, each in prompts.items()
+        }
+        return {**data, "prompts": read}
     form = data.get("response_format")
     if not isinstance(form, dict):
         return data

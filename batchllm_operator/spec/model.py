@@ -2,63 +2,39 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+import re
+from collections.abc import Collection, Iterator
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from batchllm_operator.secrets.finding import find_secrets
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
-from batchllm_operator.spec.fields import (
-    Decides,
-    Neutral,
-    NonEmpty,
-    OfOutput,
-    OfPlan,
-    Section,
-    by_name,
-)
+from batchllm_operator.spec.fields import Decides, Neutral, OfPlan, by_name
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
-from batchllm_operator.spec.response_format import JsonSchemaFormat, ResponseFormat
+from batchllm_operator.spec.question import MAX_LABELS, AnswerSpec, QuestionSpec
+from batchllm_operator.spec.response_format import JsonSchemaFormat
 from batchllm_operator.spec.sections import (
     EmbeddingSpec,
     InputSpec,
     ModelSpec,
     OutputSpec,
-    Sampling,
     SamplingSpec,
 )
 
 SPEC_VERSION: Final = 1
-Task = Literal["generate", "classify", "embed", "pool"]
-MAX_LABELS: Final = 128
-"""As many as vLLM gives the log-probabilities of."""
 _AFTER: Final = (
     *("finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-    *("status", "error", "model", "run_id"),
+    *("status", "error"),
 )
 _OF_TEXTS: Final = frozenset({"generated_text", "finish_reason", "num_output_tokens"})
 """Columns that a vector hasn't."""
+_OF_RUN: Final = ("model", "run_id")
+_PROMPT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
-def _as_labels(value: object) -> object:
-    """A list of labels is a mapping of each to itself."""
-    if isinstance(value, list | tuple):
-        if len(set(map(str, value))) < len(value):
-            raise ValueError("names a label twice")
-        return {label: label for label in value}
-    return value
-
-
-Labels = Annotated[
-    dict[NonEmpty, NonEmpty],
-    AfterValidator(by_name),
-    BeforeValidator(_as_labels, json_schema_input_type=dict[str, str] | tuple[str, ...]),
-]
-
-
-class JobSpec(Section):
+class JobSpec(AnswerSpec):
     """A job: rows of a table in, one answer for each row out."""
 
     spec_version: OfPlan[Literal[1]]
@@ -67,38 +43,17 @@ class JobSpec(Section):
     """The job's name: letters, digits, `_` and `-`. Plans and reports are filed under it."""
     input: InputSpec
     """The table that the job reads."""
-    prompt: PromptSpec
-    """How a row becomes a prompt."""
+    prompt: PromptSpec = Field(default=None, exclude_if=lambda prompt: prompt is None)
+    """How a row becomes a prompt; a job of several `prompts` has none."""
+    prompts: OfPlan[Annotated[dict[str, QuestionSpec], AfterValidator(by_name)]] = Field(
+        default_factory=dict, exclude_if=lambda prompts: not prompts
+    )
+    """In place of `prompt`: several, by name, all asked of each row. Each has the fields of
+    `prompt`, and of `sampling`, `task`, `labels`, `label_values`, `calibrate`, `response_format`
+    and `retry_invalid` its own. What prompts begin with alike is computed once for all. The answers
+    are structs in output columns of the prompts' names. `embed` and `pool` are for other jobs."""
     model: ModelSpec
     """The model that generates."""
-    sampling: Sampling = SamplingSpec()
-    """How tokens are chosen; greedy by default. `model` in place of fields: as the model suggests
-    it, see `from_model`."""
-    task: OfOutput[Task] = "generate"
-    """`generate` a text, or an answer without decoding: `classify`, which chooses one of `labels`
-    by the probabilities of their answers, one token each; `embed`, a vector for each
-    row; or `pool`, the scores of a model with a classification or reward head. `sampling` is left
-    out then."""
-    labels: OfOutput[Labels] = Field(default_factory=dict)
-    """Labels of `classify`: a list, or a mapping of each label to the text with which the model
-    would answer (such as `" yes"`, with a space, after a prompt that ends without one). From 2 to
-    128, whose answers are different tokens. Output columns have them by name."""
-    label_values: OfPlan[dict[NonEmpty, float]] = Field(default_factory=dict)
-    """A number for each label: the output column `score` is their mean, weighted by the labels'
-    probabilities. Without `labels`, its names are the labels."""
-    calibrate: OfPlan[Literal["prior"] | None] = None
-    """`prior` takes out what the model prefers whatever the text is: commit divides each row's
-    probabilities of the labels by their means over the table, and scales them to add up to 1
-    (batch calibration, Zhou et al. 2023, https://arxiv.org/abs/2309.17249). The model's own are in
-    `raw_probabilities`. It moves labels towards equal shares: not for tables where one label is
-    truly rare, or for few rows."""
-    response_format: OfOutput[ResponseFormat | None] = None
-    """The form of the answers, which the engine enforces as it generates: `json_schema`, whose
-    properties become columns; `choice`, one of some texts; or `regex`. An answer without it (cut
-    off by `max_tokens`) is a row error, `invalid_output`, and its text is kept."""
-    retry_invalid: OfPlan[int] = Field(default=0, ge=0, le=10)
-    """How often a row is generated again, with another seed, while its answer is `invalid_output`.
-    Needs a `response_format`, and a `temperature` above 0."""
     embedding: EmbeddingSpec = EmbeddingSpec()
     """The vectors of `embed`."""
     output: OutputSpec
@@ -129,21 +84,14 @@ class JobSpec(Section):
             )
         return data
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_task(cls, data: object) -> object:
-        """Add what a task implies: one token (the least that a spec can say) unless it generates;
-        of `classify`, labels."""
-        if not isinstance(data, dict) or data.get("task") not in ("classify", "embed", "pool"):
-            return data
-        values = data.get("label_values")
-        implied: dict[str, object] = {"sampling": {"max_tokens": 1}}
-        if data["task"] == "classify" and isinstance(values, dict):
-            implied["labels"] = list(values)
-        return implied | data
-
     def _faults(self) -> Iterator[str]:
-        yield from _task_faults(self)
+        if (self.prompt is None) == (not self.prompts):
+            yield "prompt: is missing, and required, or several prompts; not both"
+            return
+        if self.prompts:
+            yield from self._prompts_faults()
+        else:
+            yield from _task_faults(self, (self.input.partition_column, *self.kept_columns))
         columns = [("input.key", column) for column in self.input.key]
         columns += [("output.carry", column) for column in self.carried]
         for field, column in columns:
@@ -164,13 +112,47 @@ class JobSpec(Section):
         for source, name in zip(self.output.carry, self.carried, strict=True):
             if sources.setdefault(name, source) != source:
                 yield f"output.carry: two columns of the output would be named {shown(name)!r}"
-        if self.reuse_outputs and not self.sampling.is_greedy:
+        if self.reuse_outputs and not all(each.sampling.is_greedy for each in self.questions):
             yield (
                 "reuse_outputs needs greedy sampling (sampling.temperature: 0): a sampled text is"
                 " one of many, and reusing it would sample once for all days"
             )
         if self.planner.runahead == "on" and (reason := self.reason_against_chains):
             yield f"planner.runahead is on, but {reason}"
+
+    def _prompts_faults(self) -> Iterator[str]:
+        for name, field in AnswerSpec.model_fields.items():
+            if getattr(self, name) != field.get_default(call_default_factory=True):
+                yield f"{name}: each of prompts has its own; give it there"
+        if len(set(map(str.casefold, self.prompts))) < len(self.prompts):
+            yield "prompts: two names differ by case only, which few readers tell apart"
+        for (name, section), asked in zip(self.prompts.items(), self.questions, strict=True):
+            where = f"prompts.{shown(name)}"
+            if not _PROMPT_NAME.fullmatch(name):
+                yield (
+                    f"{where}: its name must be letters, digits and _, at most 100 of them, no"
+                    " digit first: a column has it"
+                )
+            if name in (*_OF_RUN, self.input.partition_column):
+                yield f"{where}: is the name of another column of the output; choose another"
+            if section.task in ("embed", "pool"):
+                yield (
+                    f"{where}.task: {section.task} takes an engine of its own; give it a job of its"
+                    " own"
+                )
+            yield from (f"{where}.{fault}" for fault in _task_faults(asked, ()))
+
+    @property
+    def questions(self) -> tuple[Self, ...]:
+        """What is asked of each row: for each of `prompts` the job that would ask it alone, by
+        name; of a job with `prompt`, the job.
+
+        An *ask* is a row and a question: number row_idx * len(questions) + question.
+        """
+        if not self.prompts:
+            return (self,)
+        alone = (question.alone for question in self.prompts.values())
+        return tuple(self.model_copy(update={"prompts": {}, **fields}) for fields in alone)
 
     @property
     def identity(self) -> str:
@@ -187,9 +169,11 @@ class JobSpec(Section):
     def output_columns(self) -> tuple[str, ...]:
         """Columns that the job itself writes, in their order; keys and carried columns may not use
         these names."""
+        if self.prompts:
+            return (*self.prompts, *_OF_RUN)
         form = self.response_format
         properties = form.columns if isinstance(form, JsonSchemaFormat) else ()
-        columns = ("generated_text", *properties, *_answer_columns(self), *_AFTER)
+        columns = ("generated_text", *properties, *_answer_columns(self), *_AFTER, *_OF_RUN)
         return tuple(name for name in columns if not (self.is_pooled and name in _OF_TEXTS))
 
     @property
@@ -221,7 +205,8 @@ class JobSpec(Section):
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Distinct input columns that the job reads; the partition column only if it is used."""
-        columns = [*self.kept_columns.values(), *self.prompt.columns]
+        columns = [*self.kept_columns.values()]
+        columns += (column for asked in self.questions for column in asked.prompt.columns)
         columns += self.planner.estimate_columns
         if self.model.adapter_column is not None:
             columns.append(self.model.adapter_column)
@@ -237,8 +222,8 @@ class JobSpec(Section):
         return self.engine.reason_against_chains
 
 
-def _task_faults(spec: JobSpec) -> Iterator[str]:
-    """The fields that don't go with the task."""
+def _task_faults(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
+    """The fields that don't go with the task; `kept` are columns beside those of the answers."""
     if spec.task == "classify":
         yield from _of_classify(spec)
     elif spec.labels or spec.label_values or spec.calibrate:
@@ -249,7 +234,7 @@ def _task_faults(spec: JobSpec) -> Iterator[str]:
             " sampling.n: 1"
         )
     if spec.response_format is not None:
-        yield from _of_response_format(spec)
+        yield from _of_response_format(spec, kept)
     if spec.retry_invalid and (spec.response_format is None or spec.sampling.is_greedy):
         yield (
             "retry_invalid: needs a response_format, and a sampling.temperature above 0 (greedy"
@@ -282,15 +267,14 @@ def _of_classify(spec: JobSpec) -> Iterator[str]:
         yield ("sampling: task classify reads the probabilities of one token; leave sampling out")
 
 
-def _of_response_format(spec: JobSpec) -> Iterator[str]:
+def _of_response_format(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
     if spec.task != "generate":
         yield "response_format: is for task: generate"
     if spec.sampling.n > 1:
         yield "response_format: is for one answer a row, so leave out sampling.n"
     if not isinstance(spec.response_format, JsonSchemaFormat):
         return
-    others = ("generated_text", *_answer_columns(spec), *_AFTER)
-    kept = (spec.input.partition_column, *spec.kept_columns)
+    others = ("generated_text", *_answer_columns(spec), *_AFTER, *_OF_RUN)
     taken = {name.casefold() for name in (*others, *kept)}
     for name in spec.response_format.columns:
         if not name:

@@ -30,7 +30,7 @@ def test_every_row_is_in_the_request_of_its_prompt(
     tokens = TokenTable.from_lists(prompts)
     row_idxs = np.arange(len(prompts)) * 2 + 1
     estimates = np.arange(len(prompts)) % 5 if with_estimates else None
-    requests, ranked = make_requests(tokens, sort_prompts(tokens), row_idxs, estimates, merge=merge)
+    requests, ranked = make_requests(tokens, sort_prompts(tokens), row_idxs, estimates, merge=[merge])
     expected: dict[object, list[int]] = {}
     for idx, prompt in enumerate(prompts):
         expected.setdefault(tuple(prompt) if merge else idx, []).append(idx)
@@ -57,7 +57,7 @@ def test_every_row_is_in_the_request_of_its_prompt(
 
 def test_rows_of_some_requests() -> None:
     tokens = TokenTable.from_lists([[1], [2], [1], [3], [2], [1]])
-    requests, _ = make_requests(tokens, sort_prompts(tokens), np.arange(6), merge=True)
+    requests, _ = make_requests(tokens, sort_prompts(tokens), np.arange(6), merge=[True])
     assert requests.rows_of(np.array([2, 0])).tolist() == [3, 0, 2, 5]
     assert requests.rows_of(np.zeros(0, dtype=np.int64)).tolist() == []
 
@@ -116,7 +116,7 @@ def test_groups_and_duplicates_are_of_one_class(given: list[tuple[list[int], int
     prompts, classes = zip(*given, strict=True)
     marked = CLASSES.mark(TokenTable.from_lists(prompts), np.array(classes))
     requests, ranked = make_requests(
-        marked, sort_prompts(marked), np.arange(len(prompts)), merge=True
+        marked, sort_prompts(marked), np.arange(len(prompts)), merge=[True]
     )
     assert len(requests) == len(set(zip(map(tuple, prompts), classes, strict=True)))
     tree = ranked.tree(requests.lengths)
