@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,6 +49,16 @@ class Answers:
         """The kinds that a spec asks for; a SpecError refuses a schema that can't be columns."""
         return cls(tuple(kind(spec, planned) for kind in KINDS if kind.is_asked(spec)))
 
+    @classmethod
+    def of_all(
+        cls, spec: JobSpec, planned: Sequence[PlannedAnswers] | None = None
+    ) -> tuple[Answers, ...]:
+        """The kinds of each of a job's questions, for each of which planning has found something
+        out."""
+        questions = spec.questions
+        known = [NOTHING_PLANNED] * len(questions) if planned is None else planned
+        return tuple(map(cls.of, questions, known, strict=True))
+
     @property
     def raw_fields(self) -> list[pa.Field]:
         """Fields of a part, beside those of a text."""
@@ -82,6 +92,12 @@ class Answers:
     def watches(self) -> list[LabelMass]:
         """What watches the answers of a run, and warns early of doubtful ones."""
         return [kind.watch() for kind in self.kinds if isinstance(kind, LabelAnswers)]
+
+
+def raw_fields(spec: JobSpec) -> list[pa.Field]:
+    """Fields of a part, beside those of a text, for the answers to all of a job's questions."""
+    every = (field for answers in Answers.of_all(spec) for field in answers.raw_fields)
+    return list({field.name: field for field in every}.values())
 
 
 def plan_answers(spec: JobSpec, tokenizer: Tokenizer) -> PlannedAnswers:

@@ -196,6 +196,7 @@ def _failed_lines(failed: FailedRows) -> Iterator[str]:
         yield printable(f"  by kind: {', '.join(kinds)}")
     for row in failed.rows:
         key = ", ".join(f"{name}={value}" for name, value in row.key.items())
+        key += f", {row.prompt}" if row.prompt is not None else ""
         yield printable(f"  {key}: {row.kind}{row.message and ': ' + row.message}")
     if num_more := num_failed - len(failed.rows):
         yield f"  {num_more:,} more; --limit {num_failed} lists all"

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
+import numpy as np
 import pyarrow.compute as pc
 
 from batchllm_operator.errors import PlanError
@@ -24,11 +26,13 @@ class FailedRow:
     kind: str
     message: str
     """Clipped to 300 characters with the kind; empty if the error is a kind alone."""
+    prompt: str | None = None
+    """The one that failed, in a job of several."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRows:
-    """The rows of a plan that have failed so far."""
+    """The rows of a plan that have failed so far; in a job of several prompts, the answers."""
 
     plan_uri: str
     job: str
@@ -94,24 +98,37 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         num_rows=counts.num_rows,
         num_rows_done=num_done,
         errors_by_kind=dict(sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))),
-        rows=tuple(FailedRow(key, error.kind, error.message or "") for key, error in found),
+        rows=tuple(
+            FailedRow(key, error.kind, error.message or "", prompt) for key, prompt, error in found
+        ),
     )
 
 
 def _published(
     plan: StoredPlan, limit: int
-) -> tuple[list[tuple[dict[str, str], RowError]], Counter[str]]:
-    """Key and error of the first failed rows of the output partition, and the number by kind."""
+) -> tuple[list[tuple[dict[str, str], str | None, RowError]], Counter[str]]:
+    """Key, prompt and error of the first failed rows of the output partition, and the number by
+    kind."""
     spec = plan.manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column)
     kinds: Counter[str] = Counter()
-    first: list[tuple[dict[str, str], RowError]] = []
-    columns = [*spec.input.key, ERROR_COLUMN]
+    first: list[tuple[dict[str, str], str | None, RowError]] = []
+    prompts: list[str | None] = list(spec.prompts) or [None]
+    columns = [*spec.input.key, *(spec.prompts or [ERROR_COLUMN])]
     for batch in table.scan(table.snapshot(plan.manifest.ds), columns):
-        failed = batch.filter(pc.is_valid(batch.column(ERROR_COLUMN)))
-        for idx, fields in enumerate(failed.column(ERROR_COLUMN).to_pylist()):
-            error = RowError(**fields)
-            kinds[error.kind] += 1
-            if len(first) < limit:
-                first.append((key_texts(failed, idx, spec.input.key), clip(error)))
+        errors = [
+            batch.column(ERROR_COLUMN)
+            if name is None
+            else pc.struct_field(batch.column(name), ERROR_COLUMN)
+            for name in prompts
+        ]
+        has_failed = reduce(pc.or_, map(pc.is_valid, errors)).to_numpy(zero_copy_only=False)
+        for idx in np.flatnonzero(has_failed).tolist():
+            for prompt, column in zip(prompts, errors, strict=True):
+                if not (fields := column[idx].as_py()):
+                    continue
+                error = RowError(**fields)
+                kinds[error.kind] += 1
+                if len(first) < limit:
+                    first.append((key_texts(batch, idx, spec.input.key), prompt, clip(error)))
     return first, kinds

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +13,10 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import LakeTable, gather, published_schema, write_files
 from batchllm_operator.row_error import INVALID_OUTPUT
-from batchllm_operator.shards.buckets import Outputs, output_schema, read_all, read_bucket, spread
+from batchllm_operator.shards.buckets import Outputs, output_schema, read_asked, read_bucket, spread
 from batchllm_operator.shards.parts import STATUS_COLUMN, part_schema
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, ROWS_FILE, errors_of
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.streams import ahead
 
@@ -39,11 +39,12 @@ def write_partition(
     Raises `PlanError`: a row has no output, or more than one.
     """
     joining = Joining(plan, sources)
-    num_rows = plan.manifest.counts.num_rows
-    paths, rows_each = spread(sources, part_schema(plan.manifest.spec), num_rows, spool)
+    spec, num = plan.manifest.spec, len(plan.manifest.spec.questions)
+    num_asks = plan.manifest.counts.num_rows
+    paths, asks_each = spread(sources, part_schema(spec), num_asks, spool, num)
     most = table.most_file_bytes
     buckets = ahead(paths, read_bucket, num_threads=1)
-    tables = joining.tables(plan, 0, None, rows_each, buckets)
+    tables = joining.tables(plan, 0, None, asks_each // num, buckets)
     write_files(gather(tables, most), spool / "data", joining.schema, most)
     return spool / "data"
 
@@ -55,15 +56,20 @@ class Joining:
     """
 
     def __init__(self, plan: StoredPlan, sources: Sequence[Outputs]) -> None:
-        spec, planned, rows_schema = plan.manifest.spec, plan.manifest.answers, plan.rows_schema()
+        manifest, rows_schema = plan.manifest, plan.rows_schema()
+        spec, planned = manifest.spec, manifest.planned_answers
         if missing := sorted(set(spec.kept_columns).difference(rows_schema.names)):
             raise PlanError(
                 f"plan {plan.folder.uri}: {ROWS_FILE} lacks {', '.join(missing)}; make the plan"
                 " again"
             )
         self.schema = published_schema(output_schema(spec, rows_schema, planned), plan.publication)
-        self._spec, self._names = spec, rows_schema.names
-        self._answers = Answers.of(spec, planned).over(partial(read_all, sources))
+        self._names, self._prompts = rows_schema.names, tuple(spec.prompts)
+        self._questions, num = spec.questions, len(spec.questions)
+        self._answers = [
+            answers.over(partial(read_asked, sources, number, num))
+            for number, answers in enumerate(Answers.of_all(spec, planned))
+        ]
         self._constants = {"model": model_name(spec), "run_id": plan.publication.run_id}
 
     def tables(
@@ -86,34 +92,46 @@ class Joining:
             first_row += rows.num_rows
 
     def _joined(self, rows: pa.Table, outputs: pa.Table, start: int) -> Iterator[pa.Table]:
-        """Put each row's output beside it; rows that couldn't be prompted have none."""
-        prompted = rows[ERROR_COLUMN].is_null().to_numpy()
-        expected, found = np.flatnonzero(prompted) + start, outputs["row_idx"].to_numpy()
+        """Put each row's outputs beside it; rows that couldn't be prompted have none."""
+        num, rejected = len(self._questions), errors_of(rows)
+        prompted = rejected.is_null().to_numpy(zero_copy_only=False)
+        expected, found = np.flatnonzero(prompted) + start * num, outputs["row_idx"].to_numpy()
         if not np.array_equal(expected, found):
             repeated = found[1:][found[1:] == found[:-1]]
             wrong = repeated if len(repeated) else np.setxor1d(expected, found)
             raise PlanError(
-                f"row {wrong[0]} has {np.count_nonzero(found == wrong[0])} outputs where the plan"
-                f" wants {np.count_nonzero(expected == wrong[0])}; {len(wrong)} such rows; nothing"
-                " was published"
+                f"row {wrong[0] // num} has {np.count_nonzero(found == wrong[0])} outputs where the"
+                f" plan wants {np.count_nonzero(expected == wrong[0])}; {len(wrong)} such rows;"
+                " nothing was published"
             )
         outputs = outputs.drop_columns("row_idx")  # a key may have the same name
-        place = None if prompted.all() else np.cumsum(prompted) - 1
+        place, is_simple = np.cumsum(prompted) - 1, num == 1 and bool(prompted.all())
         for first in range(0, rows.num_rows, _SLICE_ROWS):
-            chosen = slice(first, first + _SLICE_ROWS)
             some = rows.slice(first, _SLICE_ROWS)
-            if place is None:
-                joined = outputs.slice(first, _SLICE_ROWS)
-            else:
-                joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
-            columns = {name: some[name] for name in some.column_names}
-            columns |= {name: joined[name] for name in joined.column_names}
-            columns |= self._answers.columns(joined)
-            columns |= _outcomes(self._spec, some[ERROR_COLUMN], joined)
+            columns: dict[str, Any] = {name: some[name] for name in some.column_names}
+            for number in range(num):
+                asks = np.arange(first, first + some.num_rows) * num + number
+                if is_simple:
+                    joined = outputs.slice(first, _SLICE_ROWS)
+                else:
+                    joined = outputs.take(pa.array(place[asks], mask=~prompted[asks]))
+                columns |= self._answered(number, rejected.take(pa.array(asks)), joined)
             for name, value in self._constants.items():
                 columns[name] = pa.repeat(value, some.num_rows)
             cast = [columns[field.name].cast(field.type) for field in self.schema]
             yield pa.table(cast, schema=self.schema)
+
+    def _answered(self, number: int, rejected: pa.Array, outputs: pa.Table) -> dict[str, Any]:
+        """Columns of the answers to a question, or the one that has them as a struct."""
+        columns: dict[str, Any] = {name: outputs[name] for name in outputs.column_names}
+        columns |= self._answers[number].columns(outputs)
+        columns |= _outcomes(self._questions[number], rejected, outputs)
+        if not self._prompts:
+            return columns
+        name = self._prompts[number]
+        fields = pa.schema(list(self.schema.field(name).type))
+        answers = pa.table({field.name: columns[field.name] for field in fields}).cast(fields)
+        return {name: answers.to_struct_array()}
 
 
 def _rebatched(batches: Iterable[pa.RecordBatch], num_rows_each: int) -> Iterator[pa.Table]:
@@ -134,7 +152,7 @@ def _rebatched(batches: Iterable[pa.RecordBatch], num_rows_each: int) -> Iterato
 
 
 def _outcomes(
-    spec: JobSpec, rejected: pa.ChunkedArray, outputs: pa.Table
+    question: JobSpec, rejected: pa.Array, outputs: pa.Table
 ) -> dict[str, pa.ChunkedArray]:
     """The columns `error` and `status`, by name; `rejected` says why a row can't be prompted."""
     failed = outputs[ERROR_COLUMN]
@@ -144,7 +162,7 @@ def _outcomes(
         "rejected": pc.is_valid(rejected),
         INVALID_OUTPUT: pc.equal(pc.struct_field(errors, "kind"), INVALID_OUTPUT),
         "failed": pc.is_valid(failed),
-        "cut_off": pc.and_(is_cut_off, pa.scalar(spec.ends_answers)),
+        "cut_off": pc.and_(is_cut_off, pa.scalar(question.ends_answers)),
     }
     status = pc.case_when(pc.make_struct(*conditions.values()), *conditions, "ok")
     return {ERROR_COLUMN: errors, STATUS_COLUMN: status}

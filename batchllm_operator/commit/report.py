@@ -3,10 +3,10 @@
 import heapq
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -14,12 +14,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchllm_operator.answers import Answers, PlannedAnswers
+from batchllm_operator.answers.kind import Parts
 from batchllm_operator.commit.partition import model_name
 from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import LakeTable
 from batchllm_operator.report.timelines import read_timeline
 from batchllm_operator.shards.attempts import Worker
-from batchllm_operator.shards.buckets import Outputs, read_all
+from batchllm_operator.shards.buckets import Outputs, read_all, read_asked
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reuse_index import ReusedOutputs
@@ -33,6 +34,7 @@ from batchllm_operator.stored_plan.run_report import (
     PAGE_FILE,
     REPORT_FILE,
     AnswerSummary,
+    PromptRun,
     RunReport,
     SampleRow,
     ShardRun,
@@ -45,6 +47,7 @@ _NUM_TIMELINES: Final = 3
 _MOST_VALUES: Final = 128
 """Values of a column whose rows are counted, the most frequent ones."""
 _DIGITS: Final = 6
+_TEXT: Final = "generated_text"
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +72,7 @@ def describe_run(
         )
     )
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
-    answers = summarize_answers(spec, manifest.answers, [*shards, ReusedOutputs(plan)])
+    answers = summarize_answers(spec, manifest.planned_answers, [*shards, ReusedOutputs(plan)])
     for warning in answers.warnings:
         _log.warning("%s", warning)
     return RunReport(
@@ -92,8 +95,34 @@ def describe_run(
         sharing=manifest.sharing,
         num_workers=len({begun.latest.maker for begun in attempts if begun.latest}),
         answers=answers,
+        prompts=_prompts(manifest, shards),
         sample_rows=_sample(table, manifest),
     )
+
+
+def _prompts(manifest: PlanManifest, shards: Sequence[ShardParts]) -> dict[str, PromptRun]:
+    """What each of several prompts took."""
+    names = list(manifest.spec.prompts)
+    columns = ["num_prompt_tokens", "num_cached_tokens", "num_output_tokens"]
+    sums = np.zeros((len(names), 1 + len(columns)), dtype=np.int64)
+    for part in read_all(shards, ["row_idxs", "finish_reason", *columns]) if names else ():
+        served = part.filter(pc.is_valid(part["finish_reason"]))
+        asked = pc.list_element(served["row_idxs"], 0).to_numpy() % len(names)
+        prompt_tokens, cached, outputs = (served[name].to_numpy() for name in columns)
+        num_rows = pc.list_value_length(served["row_idxs"]).to_numpy()
+        counts = (prompt_tokens * num_rows.astype(np.int64), prompt_tokens, cached, outputs)
+        np.add.at(sums, asked, np.column_stack(counts))
+    runs = {}
+    for name, planned, counts in zip(names, manifest.prompt_counts, sums.tolist(), strict=True):
+        logical, prompt, cached, output = counts
+        runs[name] = PromptRun(
+            num_requests=planned.num_requests,
+            num_logical_tokens=logical,
+            num_computed_tokens=prompt - cached,
+            num_alone_tokens=planned.num_alone_tokens,
+            num_output_tokens=output,
+        )
+    return runs
 
 
 def _attempts(plan: StoredPlan) -> list[ShardAttempts]:
@@ -174,29 +203,56 @@ def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
     if manifest.spec.is_pooled:  # a vector says nothing to a reader
         return ()
     samples: list[SampleRow] = []
-    for batch in table.scan(table.snapshot(manifest.ds), [*key, "generated_text"]):
-        for idx, text in enumerate(batch.column("generated_text").to_pylist()):
-            if text is not None and len(samples) < _NUM_SAMPLE_ROWS:
+    prompts = manifest.spec.prompts
+    for batch in table.scan(table.snapshot(manifest.ds), [*key, *(prompts or [_TEXT])]):
+        texts = batch.column(_TEXT).to_pylist() if not prompts else _joint_texts(batch, prompts)
+        for idx, text in enumerate(texts):
+            if text and len(samples) < _NUM_SAMPLE_ROWS:
                 samples.append(SampleRow(key=key_texts(batch, idx, key), generated_text=text))
         if len(samples) == _NUM_SAMPLE_ROWS:
             break
     return tuple(samples)
 
 
+def _joint_texts(batch: pa.RecordBatch, prompts: Iterable[str]) -> Iterator[str]:
+    """The answers to all prompts in one text for each row."""
+    answers = {name: pc.struct_field(batch.column(name), _TEXT).to_pylist() for name in prompts}
+    for texts in zip(*answers.values(), strict=True):
+        known = zip(answers, texts, strict=True)
+        yield "; ".join(f"{name}: {text}" for name, text in known if text is not None)
+
+
 def summarize_answers(
-    spec: JobSpec, planned: PlannedAnswers, sources: Sequence[Outputs]
+    spec: JobSpec, planned: Sequence[PlannedAnswers], sources: Sequence[Outputs]
 ) -> AnswerSummary:
     """Count and average the answers of `sources`, each for the rows that its request stands for.
 
-    Memory is one part. Empty if the job asks for nothing that can be counted or averaged.
+    Memory is one part. Empty if the job asks for nothing that can be counted or averaged. Of
+    several prompts, columns and labels are named with theirs: `prompt.column`.
     """
-    answers = Answers.of(spec, planned).over(partial(read_all, sources))
+    questions, num = spec.questions, len(spec.questions)
+    summaries = [
+        _summary(question, known, partial(read_asked, sources, number, num))
+        for number, (question, known) in enumerate(zip(questions, planned, strict=True))
+    ]
+    if not spec.prompts:
+        return summaries[0]
+    of_all: dict[str, Any] = {"counts": {}, "means": {}, "prior": {}, "warnings": ()}
+    for name, summary in zip(spec.prompts, summaries, strict=True):
+        for field in ("counts", "means", "prior"):
+            of_all[field] |= {f"{name}.{k}": v for k, v in getattr(summary, field).items()}
+        of_all["warnings"] += tuple(f"{name}: {warning}" for warning in summary.warnings)
+    return AnswerSummary(**of_all)
+
+
+def _summary(spec: JobSpec, planned: PlannedAnswers, parts: Parts) -> AnswerSummary:
+    answers = Answers.of(spec, planned).over(parts)
     counts = {name: Counter[str]() for kind in answers.kinds for name in kind.counted}
     # Sum of finite numbers, and the rows that have one.
     sums = {name: np.zeros(2) for kind in answers.kinds for name in kind.averaged}
     texts = Counter[str]()
     names = ["row_idxs", "generated_text", "error", *(field.name for field in answers.raw_fields)]
-    for part in read_all(sources, names) if counts or sums else ():
+    for part in parts(names) if counts or sums else ():
         answered = part.filter(pc.is_null(part["error"]))
         if not answered.num_rows:
             continue

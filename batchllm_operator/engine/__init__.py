@@ -35,7 +35,7 @@ __all__ = [
 
 
 def check_format(spec: JobSpec) -> None:
-    """Refuse a response format that vLLM would refuse, where it is installed.
+    """Refuse a question's response format that vLLM would refuse, where it is installed.
 
     Imports vLLM, which takes seconds, but only for a spec with a `response_format`.
 

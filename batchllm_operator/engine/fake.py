@@ -53,8 +53,9 @@ class FakeEngine:
 
     def __init__(self, spec: JobSpec, max_model_len: int) -> None:
         given = {name: arg for name, arg in spec.engine.extra_args.items() if arg is not None}
-        self._args, self._answers = FakeArguments.model_validate(given), Answers.of(spec)
-        self._max_tokens = 0 if spec.is_pooled else spec.sampling.max_tokens
+        self._args, self._answers = FakeArguments.model_validate(given), Answers.of_all(spec)
+        self._most = [0 if q.is_pooled else q.sampling.max_tokens for q in spec.questions]
+        """Tokens of an answer to each question."""
         self._block_size, self._max_model_len = block_size_of(spec), max_model_len
 
     unread: Sequence[EngineOutput] = ()  # it computes one at a time
@@ -88,10 +89,12 @@ class FakeEngine:
             self._args.num_characters,
             is_invalid=every is not None and not is_tried and not digest_of(token_ids) % every,
         )
-        text, raw = self._answers.fake(prompt)
-        num_output_tokens = min(self._max_tokens, self._max_model_len - num_prompt_tokens)
+        question = request.question
+        text, raw = self._answers[question].fake(prompt)
+        num_output_tokens = min(self._most[question], self._max_model_len - num_prompt_tokens)
         counts = (num_prompt_tokens, num_cached_tokens, num_output_tokens)
-        return EngineOutput(request.request_idx, text, "length", *counts, error=None, raw=raw)
+        of_all = {"error": None, "raw": raw, "question": question}
+        return EngineOutput(request.request_idx, text, "length", *counts, **of_all)
 
 
 def _with_adapter(request: EngineRequest) -> list[int]:

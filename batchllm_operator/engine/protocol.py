@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchllm_operator.answers import NOTHING_PLANNED, PlannedAnswers
+from batchllm_operator.answers import PlannedAnswers
 from batchllm_operator.engine.device_profile import StoredProfiles
 from batchllm_operator.errors import EngineError
 from batchllm_operator.row_error import RowError
@@ -31,7 +31,8 @@ class EngineJob:
     """Stores profiles of devices; without it, every engine measures its own."""
     trace_folder: Path | None = None
     """Local folder for traces of the engine's steps, a Parquet file per engine; None for none."""
-    answers: PlannedAnswers = NOTHING_PLANNED
+    answers: Sequence[PlannedAnswers] | None = None
+    """What planning has found out about the answers to each question."""
     is_chained: bool = False
     """Whether replicas may compute prefixes together (ADR 24)."""
 
@@ -53,6 +54,8 @@ class EngineRequest:
     """Its name in the spec; None for the model itself."""
     num_tries: int = 0
     """Answers to it that couldn't be used; each has a seed of its own."""
+    question: int = 0
+    """What it asks, of the spec's questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class EngineOutput:
     error: RowError | None
     raw: Mapping[str, Any] = field(default_factory=dict)
     """What the job asks for beside a text: `Answers.raw_fields`, by name."""
+    question: int = 0
+    """The request's."""
 
     @property
     def is_served(self) -> bool:
@@ -81,7 +86,8 @@ class EngineOutput:
         """The output of a request that the engine couldn't serve."""
         error = RowError("engine_error", " ".join(reason.split()))
         num_prompt_tokens = len(request.prompt_token_ids)
-        return cls(request.request_idx, None, None, num_prompt_tokens, 0, 0, error)
+        counts = (num_prompt_tokens, 0, 0)
+        return cls(request.request_idx, None, None, *counts, error, question=request.question)
 
 
 class EngineDiedError(EngineError):

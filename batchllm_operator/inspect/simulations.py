@@ -196,7 +196,7 @@ def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:
         table["num_prefix_tokens"].to_numpy().astype(np.int64),
         outputs,
         outputs,
-        max_output_tokens=manifest.spec.sampling.max_tokens,
+        max_output_tokens=max(q.sampling.max_tokens for q in manifest.spec.questions),
     )
 
 

@@ -80,6 +80,11 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = _SAMPLE_ROWS) -> Advice
         EmptyPartitionError: there are no rows.
     """
     check_partition(ds)
+    if spec.prompts:
+        raise SpecError(
+            "prompts: advice is on one prompt's columns; let all begin with what they have in"
+            " common, and try each as the `prompt` of a job"
+        )
     if spec.prompt.template is None:
         raise SpecError(
             f"prompt.{spec.prompt.field}: advice is on the order of columns in prompt.template,"
@@ -121,7 +126,7 @@ def _try_orders(
         for template, columns in orders.items():
             prompt = spec.prompt.model_copy(update={"template": template})
             other = spec.model_copy(update={"prompt": prompt})
-            tables = [made.tokens for made in tokenize(other, sample, tokenizer, adapters)]
+            tables = [made.tokens for made in tokenize(other, sample, [tokenizer], adapters)]
             prompts = (table.prompt(idx) for table in tables for idx in range(len(table)))
             tokens, merge = TokenTable.from_lists(prompts), spec.sampling.is_greedy
             saving = optimal_saving_ratio(tokens, block_size_of(spec), merge=merge)

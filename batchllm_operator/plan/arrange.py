@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -26,6 +27,7 @@ from batchllm_operator.prefixes import (
 )
 from batchllm_operator.prefixes.jit import Float64s, Int64s
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.counts import PromptCounts
 
 _SHARD_S: Final = 120.0
 """Short, so that workers end at about the same time; long beside the second that a claim takes."""
@@ -135,6 +137,7 @@ class Arrangement:
         decode_tokens: int64 [num_requests], those that take decode steps; 0 in a job without.
         prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; None if nothing is to be learned.
         counts: fields of `PlanCounts`, but those that reading rows tells.
+        prompts: of a job of several prompts.
     """
 
     groups: PrefixGroups
@@ -145,6 +148,7 @@ class Arrangement:
     decode_tokens: Int64s
     prefix_hashes: Int64s | None
     counts: dict[str, int]
+    prompts: tuple[PromptCounts, ...]
 
 
 def arrange(
@@ -170,10 +174,13 @@ def arrange(
     hashes = None
     if spec.planner.learns_output_tokens:
         hashes = hash_prefixes(requests, choice.groups)
-    estimated = estimate_output_tokens(spec, requests, learned, choice.groups, hashes)
+    questions = spec.questions
+    asked = requests.questions(len(questions))
+    estimated = estimate_output_tokens(spec, requests, asked, learned, choice.groups, hashes)
     room = np.maximum(max_model_len - requests.lengths, 1)  # a pooled prompt may leave none
     output_tokens = np.minimum(estimated, room)
-    decode_tokens = output_tokens if spec.decodes else np.zeros_like(output_tokens)
+    decodes = np.array([question.decodes for question in questions])
+    decode_tokens = np.where(decodes[asked], output_tokens, 0)
     cut = Cut.of(spec, requests, ranked, decode_tokens, target)
     groups, shards = split_groups(choice.groups, cut.shard_of_request)
     order = order_groups_by_subtree(groups, tree, output_tokens)
@@ -199,6 +206,24 @@ def arrange(
         "num_algorithm_1_saved_tokens": choice.algorithm_1_saved_tokens,
         "num_exact_saved_tokens": choice.exact_saved_tokens,
     }
-    return Arrangement(
-        groups, by_shard, group_bounds, cut, output_tokens, decode_tokens, hashes, counts
-    )
+    numbers = (output_tokens, decode_tokens, hashes, counts)
+    prompts = tuple(_prompt_counts(spec, requests, ranked, asked)) if spec.prompts else ()
+    return Arrangement(groups, by_shard, group_bounds, cut, *numbers, prompts)
+
+
+def _prompt_counts(
+    spec: JobSpec, requests: Requests, ranked: RankedPrompts, asked: Int64s
+) -> Iterator[PromptCounts]:
+    """The counts of each prompt; `asked` is the question of each request."""
+    for number in range(len(spec.prompts)):
+        is_own = asked == number
+        lengths, num_alone = requests.lengths[is_own], 0
+        if len(lengths):
+            cached = ranked.only(is_own).cached_tokens(requests.lengths, block_size_of(spec))
+            num_alone = int(lengths.sum() - cached.sum())
+        num_rows = requests.num_rows[is_own]
+        yield PromptCounts(
+            num_requests=len(lengths),
+            num_logical_tokens=int((lengths * num_rows).sum()),
+            num_alone_tokens=num_alone,
+        )

@@ -59,13 +59,19 @@ class Reuse:
     """Writes the prompts' fingerprints and the reused rows while rows are read, from row 0.
 
     The files in the local folder are `FINGERPRINTS_FILE` and `REUSED_FILE`, with the `schema` of
-    parts. Of the indexes, the first that has a prompt decides.
+    parts. Of the indexes, the first that has a prompt decides. In a job of several prompts, rows
+    are asks; for `salts` see `reuse_salts`.
     """
 
     def __init__(
-        self, indexes: Sequence[ReuseIndex], folder: Path, schema: pa.Schema = PART_SCHEMA
+        self,
+        indexes: Sequence[ReuseIndex],
+        folder: Path,
+        schema: pa.Schema = PART_SCHEMA,
+        salts: Sequence[bytes] = (b"",),
     ) -> None:
         self._indexes, self._folder, self._schema = indexes, folder, schema
+        self._salts = salts
         self._reuses: list[list[Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
         """For each index, arrays of rows and of their places in it: [2, n]."""
         self._num_rows_read = 0
@@ -93,7 +99,8 @@ class Reuse:
         Args:
             row_idxs: int64 [num_prompts], their rows, ascending and above those of earlier calls.
         """
-        fingerprints = fingerprints_of(tokens)
+        questions = (row_idxs % len(self._salts)).tolist()
+        fingerprints = fingerprints_of(tokens, map(self._salts.__getitem__, questions))
         num_rows = int(row_idxs[-1]) + 1 if len(row_idxs) else self._num_rows_read
         self._keep(fingerprints, row_idxs, num_rows)
         is_reused = np.zeros(len(row_idxs), dtype=np.bool_)

@@ -34,7 +34,7 @@ from batchllm_operator.plan.rows.input_checks import (
     warn_of_control_tokens,
 )
 from batchllm_operator.plan.rows.reading import rows_schema
-from batchllm_operator.prompts import Tokenizer, load_tokenizer
+from batchllm_operator.prompts import Tokenizer, joint_fingerprint, load_tokenizers
 from batchllm_operator.shards.buckets import output_schema
 from batchllm_operator.shards.parts import STATUS_COLUMN
 from batchllm_operator.shards.row_errors import (
@@ -64,8 +64,9 @@ class Given:
     table: LakeTable
     snapshot: Snapshot
     stored: StoredColumns
-    tokenizer: Tokenizer
-    answers: PlannedAnswers
+    tokenizers: tuple[Tokenizer, ...]
+    """One for each question, as the next."""
+    answers: tuple[PlannedAnswers, ...]
     adapters: RowAdapters | None
     target: Target | None
     replicas: ReplicaPlanner | None
@@ -79,11 +80,20 @@ class Given:
         return f"{where}, counting rows that input.filter keeps" if filtered else where
 
     @property
-    def adapter_versions(self) -> tuple[str, ...]:
-        return self.adapters.versions if self.adapters is not None else ()
+    def tokenizer(self) -> Tokenizer:
+        """For what isn't a prompt's own."""
+        return self.tokenizers[0]
+
+    @property
+    def versions(self) -> tuple[str, str, int, tuple[str, ...]]:
+        """Of the model, the tokenizers and the adapters, with the most tokens between them: what
+        `reuse_identity` takes beside a spec."""
+        model, length = self.tokenizer.model_version, self.tokenizer.max_model_len
+        adapters = self.adapters.versions if self.adapters is not None else ()
+        return model, joint_fingerprint(self.tokenizers), length, adapters
 
     def range_planner(self, learned: Learned | None) -> RangePlanner:
-        shares = self.answers.reason_against_sharing is None
+        shares = self.answers[0].reason_against_sharing is None
         return RangePlanner(self.spec, self.target, self.replicas, shares, learned)
 
     def check_rows(self, counts: Mapping[str, int], written: WrittenRows) -> None:
@@ -133,7 +143,8 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     if not snapshot.files and spec.on_empty == "fail":
         raise EmptyPartitionError(f"{describe_empty(spec, table, snapshot)} (on_empty: fail)")
     check_columns(spec, table, snapshot)
-    tokenizer = load_tokenizer(spec, ds)
+    tokenizers = load_tokenizers(spec, ds)
+    tokenizer = tokenizers[0]
     if tokenizer.files is not None and spec.engine.backend != "fake":
         check_weights(tokenizer.files, str(spec.engine.extra_args.get("load_format") or "auto"))
     spec = with_models_sampling(spec, tokenizer.files)
@@ -142,7 +153,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
     _check_response_format(spec, output)
-    answers = plan_answers(spec, tokenizer)
+    answers = tuple(map(plan_answers, spec.questions, tokenizers))
     columns = output_schema(spec, rows_schema(spec, snapshot.schema), answers)
     stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     _check_nulls_fit(spec, stored)
@@ -151,7 +162,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     known = (answers, RowAdapters.of(spec, tokenizer), target, replicas)
-    return Given(spec, ds, table, snapshot, stored, tokenizer, *known, budget)
+    return Given(spec, ds, table, snapshot, stored, tokenizers, *known, budget)
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
@@ -165,13 +176,15 @@ def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | N
 
 def _check_response_format(spec: JobSpec, output: LakeTable) -> None:
     """Refuse properties that can't be columns of the output, and what the engine doesn't take."""
-    if spec.response_format is None:
-        return
-    try:
-        check_names(f"table {output.uri}", Answers.of(spec).fields, output.forbidden_in_names)
-    except TableError as error:
-        raise SpecError(f"response_format: {error}") from error
-    check_format(spec)
+    for question in spec.questions:
+        if question.response_format is None:
+            continue
+        fields, forbidden = Answers.of(question).fields, output.forbidden_in_names
+        try:
+            check_names(f"table {output.uri}", fields, forbidden)
+        except TableError as error:
+            raise SpecError(f"response_format: {error}") from error
+        check_format(question)
 
 
 def _check_nulls_fit(spec: JobSpec, stored: StoredColumns) -> None:
@@ -179,6 +192,8 @@ def _check_nulls_fit(spec: JobSpec, stored: StoredColumns) -> None:
     for name in set(spec.output_columns) & set(stored.schema.names) - _NEVER_NULL:
         if stored.schema.field(name).nullable:
             continue
+        if spec.prompts:
+            continue  # a struct is there in each row
         if name == ERROR_COLUMN or spec.max_failed_fraction:
             rows = "rows that don't fail" if name == ERROR_COLUMN else "rows that fail"
             raise TableError(

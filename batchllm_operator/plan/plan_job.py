@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from batchllm_operator.answers import NOTHING_PLANNED
 from batchllm_operator.cost import Work
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Publication
@@ -29,10 +30,11 @@ from batchllm_operator.prefixes.sharing import merged
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.shards.parts import part_schema
-from batchllm_operator.shards.reuse_index import reuse_identity
+from batchllm_operator.shards.reuse_index import ReuseIndex, reuse_identity, reuse_salts
 from batchllm_operator.shards.row_errors import WrittenRows
 from batchllm_operator.spec import JobSpec, load_spec
 from batchllm_operator.storage import Folder
+from batchllm_operator.stored_plan.counts import PlanCounts
 from batchllm_operator.stored_plan.manifest import (
     FINGERPRINTS_FILE,
     GROUPS_FILE,
@@ -41,7 +43,6 @@ from batchllm_operator.stored_plan.manifest import (
     ROWS_FILE,
     CostEstimate,
     DataFile,
-    PlanCounts,
     PlanManifest,
     compute_plan_id,
     describe_file,
@@ -125,8 +126,10 @@ def _build(given: Given, scratch: Path) -> StoredPlan:
     names = [ROWS_FILE, *(shard.file for shard in planned.shards)]
     if spec.planner.learns_output_tokens:
         names.append(GROUPS_FILE)
+    if spec.keeps_fingerprints:
+        names.append(FINGERPRINTS_FILE)
     if spec.reuse_outputs:
-        names += [FINGERPRINTS_FILE, REUSED_FILE]
+        names.append(REUSED_FILE)
     files = {name: describe_file(scratch / name) for name in names}
     manifest = describe_plan(given, [planned], rows.counts, files, learned)
     return complete(manifest, lambda folder: _publish(folder, files, scratch))
@@ -148,7 +151,8 @@ def describe_plan(
         row_parts: see `PlanManifest`.
         num_twice: tokens that shards of two ranges compute, and one engine would compute once.
     """
-    spec, ds, tokenizer, versions = given.spec, given.ds, given.tokenizer, given.adapter_versions
+    spec, ds = given.spec, given.ds
+    model, fingerprint, length, versions = given.versions
     names = PlanCounts.model_fields.keys() - row_counts.keys()
     sums = {name: sum(planned.counts[name] for planned in ranges) for name in names}
     sums["num_optimal_tokens"] -= num_twice
@@ -163,17 +167,18 @@ def describe_plan(
     if worst > _WORTH_A_WARNING:
         _log.warning("the largest shard has %.2f times the average work", worst)
     by_length = None if learned is None else learned.by_length
-    model = tokenizer.model_version
     return PlanManifest(
         plan_id=compute_plan_id(spec, ds, model, files, by_length, versions),
         spec=spec,
         ds=ds,
         input_version=given.snapshot.version,
-        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_fingerprint=fingerprint,
         model_version=model,
         adapter_versions=versions,
-        max_model_len=tokenizer.max_model_len,
-        answers=given.answers,
+        max_model_len=length,
+        answers=NOTHING_PLANNED if spec.prompts else given.answers[0],
+        answers_by_prompt=given.answers if spec.prompts else (),
+        prompt_counts=ranges[0].prompts if ranges else (),
         counts=PlanCounts(**{**sums, **row_counts}),
         learned=by_length,
         estimate=estimate,
@@ -190,28 +195,27 @@ def describe_plan(
 
 def _read(given: Given, scratch: Path, stack: ExitStack) -> Rows:
     """All rows, which `stack` closes."""
-    spec, num_rows, budget = given.spec, given.snapshot.num_rows, given.budget
+    spec, budget = given.spec, given.budget
+    num_asks = given.snapshot.num_rows * len(spec.questions)
     prompts = stack.enter_context(PromptStore(scratch / _PROMPTS_FILE))
     reuse = None
-    if spec.reuse_outputs:
-        indexes = find_indexes(spec, given.ds, _identity(given), budget, scratch)
-        reuse = stack.enter_context(Reuse(indexes, scratch, part_schema(spec)))
+    if spec.keeps_fingerprints:
+        indexes, versions = list[ReuseIndex](), given.versions
+        if spec.reuse_outputs:
+            identity = reuse_identity(spec, *versions)
+            indexes = find_indexes(spec, given.ds, identity, budget, scratch)
+        salts = reuse_salts(spec, *versions)
+        reuse = stack.enter_context(Reuse(indexes, scratch, part_schema(spec), salts))
         budget = budget.holding(reuse.num_bytes)
     if not (spec.input.filter or given.snapshot.conditions):  # which may skip any number of rows
-        budget.check(num_rows)
+        budget.check(num_asks)
     rows = Rows(prompts, reuse)
     read_rows(given, rows, scratch / ROWS_FILE)
-    written = WrittenRows(Folder.open(str(scratch)), [ROWS_FILE], spec.input.key)
+    folder = Folder.open(str(scratch))
+    written = WrittenRows(folder, [ROWS_FILE], spec.input.key, tuple(spec.prompts))
     given.check_rows(rows.counts, written)
     budget.check(rows.counts["num_rows"])
     return rows
-
-
-def _identity(given: Given) -> str:
-    tokenizer = given.tokenizer
-    version, fingerprint = tokenizer.model_version, tokenizer.fingerprint
-    length, adapters = tokenizer.max_model_len, given.adapter_versions
-    return reuse_identity(given.spec, version, fingerprint, length, adapters)
 
 
 def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path) -> None:

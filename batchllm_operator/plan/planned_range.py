@@ -29,8 +29,12 @@ from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import Tokenizer
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.counts import Frozen
-from batchllm_operator.stored_plan.manifest import GROUPS_FILE, ReplicaPlacement, ShardInfo
+from batchllm_operator.stored_plan.counts import Frozen, PromptCounts
+from batchllm_operator.stored_plan.manifest import (
+    GROUPS_FILE,
+    ReplicaPlacement,
+    ShardInfo,
+)
 from batchllm_operator.stored_plan.shard_files import shard_file, write_shard
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ class PlannedRange(Frozen):
     """Rows that have a request; equal prompts share one."""
     counts: dict[str, int]
     """Fields of `PlanCounts`, but those that reading rows tells."""
+    prompts: tuple[PromptCounts, ...] = ()
+    """Of a job of several prompts, whose plan is one range."""
     sharing: PlanSharing
     shards: tuple[ShardInfo, ...]
     """As in a plan of this range alone, and without a predicted time."""
@@ -98,7 +104,7 @@ class RangePlanner:
             scratch: folder for the files.
             first_id: of the requests, and of the groups.
         """
-        merge = self.spec.sampling.is_greedy
+        merge = [question.sampling.is_greedy for question in self.spec.questions]
         requests, ranked = make_requests(prompts, ranked, row_idxs, output_tokens, merge=merge)
         ranked = ranked if self.shares_prefixes else ranked.apart()
         classes = None if adapters is None else adapters.classes
@@ -126,6 +132,7 @@ class RangePlanner:
         return PlannedRange(
             num_prompts=int(requests.num_rows.sum()),
             counts=chosen.counts,
+            prompts=chosen.prompts,
             sharing=describe_sharing(requests, chosen.groups, decode),
             shards=infos,
             works=works,

@@ -7,7 +7,9 @@ from batchllm_operator.prompts.template import PromptRenderer as PromptRenderer
 from batchllm_operator.prompts.template import RenderedPrompts as RenderedPrompts
 from batchllm_operator.prompts.tokenizer import PROMPT_TOO_LONG as PROMPT_TOO_LONG
 from batchllm_operator.prompts.tokenizer import Tokenizer as Tokenizer
+from batchllm_operator.prompts.tokenizer import joint_fingerprint as joint_fingerprint
 from batchllm_operator.prompts.tokenizer import length_fault as length_fault
 from batchllm_operator.prompts.tokenizer import load_tokenizer as load_tokenizer
+from batchllm_operator.prompts.tokenizer import load_tokenizers as load_tokenizers
 from batchllm_operator.prompts.values import has_text as has_text
 from batchllm_operator.prompts.values import text_column as text_column

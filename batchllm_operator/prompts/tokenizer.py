@@ -5,10 +5,11 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from operator import itemgetter, methodcaller
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,14 +62,14 @@ class Tokenizer:
     chat: ChatTemplate | None = None
 
     def __init__(self, spec: JobSpec, ds: str) -> None:
-        model, prompt, where = spec.model, spec.prompt, f"model {spec.model.path}"
+        model, where = spec.model, f"model {spec.model.path}"
         if model.trust_remote_code:
             _log.warning("%s: runs code of its own (trust_remote_code)", where)
         self.files = ModelFiles(model.path, model.revision)
         self._tokenizer, config = load_pretrained(model, self.files)
         templates = ""
-        if prompt.chat_template:
-            self.chat = ChatTemplate(self._tokenizer, model.path, ds, prompt)
+        if spec.prompt.chat_template:
+            self._take_chat(spec, ds)
             templates = json.dumps(self._tokenizer.chat_template)
         self.fingerprint = fingerprint_of(self._tokenizer, templates)
         commit = getattr(config, "_commit_hash", None)
@@ -86,11 +87,27 @@ class Tokenizer:
         # Not a method of this object: each would hold the other, until garbage is searched for.
         call = partial(_ids_by_call, self._tokenizer, adds_special)
         self._encoder = PromptEncoder(call, backend, where, add_special_tokens=adds_special)
+        self._take_prompt(spec)
+
+    def of(self, spec: JobSpec, ds: str) -> Self:
+        """The same for a job that differs in its prompt, but not in whether that goes through the
+        chat template, or keeps control tokens."""
+        other = copy(self)
+        if spec.prompt.chat_template:
+            other._take_chat(spec, ds)
+        other._take_prompt(spec)
+        return other
+
+    def _take_chat(self, spec: JobSpec, ds: str) -> None:
+        self.chat = ChatTemplate(self._tokenizer, spec.model.path, ds, spec.prompt)
+
+    def _take_prompt(self, spec: JobSpec) -> None:
+        prompt = spec.prompt
         self.control_tokens = self._find_control_tokens(prompt)
         if prompt.turns:  # their roles come from the spec, so either all rows fit or none
             sample = self.renderer(prompt).render(sample_chat(prompt))
             for error in sample.errors.values():
-                raise ModelError(f"{where}: prompt.turns: {error}")
+                raise ModelError(f"model {spec.model.path}: prompt.turns: {error}")
 
     def _find_control_tokens(self, prompt: PromptSpec) -> ControlTokens:
         """Special tokens, and other markup that the prompt or the chat template writes."""
@@ -220,6 +237,25 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
         raise ModelError(
             f"{error}; for the fake engine, engine.extra_args: {{byte_tokens: true}} needs no model"
         ) from error
+
+
+def load_tokenizers(spec: JobSpec, ds: str) -> tuple[Tokenizer, ...]:
+    """A tokenizer for each of a job's questions, which share what is large; raises as above."""
+    tokenizers = list[Tokenizer]()
+    loaded: dict[tuple[bool, bool], Tokenizer] = {}
+    for asked in spec.questions:
+        alike = (asked.prompt.chat_template, asked.prompt.control_mode == "keep")
+        if alike in loaded and not isinstance(loaded[alike], Utf8Tokenizer):
+            tokenizers.append(loaded[alike].of(asked, ds))
+        else:
+            tokenizers.append(load_tokenizer(asked, ds))
+            loaded[alike] = tokenizers[-1]
+    return tuple(tokenizers)
+
+
+def joint_fingerprint(tokenizers: Sequence[Tokenizer]) -> str:
+    """The fingerprint of all questions' tokenizers together."""
+    return " ".join(dict.fromkeys(tokenizer.fingerprint for tokenizer in tokenizers))
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def engine_job(
         step_cost=step_cost,
         profiles=StoredProfiles.of(manifest.spec),
         trace_folder=trace_folder,
-        answers=manifest.answers,
+        answers=manifest.planned_answers,
         is_chained=is_chained,
     )
 
@@ -84,10 +84,12 @@ def stream_with_retries(
 
     Each row is one request at any time, and has one output, that of its last try.
     """
-    if not spec.retry_invalid:
+    most_tries = [question.retry_invalid for question in spec.questions]
+    if not any(most_tries):
         yield from engine.stream(requests)
         return
-    answers, running, again = Answers.of(spec), dict[int, EngineRequest](), deque[EngineRequest]()
+    answers, running = Answers.of_all(spec), dict[int, EngineRequest]()
+    again = deque[EngineRequest]()
     num_retries = num_tokens = 0
 
     def fed(new: Iterator[EngineRequest]) -> Iterator[EngineRequest]:
@@ -99,9 +101,10 @@ def stream_with_retries(
         for output in engine.stream(fed(requests)):
             request = running.pop(output.request_idx)
             is_text = output.is_served and output.text is not None
-            fault = answers.fault(output.text or "", output.raw) if is_text else None
+            of_question = answers[request.question]
+            fault = of_question.fault(output.text or "", output.raw) if is_text else None
             is_invalid = fault is not None and fault.kind == INVALID_OUTPUT
-            if request.num_tries == spec.retry_invalid or not is_invalid:
+            if request.num_tries == most_tries[request.question] or not is_invalid:
                 yield output
                 continue
             num_retries, num_tokens = num_retries + 1, num_tokens + output.num_output_tokens

@@ -20,7 +20,7 @@ from batchllm_operator.engine.gpus import (
 )
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.model import find_adapters
-from batchllm_operator.prompts import load_tokenizer
+from batchllm_operator.prompts import joint_fingerprint, load_tokenizers
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Holder, Observe, interval_s
 from batchllm_operator.run.shard_queue import ShardQueue
@@ -143,11 +143,12 @@ def _check_model(plan: StoredPlan) -> None:
     """Check that tokenizer, model and adapters are those of the plan, whose token ids they fit."""
     manifest = plan.manifest
     model = manifest.spec.model
-    tokenizer = load_tokenizer(manifest.spec, manifest.ds)
-    planned = manifest.tokenizer_fingerprint
+    tokenizers = load_tokenizers(manifest.spec, manifest.ds)
+    planned, found = manifest.tokenizer_fingerprint, joint_fingerprint(tokenizers)
+    version = tokenizers[0].model_version
     checks = [
-        (f"the tokenizer of model {model.path}", planned, tokenizer.fingerprint),
-        (f"the version of model {model.path}", manifest.model_version, tokenizer.model_version),
+        (f"the tokenizer of model {model.path}", planned, found),
+        (f"the version of model {model.path}", manifest.model_version, version),
     ]
     for adapter, planned in zip(find_adapters(model), manifest.adapter_versions, strict=True):
         checks.append((f"model.adapters.{adapter.name}", planned, adapter.version))

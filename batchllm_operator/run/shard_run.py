@@ -135,7 +135,8 @@ class ShardRun:
         self.shard_idx, self.attempt, self.shard = shard_idx, attempt, plan.shard(shard_idx)
         self.is_given_up = False
         self._plan, self._holder = plan, holder
-        self._answers = Answers.of(plan.manifest.spec)
+        self._questions = plan.manifest.spec.questions
+        self._answers = Answers.of_all(plan.manifest.spec)
         self._files = ShardFiles.of(plan, shard_idx)
         # An earlier attempt may have finished parts until it saw the claim.
         self._entries = self._files.ledger()
@@ -172,7 +173,7 @@ class ShardRun:
             [idx for idx in range(self.shard.num_parts) if idx not in self._entries],
             # Otherwise planned lengths say no more than the spec's limit.
             has_estimates=spec.planner.estimated_output_tokens is not None
-            or spec.sampling.ignore_eos,
+            or all(question.sampling.ignore_eos for question in self._questions),
             first=self.shard.replicas.first_groups if self.shard.replicas else [],
             finished=[idx for part in spilled for idx in part.outputs],
         )
@@ -242,7 +243,8 @@ class ShardRun:
             for hint, token_ids in zip(hints, table["prompt_token_ids"], strict=True):
                 if self.is_given_up:
                     return
-                yield EngineRequest(prompt_token_ids=token_ids.as_py(), **hint)
+                question = rows[hint["request_idx"]][0] % len(self._questions)
+                yield EngineRequest(prompt_token_ids=token_ids.as_py(), question=question, **hint)
 
     def _may_open_part(self) -> bool:
         return not (self._holder.drain.has_begun or self.is_given_up)
@@ -267,13 +269,13 @@ class ShardRun:
     def _judged(self, output: EngineOutput) -> EngineOutput:
         if not output.is_served or output.text is None:
             return output
-        fault = self._answers.fault(output.text, output.raw)
+        fault = self._answers[output.question].fault(output.text, output.raw)
         return output if fault is None else replace(output, error=fault)
 
     def _is_final(self, output: EngineOutput) -> bool:
         """Whether the row wouldn't be generated again for the form of its answer."""
         is_invalid = output.error is not None and output.error.kind == INVALID_OUTPUT
-        return not (is_invalid and self._plan.manifest.spec.retry_invalid)
+        return not (is_invalid and self._questions[output.question].retry_invalid)
 
     def write_spilled_parts(self) -> None:
         """Write the parts of which earlier attempts have spilled all outputs.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from batchllm_operator.amounts import counted
@@ -69,7 +70,8 @@ class Worker:
         self._engine: Engine | None = None
         self._context = ExitStack()
         """Of the engine."""
-        self._watches = Answers.of(plan.manifest.spec).watches()
+        self._watches = [answers.watches() for answers in Answers.of_all(plan.manifest.spec)]
+        """Of the answers to each question."""
         self._progress: Progress | None = None
         self._finished = NOTHING
         """What all of `reports` have done."""
@@ -99,7 +101,7 @@ class Worker:
             finally:
                 if self._replicas is not None:
                     self._replicas.close()
-                for watch in self._watches:
+                for watch in chain.from_iterable(self._watches):
                     watch.judge()
                 self._close_engine()
 
@@ -232,13 +234,14 @@ class Worker:
             self._give_up(run, error)
             return
         assert self._progress is not None
-        for watch in self._watches if output.is_served else ():
+        watches = self._watches[output.question]
+        for watch in watches if output.is_served else ():
             watch.count(output.text or "", output.raw)
         others = [other.progress.done for other in self._runs if other is not run]
         others.append(self._finished)
 
         def note() -> str:
-            return "".join([run.progress.note(others), *(watch.note for watch in self._watches)])
+            return "".join([run.progress.note(others), *(watch.note for watch in watches)])
 
         self._progress.advance(num_rows, note)
         if run.num_failed_rows != num_failed:

@@ -39,12 +39,18 @@ def output_fields(parts: pa.Schema) -> list[pa.Field]:
     return [_large(field) for field in parts if field.name not in _KEYS]
 
 
-def output_schema(spec: JobSpec, rows_schema: pa.Schema, planned: PlannedAnswers) -> pa.Schema:
+def output_schema(
+    spec: JobSpec, rows_schema: pa.Schema, planned: Sequence[PlannedAnswers]
+) -> pa.Schema:
     """Columns of the output table: key, the job's own, carried ones.
 
-    `rows_schema` holds the key and the carried columns.
+    `rows_schema` holds the key and the carried columns; `planned` is of each question.
     """
-    own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(spec, planned).fields)}
+    answers = list(map(_answer_fields, spec.questions, planned))
+    own = {field.name: field for field in answers[0]}
+    if spec.prompts:
+        structs = map(pa.struct, answers)
+        own = dict(zip(spec.prompts, map(pa.field, spec.prompts, structs), strict=True))
     carried = [name for name in spec.kept_columns if name not in spec.input.key]
     return pa.schema(
         [
@@ -55,6 +61,12 @@ def output_schema(spec: JobSpec, rows_schema: pa.Schema, planned: PlannedAnswers
     )
 
 
+def _answer_fields(question: JobSpec, planned: PlannedAnswers) -> list[pa.Field]:
+    """Columns of the answers to a question."""
+    own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(question, planned).fields)}
+    return [own.get(name, pa.field(name, pa.string())) for name in question.answer_columns]
+
+
 class Outputs(Protocol):
     """Finished outputs of a plan's rows."""
 
@@ -63,16 +75,21 @@ class Outputs(Protocol):
 
 
 def spread(
-    sources: Sequence[Outputs], parts: pa.Schema, num_rows: int, folder: Path
+    sources: Sequence[Outputs],
+    parts: pa.Schema,
+    num_rows: int,
+    folder: Path,
+    num_questions: int = 1,
 ) -> tuple[list[Path], int]:
     """Spread outputs, repeated for each row that they stand for, over files in `folder`.
 
     Returns the files, each of neighbouring rows, and their number of rows. Memory is a few parts,
     whatever the number of rows. Above 16 million rows buckets grow, so that there are at most 256.
-    `parts` is the schema of the sources' parts. Raises `PlanError`: an output is for a row beyond
-    `num_rows`.
+    `parts` is the schema of the sources' parts. With several questions, rows are asks here, and a
+    file has all asks of its rows. Raises `PlanError`: an output is for a row beyond `num_rows`.
     """
     bucket_rows = max(BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
+    bucket_rows = -(-bucket_rows // num_questions) * num_questions
     paths = [folder / f"bucket-{idx}" for idx in range(-(-num_rows // bucket_rows))]
     schema = pa.schema([ROW_FIELD, *output_fields(parts)])
     with ExitStack() as stack:
@@ -103,6 +120,17 @@ def read_bucket(path: Path) -> pa.Table:
 def read_all(sources: Sequence[Outputs], columns: Sequence[str]) -> Iterator[pa.Table]:
     for source in sources:
         yield from source.parts(columns)
+
+
+def read_asked(
+    sources: Sequence[Outputs], question: int, num_questions: int, columns: Sequence[str]
+) -> Iterator[pa.Table]:
+    """As `read_all`, only the outputs of a question; `row_idxs` is among the columns."""
+    for part in read_all(sources, columns):
+        if num_questions > 1:
+            asks = pc.list_element(part["row_idxs"], 0).to_numpy()
+            part = part.filter(pa.array(asks % num_questions == question))
+        yield part
 
 
 def one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:

@@ -3,6 +3,7 @@
 import logging
 import tempfile
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.prefixes import NO_HASH
 from batchllm_operator.shards.parts import ShardParts
+from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import GROUPS_FILE, GROUPS_SCHEMA
 from batchllm_operator.stored_plan.parquet_files import PlanFile
 from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
@@ -30,6 +33,13 @@ LENGTHS_SCHEMA: Final = pa.schema(
 and tokens of their outputs."""
 _IDS: Final = pa.schema([SHARD_SCHEMA.field("request_idx"), SHARD_SCHEMA.field("group_id")])
 _log = logging.getLogger(__name__)
+
+
+def question_salts(spec: JobSpec) -> list[int]:
+    """What tells the groups' hashes of each question apart, by its prompt's name: an exclusive or
+    with it leaves a hash in its range."""
+    names = (blake2b(name.encode(), digest_size=8).digest() for name in spec.prompts)
+    return [int.from_bytes(name) >> 2 for name in names] or [0]
 
 
 def write_lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> None:
@@ -51,8 +61,8 @@ def write_lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> None:
 
 
 def _lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> pa.Table:
-    num_groups = plan.manifest.counts.num_groups
-    num_rows, num_tokens = np.zeros((2, num_groups), dtype=np.int64)
+    num_groups, salts = plan.manifest.counts.num_groups, question_salts(plan.manifest.spec)
+    num_rows, num_tokens = np.zeros((2, len(salts), num_groups), dtype=np.int64)
     for shard_idx, shard in enumerate(shards):
         info = plan.shard(shard_idx)
         # The checksum isn't verified: most of the file is prompts, which aren't read.
@@ -64,14 +74,20 @@ def _lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> pa.Table:
             answered = part.filter(pc.is_null(part["error"]))
             groups = group_ids[answered["request_idx"].to_numpy() - first_request]
             sizes = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
-            np.add.at(num_rows, groups, sizes)
-            np.add.at(num_tokens, groups, sizes * answered["num_output_tokens"].to_numpy())
+            asked = pc.list_element(answered["row_idxs"], 0).to_numpy() % len(salts)
+            np.add.at(num_rows, (asked, groups), sizes)
+            added = sizes * answered["num_output_tokens"].to_numpy()
+            np.add.at(num_tokens, (asked, groups), added)
     with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, num_groups) as file:
-        hashes = pa.concat_arrays([column.combine_chunks() for column in file.read().columns])
-    is_known = hashes.is_valid().to_numpy(zero_copy_only=False) & (np.tile(num_rows, 2) > 0)
-    distinct, idxs = np.unique(hashes.fill_null(0).to_numpy()[is_known], return_inverse=True)
+        stored = [column.combine_chunks() for column in file.read().columns]
+    hashes = np.stack([column.fill_null(NO_HASH).to_numpy() for column in stored])
+    # By column of hashes, question and group.
+    is_known = (hashes[:, np.newaxis] != NO_HASH) & (num_rows > 0)
+    salted = hashes[:, np.newaxis] ^ np.array(salts)[:, np.newaxis]
+    distinct, idxs = np.unique(salted[is_known], return_inverse=True)
     columns = [distinct]
     for of_groups in (num_rows, num_tokens):
-        sums = np.bincount(idxs, np.tile(of_groups, 2)[is_known], len(distinct))
+        of_known = np.broadcast_to(of_groups, is_known.shape)[is_known]
+        sums = np.bincount(idxs, of_known, len(distinct))
         columns.append(sums.astype(np.int64))
     return pa.table(columns, schema=LENGTHS_SCHEMA)

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from batchllm_operator.answers import Answers
+from batchllm_operator.answers import raw_fields
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import DamagedFileError, FencedError
 from batchllm_operator.row_error import RowError
@@ -68,7 +68,7 @@ Entry = TypeVar("Entry", bound="StoredOutputs")
 
 
 def part_schema(spec: JobSpec) -> pa.Schema:
-    return pa.schema([*PART_SCHEMA, *Answers.of(spec).raw_fields])
+    return pa.schema([*PART_SCHEMA, *raw_fields(spec)])
 
 
 @dataclass(slots=True)

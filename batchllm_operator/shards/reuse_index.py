@@ -3,9 +3,9 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.answers import Answers
+from batchllm_operator.answers import raw_fields
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.shards.buckets import Outputs
 from batchllm_operator.shards.parts import part_schema
@@ -76,16 +76,25 @@ def reuse_identity(
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def reuse_salts(spec: JobSpec, *versions: Any) -> tuple[bytes, ...]:
+    """What fingerprints of each question's prompts are salted with, for jobs of several: they tell
+    apart what decides the outputs of each; `versions` are the arguments of `reuse_identity`."""
+    if not spec.prompts:
+        return (b"",)
+    identities = (reuse_identity(question, *versions) for question in spec.questions)
+    return tuple(bytes.fromhex(identity)[:FINGERPRINT_BYTES] for identity in identities)
+
+
 def index_schema(spec: JobSpec) -> pa.Schema:
-    return pa.schema([*INDEX_SCHEMA, *Answers.of(spec).raw_fields])
+    return pa.schema([*INDEX_SCHEMA, *raw_fields(spec)])
 
 
-def fingerprints_of(tokens: TokenTable) -> Fingerprints:
-    """Fingerprints of the prompts' token ids: [num_prompts] of 16 bytes."""
+def fingerprints_of(tokens: TokenTable, salts: Iterable[bytes] = repeat(b"")) -> Fingerprints:
+    """Fingerprints of the prompts' token ids, each with its salt: [num_prompts] of 16 bytes."""
     data = tokens.token_ids.astype("<i4", copy=False).view(np.uint8).data
     digests = (
-        hashlib.blake2b(data[start:end], digest_size=FINGERPRINT_BYTES).digest()
-        for start, end in pairwise((tokens.offsets * 4).tolist())
+        hashlib.blake2b(data[start:end], digest_size=FINGERPRINT_BYTES, person=salt).digest()
+        for (start, end), salt in zip(pairwise((tokens.offsets * 4).tolist()), salts, strict=False)
     )
     return np.frombuffer(b"".join(digests), dtype=FINGERPRINT_DTYPE)
 

@@ -16,7 +16,7 @@ from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import share
-from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, errors_of
 from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.run_report import ErrorKind
 
@@ -35,6 +35,10 @@ class PlanRows(Protocol):
     def key(self) -> tuple[str, ...]:
         """The columns that identify a row."""
 
+    @property
+    def prompts(self) -> Sequence[str]:
+        """Names of the job's prompts; none if it has one without a name."""
+
     def row_batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """These columns of all rows, in input order."""
 
@@ -46,6 +50,7 @@ class WrittenRows:
     folder: Folder
     files: Sequence[str]
     key: tuple[str, ...]
+    prompts: Sequence[str]
 
     def row_batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         for name in self.files:
@@ -55,7 +60,7 @@ class WrittenRows:
 
 @dataclass(slots=True)
 class RowErrors:
-    """Failed rows by the kind of their errors."""
+    """Failed rows by the kind of their errors; in a job of several prompts, failed asks."""
 
     num_examples: int = NUM_EXAMPLES
     """Rows of each kind that are kept."""
@@ -83,12 +88,12 @@ class RowErrors:
         """Add the rows that planning has rejected."""
         start = 0
         for batch in rows.row_batches([ERROR_COLUMN]):
-            errors = batch.column(0)
+            errors = errors_of(batch)
             if errors.null_count < len(errors):
                 failed = np.flatnonzero(errors.is_valid().to_numpy(zero_copy_only=False)) + start
                 for row_idx, error in zip(failed.tolist(), errors.drop_null(), strict=True):
                     self.add(RowError(**error.as_py()), [row_idx])
-            start += batch.num_rows
+            start += len(errors)
 
     def _kept(self, kind: str) -> list[tuple[int, RowError]]:
         return heapq.nsmallest(self.num_examples, self._first[kind])
@@ -97,23 +102,23 @@ class RowErrors:
         """The most frequent kinds, in descending order, with the keys of their first rows."""
         chosen = sorted(self.counts, key=lambda kind: (-self.counts[kind], kind))[:_NUM_KINDS]
         first = {kind: self._kept(kind) for kind in chosen}
-        keys = _read_keys(rows, {row_idx for kept in first.values() for row_idx, _ in kept})
+        asked = _Asked(rows, (row_idx for kept in first.values() for row_idx, _ in kept))
         return tuple(
             ErrorKind(
                 kind=kind,
                 num_rows=self.counts[kind],
-                example_keys=tuple(keys[row_idx] for row_idx, _ in kept),
-                example_error=str(kept[0][1]),
+                example_keys=tuple(asked.key(row_idx) for row_idx, _ in kept),
+                example_error=asked.shown(*kept[0]),
             )
             for kind, kept in first.items()
         )
 
-    def first_rows(self, rows: PlanRows) -> list[tuple[dict[str, str], RowError]]:
-        """Key and error of the first `num_examples` rows of all kinds, in input order."""
+    def first_rows(self, rows: PlanRows) -> list[tuple[dict[str, str], str | None, RowError]]:
+        """Key, prompt and error of the first `num_examples` rows of all kinds, in input order."""
         kept = (row for kind in self._first for row in self._kept(kind))
         first = heapq.nsmallest(self.num_examples, kept)
-        keys = _read_keys(rows, {row_idx for row_idx, _ in first})
-        return [(keys[row_idx], error) for row_idx, error in first]
+        asked = _Asked(rows, (row_idx for row_idx, _ in first))
+        return [(asked.key(idx), asked.prompt(idx), error) for idx, error in first]
 
 
 def clip(error: RowError) -> RowError:
@@ -160,6 +165,24 @@ def too_many_failed(
         f" {verdict}.{example} {cure}. Or mend the rows, and plan again"
     )
     return FailedRowsError(message, num_failed, kinds)
+
+
+class _Asked:
+    """Keys and prompts of some rows, or of some asks."""
+
+    def __init__(self, rows: PlanRows, idxs: Iterable[int]) -> None:
+        self._prompts = list(rows.prompts) or [None]
+        self._keys = _read_keys(rows, {idx // len(self._prompts) for idx in idxs})
+
+    def key(self, idx: int) -> dict[str, str]:
+        return self._keys[idx // len(self._prompts)]
+
+    def prompt(self, idx: int) -> str | None:
+        return self._prompts[idx % len(self._prompts)]
+
+    def shown(self, idx: int, error: RowError) -> str:
+        prompt = self.prompt(idx)
+        return str(error) if prompt is None else f"{prompt}: {error}"
 
 
 def _read_keys(rows: PlanRows, row_idxs: set[int]) -> dict[int, dict[str, str]]:

@@ -82,6 +82,8 @@ def _write(
 ) -> Path | StagedRows:
     """Write the partition's data files; see `write_partition`."""
     spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
+    if spec.prompts:
+        return write_partition(plan, sources, spool, table)
     joining = Joining(plan, sources)
     add_columns = spec.output.add_columns
     if not isinstance(table, VersionedTable):

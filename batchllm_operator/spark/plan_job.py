@@ -57,6 +57,8 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises as `plan_job`, `spark_session` and `rows_of`; `SpecError` if a setting isn't for Spark.
     """
+    if spec.prompts:
+        raise SpecError("prompts: aren't for planner.engine: spark yet; plan and commit locally")
     if spec.reuse_outputs:
         raise SpecError(
             "reuse_outputs: isn't for planner.engine: spark yet; leave it out, or plan locally"
@@ -116,7 +118,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         row_counts |= {"num_rows": numbers.num_rows, "num_reused_rows": 0}
         row_counts["num_rejected_rows"] = numbers.num_rows - num_prompts
         written = WrittenRows(
-            Folder.open(staging.uri), [part.file.name for part in rows], spec.input.key
+            Folder.open(staging.uri), [part.file.name for part in rows], spec.input.key, ()
         )
         given.check_rows(row_counts, written)
         shard_files = [file for result in planned for file in result.files]

@@ -101,7 +101,7 @@ def _sampled(reading: Reading, share: float, num_rows: int, part: Part) -> Itera
     tokenizer, adapters = reading.tokenizer()
     drawn: list[int] = []
     batches = _drawn(reading, part, share, num_rows, drawn)
-    for piece in tokenize(reading.spec, batches, tokenizer, adapters):
+    for piece in tokenize(reading.spec, batches, [tokenizer], adapters):
         places = pa.array([drawn[row] for row in piece.row_idxs], pa.int64())
         yield pa.RecordBatch.from_arrays([key_array(piece.tokens), places], schema=_PLACES)
 
@@ -135,7 +135,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
             scanned = reading.scan(part, spec.input_columns)
             first_row = int(task.numbers.firsts[part.number])
             batches = checked(spec, scanned, reading.where, first_row, reading.stored)
-            for piece in tokenize(spec, batches, tokenizer, adapters):
+            for piece in tokenize(spec, batches, [tokenizer], adapters):
                 counts.update(piece.counts)
                 if piece.kept is not None:
                     writer.write_table(piece.kept)

@@ -95,7 +95,7 @@ class JobSpec(AnswerSpec):
         columns = [("input.key", column) for column in self.input.key]
         columns += [("output.carry", column) for column in self.carried]
         for field, column in columns:
-            if column in self.output_columns:
+            if column in (*self.output_columns, "error"):
                 new = "rename it in a view of the input"
                 if field == "output.carry":
                     new = f"give it another name there, such as {{{column}: source_{column}}}"
@@ -155,6 +155,16 @@ class JobSpec(AnswerSpec):
         return tuple(self.model_copy(update={"prompts": {}, **fields}) for fields in alone)
 
     @property
+    def keeps_fingerprints(self) -> bool:
+        """Whether a plan stores a digest of each prompt."""
+        return self.reuse_outputs or bool(self.prompts)
+
+    @property
+    def prompt_fields(self) -> tuple[str, ...]:
+        """The field that has each question's prompt."""
+        return tuple(f"prompts.{name}" for name in self.prompts) or ("prompt",)
+
+    @property
     def identity(self) -> str:
         """SHA-256 (hex) of all settings that decide the plan; see `OfPlan`."""
         settings = json.dumps(self.settings(Decides.PLAN), sort_keys=True, separators=(",", ":"))
@@ -169,11 +179,14 @@ class JobSpec(AnswerSpec):
     def output_columns(self) -> tuple[str, ...]:
         """Columns that the job itself writes, in their order; keys and carried columns may not use
         these names."""
-        if self.prompts:
-            return (*self.prompts, *_OF_RUN)
+        return (*(tuple(self.prompts) or self.answer_columns), *_OF_RUN)
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:
+        """Columns of the answers to a question; of several, fields of the prompt's column."""
         form = self.response_format
         properties = form.columns if isinstance(form, JsonSchemaFormat) else ()
-        columns = ("generated_text", *properties, *_answer_columns(self), *_AFTER, *_OF_RUN)
+        columns = ("generated_text", *properties, *_answer_columns(self), *_AFTER)
         return tuple(name for name in columns if not (self.is_pooled and name in _OF_TEXTS))
 
     @property

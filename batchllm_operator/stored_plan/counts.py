@@ -104,6 +104,56 @@ _NAMES: Final = tuple(Counts.model_fields)
 NOTHING: Final = Counts.total(())
 
 
+class PromptCounts(Frozen):
+    """What a plan has of one of several prompts."""
+
+    num_requests: Count
+    num_logical_tokens: Count
+    num_alone_tokens: Count
+    """Prefill tokens of a job of this prompt alone, with one shard; in whole KV blocks."""
+
+
+class PlanCounts(Frozen):
+    """The plan's counts of rows, requests and tokens; each row counts for each prompt."""
+
+    num_rows: Count
+    num_rejected_rows: Count
+    """Rows that can't be prompted; their errors are in rows.parquet."""
+    num_duplicate_rows: Count
+    """Rows whose prompt another row's request stands for."""
+    num_requests: Count
+    num_groups: Count
+    num_shared_groups: Count
+    """Groups of two requests or more."""
+    num_logical_tokens: Count
+    """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
+    num_planned_tokens: Count
+    """Prefill tokens of the shards' engines, if each keeps in its cache what it will need again
+    (Eq. 2, N_processed); in whole KV blocks."""
+    num_optimal_tokens: Count
+    """The same with one shard."""
+    num_algorithm_1_saved_tokens: Count
+    """Tokens that the paper's Algorithm 1 saves in one shard."""
+    num_exact_saved_tokens: Count
+    """Tokens that the best single-level choice saves; the plan takes the better of the two."""
+    num_reused_rows: Count = 0
+    """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
+    num_control_rows: Count = 0
+    """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
+    num_truncated_rows: Count = 0
+    """Rows of which a value was cut; see `prompt.truncate`."""
+
+    @property
+    def planned_saving_ratio(self) -> float:
+        """Eq. 2 of the shards, 0 to 1."""
+        return saving_ratio(self.num_planned_tokens, self.num_logical_tokens)
+
+    @property
+    def optimal_saving_ratio(self) -> float:
+        """Eq. 2 of one engine with unbounded memory, 0 to 1."""
+        return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
+
+
 def share(num_some: int, num_all: int) -> str:
     """`num_some` as a percentage of `num_all`; shows 0 % and 100 % only for none and all."""
     if num_some in (0, num_all):

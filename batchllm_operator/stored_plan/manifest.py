@@ -18,10 +18,9 @@ from batchllm_operator.answers import PlannedAnswers
 from batchllm_operator.cost.gpu import GPU
 from batchllm_operator.cost.model_shape import ModelShape
 from batchllm_operator.errors import DamagedFileError
-from batchllm_operator.prefixes.algorithm1 import saving_ratio
 from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.counts import Count, Frozen
+from batchllm_operator.stored_plan.counts import Count, Frozen, PlanCounts, PromptCounts
 from batchllm_operator.stored_plan.shard_files import shard_file
 from batchllm_operator.stored_plan.stored_json import StoredJson
 
@@ -38,12 +37,23 @@ ERROR_FIELD: Final = pa.field(
     ERROR_COLUMN, pa.struct([("kind", pa.string()), ("message", pa.string())])
 )
 """A `RowError`; null where there is none."""
-ERRORS_SCHEMA: Final = pa.schema([ERROR_FIELD])
-"""Columns of rows.parquet beside those that the job keeps."""
 GROUPS_SCHEMA: Final = pa.schema(
     [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
 )
 """One row per group, in plan order: hashes by which a later plan recognises its prefix, or null."""
+
+
+def errors_field(spec: JobSpec) -> pa.Field:
+    """The column of rows.parquet beside those that the job keeps: with several prompts, a list of
+    an error for each."""
+    return ERROR_FIELD.with_type(pa.list_(ERROR_FIELD.type)) if spec.prompts else ERROR_FIELD
+
+
+def errors_of(rows: pa.RecordBatch | pa.Table) -> pa.Array:
+    """The errors of rows.parquet by ask."""
+    errors = rows[ERROR_COLUMN]
+    errors = errors.combine_chunks() if isinstance(errors, pa.ChunkedArray) else errors
+    return errors.flatten() if pa.types.is_list(errors.type) else errors
 
 
 class DataFile(Frozen):
@@ -109,47 +119,6 @@ class ShardInfo(Frozen):
         return self.replicas is not None and bool(self.replicas.spread or self.replicas.measure)
 
 
-class PlanCounts(Frozen):
-    """The plan's counts of rows, requests and tokens."""
-
-    num_rows: Count
-    num_rejected_rows: Count
-    """Rows that can't be prompted; their errors are in rows.parquet."""
-    num_duplicate_rows: Count
-    """Rows whose prompt another row's request stands for."""
-    num_requests: Count
-    num_groups: Count
-    num_shared_groups: Count
-    """Groups of two requests or more."""
-    num_logical_tokens: Count
-    """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
-    num_planned_tokens: Count
-    """Prefill tokens of the shards' engines, if each keeps in its cache what it will need again
-    (Eq. 2, N_processed); in whole KV blocks."""
-    num_optimal_tokens: Count
-    """The same with one shard."""
-    num_algorithm_1_saved_tokens: Count
-    """Tokens that the paper's Algorithm 1 saves in one shard."""
-    num_exact_saved_tokens: Count
-    """Tokens that the best single-level choice saves; the plan takes the better of the two."""
-    num_reused_rows: Count = 0
-    """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
-    num_control_rows: Count = 0
-    """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
-    num_truncated_rows: Count = 0
-    """Rows of which a value was cut; see `prompt.truncate`."""
-
-    @property
-    def planned_saving_ratio(self) -> float:
-        """Eq. 2 of the shards, 0 to 1."""
-        return saving_ratio(self.num_planned_tokens, self.num_logical_tokens)
-
-    @property
-    def optimal_saving_ratio(self) -> float:
-        """Eq. 2 of one engine with unbounded memory, 0 to 1."""
-        return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
-
-
 class CostEstimate(Frozen):
     """The job's predicted cost on the spec's `target_gpu`; formulas in `cost.roofline`."""
 
@@ -183,6 +152,8 @@ class CostEstimate(Frozen):
 class LengthBucket(Frozen):
     """Counts of outputs for prompts in a range of lengths."""
 
+    question: Count = Field(default=0, exclude_if=lambda question: not question)
+    """Of the spec's questions."""
     min_prompt_tokens: Count
     """A power of two; the bucket ends before the next."""
     num_rows: Count
@@ -215,6 +186,11 @@ class RowFile(Frozen):
     num_rows: Count
 
 
+def _of_prompts() -> Any:
+    """A field that is stored for jobs of several prompts only."""
+    return Field(default=(), exclude_if=lambda value: not value)
+
+
 class PlanManifest(StoredJson):
     """Everything about a plan but its data. Equal inputs give equal bytes."""
 
@@ -234,6 +210,9 @@ class PlanManifest(StoredJson):
     adapter_versions: tuple[str, ...] = ()
     """Those of `model.adapters`, in the order of their names: as `model_version`."""
     answers: PlannedAnswers = PlannedAnswers()
+    answers_by_prompt: tuple[PlannedAnswers, ...] = _of_prompts()
+    """With several prompts, in place of `answers`; as `prompt_counts` in the order of names."""
+    prompt_counts: tuple[PromptCounts, ...] = _of_prompts()
     max_model_len: Count
     counts: PlanCounts
     learned: LearnedOutputs | None = None
@@ -253,21 +232,38 @@ class PlanManifest(StoredJson):
         """Check that the manifest names the expected files: paths are never taken from it."""
         shards = [shard_file(idx) for idx in range(len(self.shards))]
         expected = [*(rows.file for rows in self.row_files), *shards]
+        if self.spec.keeps_fingerprints:
+            expected.append(FINGERPRINTS_FILE)
         if self.spec.reuse_outputs:
-            expected += [FINGERPRINTS_FILE, REUSED_FILE]
+            expected.append(REUSED_FILE)
         if [shard.file for shard in self.shards] != shards:
             raise ValueError("shards have other files than theirs")
-        if sum(rows.num_rows for rows in self.row_files) != self.counts.num_rows:
+        if sum(rows.num_rows for rows in self.row_files) != self.num_rows:
             raise ValueError("files of rows don't have all rows")
         if not self.files.keys() >= set(expected):
             raise ValueError("files of the plan aren't named")
         return self
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the table, whatever the number of prompts."""
+        return self.counts.num_rows // len(self.spec.questions)
+
+    @property
+    def counts_by_prompt(self) -> dict[str, PromptCounts]:
+        """Of a job of several prompts, by their names."""
+        return dict(zip(self.spec.prompts, self.prompt_counts, strict=True))
+
+    @property
+    def planned_answers(self) -> tuple[PlannedAnswers, ...]:
+        """What planning has found out about the answers to each question."""
+        return self.answers_by_prompt or (self.answers,)
+
+    @property
     def row_files(self) -> tuple[RowFile, ...]:
         """The files of rows, in the order of the rows."""
         if not self.row_parts:
-            return (RowFile(file=ROWS_FILE, num_rows=self.counts.num_rows),)
+            return (RowFile(file=ROWS_FILE, num_rows=self.num_rows),)
         return tuple(
             RowFile(file=rows_file(idx), num_rows=num) for idx, num in enumerate(self.row_parts)
         )

@@ -8,15 +8,14 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.row_error import INVALID_OUTPUT
-from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, Seconds
-from batchllm_operator.stored_plan.manifest import PlanCounts
+from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, PlanCounts, Seconds
 from batchllm_operator.stored_plan.stored_json import StoredJson
 
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
 _FIGURES: Final = {
     *("job", "ds", "run_id", "plan_uri", "table_uri", "report_uri", "model", "committed_at"),
-    *("errors_by_kind", "num_shards", "num_workers", "answers"),
+    *("errors_by_kind", "num_shards", "num_workers", "answers", "prompts"),
 }
 _OF_PLAN: Final = {
     *("num_duplicate_rows", "num_reused_rows", "num_control_rows", "num_truncated_rows"),
@@ -101,6 +100,19 @@ class Bill(Frozen):
     @property
     def predicted_saved_usd(self) -> float | None:
         return self.usd(self.predicted_saved_gpu_s)
+
+
+class PromptRun(Frozen):
+    """What one of several prompts took."""
+
+    num_requests: Count
+    num_logical_tokens: Count
+    """Prompt tokens of the rows that were served, duplicates included."""
+    num_computed_tokens: Count
+    """Of a beginning that prompts share, the first in the plan's order has computed it for all."""
+    num_alone_tokens: Count
+    """What a job of this prompt alone would compute, with one shard."""
+    num_output_tokens: Count
 
 
 class AnswerSummary(Frozen):
@@ -198,6 +210,8 @@ class RunReport(StoredJson):
     """Workers that have finished a shard, by number and host; lacks those without progress."""
     answers: AnswerSummary = AnswerSummary()
     """Empty if the job asks for texts only."""
+    prompts: dict[str, PromptRun] = Field(default_factory=dict)
+    """By name; empty for a job of one."""
     sample_rows: tuple[SampleRow, ...] = ()
 
     @property
@@ -226,6 +240,18 @@ class RunReport(StoredJson):
         return self.num_invalid_rows / num_answers if num_answers else None
 
     @property
+    def num_rows_in(self) -> int:
+        """Rows of the table, each of which counts for each prompt elsewhere."""
+        return self.plan.num_rows // (len(self.prompts) or 1)
+
+    @property
+    def saving_against_jobs(self) -> float | None:
+        """Share of the prompt tokens that separate jobs of the prompts would compute, and this one
+        hasn't; None for a job of one, or with nothing to generate."""
+        num_alone = sum(prompt.num_alone_tokens for prompt in self.prompts.values())
+        return 1 - self.done.num_computed_tokens / num_alone if num_alone else None
+
+    @property
     def optimal_saving(self) -> float | None:
         """Eq. 2 of one engine with unbounded memory; None if there was nothing to generate."""
         return self.plan.optimal_saving_ratio if self.plan.num_logical_tokens else None
@@ -249,7 +275,7 @@ class RunReport(StoredJson):
         return {
             **self.model_dump(mode="json", include=_FIGURES),
             **plan.model_dump(include=_OF_PLAN),
-            "num_rows_in": plan.num_rows,
+            "num_rows_in": self.num_rows_in,
             "num_rows_out": self.num_rows_out,
             "num_failed_rows": self.num_failed_rows,
             "num_duplicate_tokens": done.num_duplicate_tokens,
@@ -261,6 +287,7 @@ class RunReport(StoredJson):
             "optimal_saving_ratio": self.optimal_saving,
             "planned_saving_ratio": self.planned_saving,
             "achieved_saving_ratio": self.achieved_saving,
+            "saving_ratio_against_jobs": self.saving_against_jobs,
             "computed_tokens_per_s": _rounded(done.computed_tokens_per_s, 1),
             "output_tokens_per_s": _rounded(done.output_tokens_per_s, 1),
             "rows_per_s": _rounded(done.rows_per_s, 3),

@@ -19,10 +19,10 @@ from batchllm_operator.lake import LakeTable, Publication, before
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import (
-    ERRORS_SCHEMA,
     MANIFEST_FILE,
     PlanManifest,
     ShardInfo,
+    errors_field,
 )
 from batchllm_operator.stored_plan.parquet_files import PlanFile
 from batchllm_operator.stored_plan.shard_files import SHARD_SCHEMA
@@ -70,6 +70,11 @@ class StoredPlan:
     def key(self) -> tuple[str, ...]:
         """The columns that identify a row."""
         return self.manifest.spec.input.key
+
+    @property
+    def prompts(self) -> Sequence[str]:
+        """Names of the job's prompts; none if it has one without a name."""
+        return tuple(self.manifest.spec.prompts)
 
     @contextmanager
     def open_shard(self, shard_idx: int) -> Iterator[PlanFile]:
@@ -121,12 +126,12 @@ class StoredPlan:
 
         Raises `PlanError`: see `open_parquet`.
         """
-        end_row = self.manifest.counts.num_rows if end_row is None else end_row
+        end_row = self.manifest.num_rows if end_row is None else end_row
         start = 0  # of the file, then of the batch
         for rows in self.manifest.row_files:
             end = start + rows.num_rows
             if first_row < end and start < end_row:
-                with self.open_parquet(rows.file, ERRORS_SCHEMA, rows.num_rows) as file:
+                with self.open_parquet(rows.file, self._errors, rows.num_rows) as file:
                     for batch in file.iter_batches(columns=list(columns), **options):
                         low = max(first_row - start, 0)
                         high = min(end_row - start, batch.num_rows)
@@ -138,8 +143,12 @@ class StoredPlan:
     def rows_schema(self) -> pa.Schema:
         """The columns of the plan's rows."""
         rows = self.manifest.row_files[0]
-        with self.open_parquet(rows.file, ERRORS_SCHEMA, rows.num_rows) as file:
+        with self.open_parquet(rows.file, self._errors, rows.num_rows) as file:
             return file.schema_arrow
+
+    @property
+    def _errors(self) -> pa.Schema:
+        return pa.schema([errors_field(self.manifest.spec)])
 
     def shard(self, shard_idx: int) -> ShardInfo:
         """The manifest's entry of a shard. Raises `PlanError` if the plan has no such shard."""

@@ -166,10 +166,10 @@ def test_only_finite_numbers_of_answers_without_an_error_have_a_mean(tmp_path: P
     parts = Parts(
         [[-1.0], [-3.0], [float("-inf")], [], [-9.0]], [None, None, None, None, RowError("x")]
     )
-    found = summarize_answers(spec, PlannedAnswers(), [parts])
+    found = summarize_answers(spec, [PlannedAnswers()], [parts])
     assert found.means == {"mean_logprob": -2.0}
     failed = Parts([None], [RowError("engine_error", "x")])
-    assert summarize_answers(spec, PlannedAnswers(), [failed]).means == {}
+    assert summarize_answers(spec, [PlannedAnswers()], [failed]).means == {}
 
 
 def test_embeddings_are_told_by_their_size(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_an_engine_compiles_the_form_before_it_starts(
 )
 def test_each_try_has_a_seed_of_its_own(seed: int | None, wanted: int | None) -> None:
     spec = fake_spec("/lake", sampling={"temperature": 1.0, "seed": seed})
-    answers = vllm_answers.VLLMAnswers(spec, EngineJob(max_model_len=64))
+    answers = vllm_answers.VLLMAnswers(spec)
 
     def request(num_tries: int) -> EngineRequest:
         return EngineRequest(0, [1], 0, 0, num_tries=num_tries)

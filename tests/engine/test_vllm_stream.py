@@ -61,7 +61,7 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         super().__init__(fake_spec("/no/lake"), EngineJob(64))
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any], job: EngineJob) -> None:
-        self.llm_engine, self._splitter = self.llm, None
+        self.llm_engine, self._splitters = self.llm, []
         self._adapters: dict[str, Any] = {}
 
 

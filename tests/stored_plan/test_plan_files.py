@@ -16,11 +16,11 @@ from batchllm_operator.errors import ExitCode, PlanError
 from batchllm_operator.prefixes import PrefixGroups, Requests, TokenTable
 from batchllm_operator.prefixes.sharing import Histogram, PlanSharing
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.counts import PlanCounts
 from batchllm_operator.stored_plan.manifest import (
     DataFile,
     LearnedOutputs,
     LengthBucket,
-    PlanCounts,
     PlanManifest,
     ShardInfo,
     _digest,

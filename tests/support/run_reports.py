@@ -6,7 +6,7 @@ from typing import Any
 from support.shard_progress import counts
 
 from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
-from batchllm_operator.stored_plan.manifest import PlanCounts
+from batchllm_operator.stored_plan.counts import PlanCounts
 from batchllm_operator.stored_plan.run_report import (
     Bill,
     ErrorKind,

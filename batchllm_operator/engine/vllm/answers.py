@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from batchllm_operator.answers import Answers
+from batchllm_operator.answers import NOTHING_PLANNED, Answers, PlannedAnswers
 from batchllm_operator.answers.generated import REASONING_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.vllm.formats import structured_outputs
@@ -24,28 +24,47 @@ _SEEDS: Final = 1 << 64  # signed integers of 64 bits
 
 
 class VLLMAnswers:
-    """vLLM's parameters (`params`) of a job's requests, `num_samples` of its own for each of ours.
+    """vLLM's parameters (`params`) of requests of a question, `num_samples` of its own for each of
+    ours.
+
+    Args:
+        spec: the job that would ask the question alone.
+        splitter: takes reasoning apart.
 
     Raises:
         SpecError: vLLM refuses the sampling parameters.
     """
 
     def __init__(
-        self, spec: JobSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
+        self,
+        spec: JobSpec,
+        planned: PlannedAnswers = NOTHING_PLANNED,
+        splitter: ReasoningSplitter | None = None,
     ) -> None:
-        self._answers, self._splitter = Answers.of(spec, job.answers), splitter
+        self._answers, self._splitter = Answers.of(spec, planned), splitter
         self.num_samples = spec.sampling.n
         self.params: SamplingParams | PoolingParams
         if spec.is_pooled:
             self.params = pooling_params(spec)
             return
-        label_token_ids = job.answers.label_token_ids
         try:
-            self.params = sampling_params(spec.sampling, label_token_ids, spec.response_format)
+            self.params = sampling_params(
+                spec.sampling, planned.label_token_ids, spec.response_format
+            )
         except ValueError as error:
             raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
         if splitter is not None:
             splitter.adjust(self.params)
+
+    @classmethod
+    def of_all(
+        cls, spec: JobSpec, job: EngineJob, splitters: Sequence[ReasoningSplitter] = ()
+    ) -> tuple[Self, ...]:
+        """Those of each of a job's questions."""
+        questions = spec.questions
+        planned = job.answers or [NOTHING_PLANNED] * len(questions)
+        split = splitters or [None] * len(questions)
+        return tuple(map(cls, questions, planned, split, strict=True))
 
     def params_of(
         self, request: EngineRequest, *, hint: bool = False
@@ -94,7 +113,8 @@ class VLLMAnswers:
         num_output_tokens = sum(len(completion.token_ids) for completion in completions)
         counts = (len(request.prompt_token_ids), num_cached_tokens, num_output_tokens)
         reason = "length" if "length" in ends else "stop"
-        return EngineOutput(request.request_idx, text, reason, *counts, error=None, raw=raw)
+        of_all = {"error": None, "raw": raw, "question": request.question}
+        return EngineOutput(request.request_idx, text, reason, *counts, **of_all)
 
 
 def sampling_params(

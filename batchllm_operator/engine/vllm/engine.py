@@ -62,8 +62,9 @@ class VLLMEngine:
 
     def __init__(self, spec: JobSpec, job: EngineJob) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
-        VLLMAnswers(spec, job)  # to refuse before the start what can't be
-        check_planned(spec)  # the plan may have been made where vLLM isn't installed
+        VLLMAnswers.of_all(spec, job)  # to refuse before the start what can't be
+        for question in spec.questions:
+            check_planned(question)  # the plan may have been made where vLLM isn't installed
         if job.is_chained:
             from batchllm_operator.runahead.groups import TRANSFER_CONFIG
 
@@ -71,7 +72,7 @@ class VLLMEngine:
         ensure_kv_transfer_shutdown()  # of a chained engine that couldn't start
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args, job)
-        self._answers = VLLMAnswers(spec, job, self._splitter)
+        self._answers = VLLMAnswers.of_all(spec, job, self._splitters)
         self._max_num_seqs = self.llm_engine.vllm_config.scheduler_config.max_num_seqs
         scheduler = self.llm_engine.engine_core.engine_core.scheduler
         # `extra_args` may name another scheduler.
@@ -93,7 +94,7 @@ class VLLMEngine:
         """
         if self.llm_engine.has_unfinished_requests() or not self.llm_engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
-        self._spec, self._answers = spec, VLLMAnswers(spec, job, self._splitter)
+        self._spec, self._answers = spec, VLLMAnswers.of_all(spec, job, self._splitters)
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
@@ -103,8 +104,9 @@ class VLLMEngine:
         """vLLM's outputs that the reader of `stream` hasn't kept yet."""
         if self._scheduler is not None:
             self._trace_folder = job.trace_folder
-            if job.num_requests is not None:
-                job = replace(job, num_requests=job.num_requests * self._answers.num_samples)
+            if (num := job.num_requests) is not None:
+                samples = {answers.num_samples for answers in self._answers}
+                job = replace(job, num_requests=num * max(samples) if len(samples) == 1 else None)
             self._settings = scheduler_settings(
                 self._spec, job, self._args, self.llm_engine, self._scheduler
             )
@@ -147,8 +149,8 @@ class VLLMEngine:
                 check_pooling(spec, job, self.llm_engine)
             _log.info("%s", start_attention(spec, self.llm_engine))
             self._adapters = load_adapters(spec.model, self.llm_engine)
-            reasons = spec.model.reasoning_parser is not None
-            self._splitter = ReasoningSplitter(spec, self.llm_engine) if reasons else None
+            reasoning = spec.questions if spec.model.reasoning_parser is not None else ()
+            self._splitters = [ReasoningSplitter(q, self.llm_engine) for q in reasoning]
         except (ModelError, SpecError):
             self.llm_engine.engine_core.shutdown()
             raise
@@ -159,10 +161,11 @@ class VLLMEngine:
             # Of vLLM's requests: each answer to one of ours is one.
             num_held = self.llm_engine.get_num_unfinished_requests()
             num_wanted = num_to_feed(num_held, num_finished, self._max_num_seqs)
-            for _ in range(0 if exhausted else -(-num_wanted // self._answers.num_samples)):
+            while not exhausted and num_wanted > 0:
                 if (request := next(requests, None)) is None:
                     exhausted = True
                     break
+                num_wanted -= self._answers[request.question].num_samples
                 if (refusal := self.add(request)) is not None:
                     yield refusal
             num_held = self.llm_engine.get_num_unfinished_requests()
@@ -182,7 +185,8 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = tokens_input(request.prompt_token_ids)
-        params = self._answers.params_of(request, hint=self._scheduler is not None)
+        answers = self._answers[request.question]
+        params = answers.params_of(request, hint=self._scheduler is not None)
         try:
             name = self.llm_engine.add_request(
                 str(request.request_idx),
@@ -195,7 +199,7 @@ class VLLMEngine:
         except Exception as error:  # noqa: BLE001
             return EngineOutput.failed(request, one_line(error))
         self._in_flight[str(request.request_idx)] = request
-        if self._answers.num_samples > 1:
+        if answers.num_samples > 1:
             states = self.llm_engine.output_processor.request_states
             self._first_samples[str(request.request_idx)] = states[f"0_{name}"]
         return None
@@ -219,7 +223,8 @@ class VLLMEngine:
         # Of several samples, vLLM says what the last one found, which the first has computed.
         first = self._first_samples.get(output.request_id, output)
         request = self._in_flight[output.request_id]
-        return self._answers.convert(request, output, first.num_cached_tokens or 0)
+        answers = self._answers[request.question]
+        return answers.convert(request, output, first.num_cached_tokens or 0)
 
     @contextmanager
     def _unpaced(self) -> Iterator[None]:

@@ -62,7 +62,8 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     }
     if current_platform.is_cpu():
         args |= {name: value for name, value in _ON_CPU.items() if args[name] is None}
-        if spec.sampling.seed is not None and not spec.sampling.is_greedy:
+        samplings = [question.sampling for question in spec.questions]
+        if any(each.seed is not None and not each.is_greedy for each in samplings):
             args["enable_chunked_prefill"] = False  # there vLLM dies of a seeded prompt in pieces
     elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
         args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # an upper bound; memory decides
@@ -161,10 +162,11 @@ def check_pooling(spec: JobSpec, job: EngineJob, engine: Any) -> None:
     except ValueError as error:
         raise SpecError(f"embedding: vLLM refuses it: {error}") from error
     size = spec.embedding.dimensions or config.model_config.embedding_size
-    if job.answers.embedding_size not in (None, size):
+    planned = job.answers[0].embedding_size if job.answers else None
+    if planned not in (None, size):
         raise SpecError(
             f"model {spec.model.path}: its embeddings have {size} numbers here, but"
-            f" {job.answers.embedding_size} by the files that the plan has read"
+            f" {planned} by the files that the plan has read"
         )
 
 

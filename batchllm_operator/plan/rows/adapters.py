@@ -46,7 +46,7 @@ class RowAdapters:
         if not spec.model.adapters:
             return None
         adapters = find_adapters(spec.model)
-        chat = spec.prompt.chat_template
+        chat = any(question.prompt.chat_template for question in spec.questions)
         check_adapters(spec.model, adapters, tokenizer.files, chat=chat)
         try:
             classes = PromptClasses(tokenizer.vocabulary_bound, 1 + len(adapters))

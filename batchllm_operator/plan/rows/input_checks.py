@@ -23,7 +23,7 @@ from batchllm_operator.lake import (
     row_condition,
 )
 from batchllm_operator.prompts import has_messages, has_text
-from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec import JobSpec, PromptSpec
 from batchllm_operator.stored_plan.row_keys import check_key_types
 
 _MAX_NAMED: Final = 3  # partitions
@@ -122,41 +122,60 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
             would be read as one partition; names the field.
         KeyColumnError, TableError: a key or filter column can't be compared.
     """
+    schema = snapshot.schema
+    for name in spec.prompts:
+        if name in schema.names:
+            raise SpecError(
+                f"prompts.{name}: table {table.uri} has a column of that name, and templates"
+                " couldn't tell them apart; choose another"
+            )
+    for where, question in zip(spec.prompt_fields, spec.questions, strict=True):
+        _check_placed(question.prompt, f"{where}.{question.prompt.field}", table, schema)
     places = {
-        f"prompt.{spec.prompt.field}": spec.prompt.columns,
         "input.key": spec.input.key,
         "output.carry": spec.output.carry,
         "input.filter": [each.column for term in spec.input.filter for each in term.comparisons],
         "planner.estimated_output_tokens": spec.planner.estimate_columns,
         "model.adapter_column": tuple(filter(None, [spec.model.adapter_column])),
     }
-    schema, in_prompt = snapshot.schema, f"prompt.{spec.prompt.field}"
     for place, columns in places.items():
         for column in columns:
-            if column not in schema.names and (
-                place != in_prompt or find_place(schema, column) is None
-            ):
-                raise SpecError(
-                    f"{place}: table {table.uri} has no column {column!r}"
-                    f"{_hint(column, schema)}; it has {listed_columns(schema)}"
-                )
+            if column not in schema.names:
+                raise _absent(place, column, table, schema)
     check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
     row_condition(table.uri, spec.input.filter, snapshot.schema)
-    is_placed, what = has_text, _PLACED
-    if spec.prompt.messages is not None:
-        is_placed, what = has_messages, _MESSAGES
     for place, is_kind, reason in (
-        (in_prompt, is_placed, what),
         ("model.adapter_column", _is_text, ", not text"),
         ("planner.estimated_output_tokens", pa.types.is_integer, ", not integers"),
     ):
         for column in places[place]:
-            found = find_place(schema, column)
-            if (kind := found and found.kind) and not is_kind(kind):
-                raise SpecError(
-                    f"{place}: column {column!r} of table {table.uri} holds {kind}{reason}"
-                )
+            if not is_kind(kind := schema.field(column).type):
+                raise _of_wrong_type(place, column, table, f"{kind}{reason}")
     _check_others(spec, table, snapshot)
+
+
+def _check_placed(prompt: PromptSpec, place: str, table: LakeTable, schema: pa.Schema) -> None:
+    """Check that the columns of a prompt are there, and can be placed."""
+    is_placed, reason = has_text, _PLACED
+    if prompt.messages is not None:
+        is_placed, reason = has_messages, _MESSAGES
+    for column in prompt.columns:
+        found = find_place(schema, column)
+        if found is None:
+            raise _absent(place, column, table, schema)
+        if not is_placed(found.kind):
+            raise _of_wrong_type(place, column, table, f"{found.kind}{reason}")
+
+
+def _absent(place: str, column: str, table: LakeTable, schema: pa.Schema) -> SpecError:
+    return SpecError(
+        f"{place}: table {table.uri} has no column {column!r}{_hint(column, schema)}; it has"
+        f" {listed_columns(schema)}"
+    )
+
+
+def _of_wrong_type(place: str, column: str, table: LakeTable, what: str) -> SpecError:
+    return SpecError(f"{place}: column {column!r} of table {table.uri} holds {what}")
 
 
 def _hint(column: str, schema: pa.Schema) -> str:
@@ -187,17 +206,18 @@ def check_lengths(spec: JobSpec, max_model_len: int) -> None:
     """
     most = max_model_len - 1  # a prompt has at least one token
     limit = f"prompt and output together have at most {max_model_len} tokens"
-    if spec.sampling.min_tokens > most:
-        raise SpecError(
-            f"sampling.min_tokens: {spec.sampling.min_tokens} can't be reached: {limit}"
-            f" (engine.max_model_len, or what model {spec.model.path} allows)"
-        )
-    if spec.sampling.max_tokens > most:
-        _log.warning(
-            "sampling.max_tokens: %d is never reached: %s, where every output ends",
-            spec.sampling.max_tokens,
-            limit,
-        )
+    for sampling in (question.sampling for question in spec.questions):
+        if sampling.min_tokens > most:
+            raise SpecError(
+                f"sampling.min_tokens: {sampling.min_tokens} can't be reached: {limit}"
+                f" (engine.max_model_len, or what model {spec.model.path} allows)"
+            )
+        if sampling.max_tokens > most:
+            _log.warning(
+                "sampling.max_tokens: %d is never reached: %s, where every output ends",
+                sampling.max_tokens,
+                limit,
+            )
 
 
 def describe_empty(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
@@ -244,15 +264,16 @@ def _form(name: str) -> str:
 
 def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:
     """Log how many rows spell a control token of the model, and what becomes of it."""
-    mode, spelling_rows = spec.prompt.control_mode, counted(num_rows, "row spells", "rows spell")
-    if num_rows and mode == "keep":
+    modes = {question.prompt.control_mode for question in spec.questions}
+    spelling_rows = counted(num_rows, "row spells", "rows spell")
+    if num_rows and "keep" in modes:
         _log.warning(
             "%s control tokens of the model, which stay control tokens: a row can end its turn and"
             " begin another; prompt.special_tokens: text makes ordinary text of them",
             spelling_rows,
         )
     elif num_rows:
-        fate = "in its prompt they are ordinary text" if mode == "text" else "such a row fails"
+        fate = "such a row fails" if "reject" in modes else "in its prompt they are ordinary text"
         _log.info(
             "%s control tokens of the model; %s (prompt.special_tokens)",
             spelling_rows,

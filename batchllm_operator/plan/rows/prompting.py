@@ -56,7 +56,8 @@ class Prompter:
 
     def __init__(self, spec: JobSpec, tokenizer: Tokenizer, adapters: RowAdapters | None) -> None:
         self._cuts = spec.prompt.truncate
-        self._tokenizer, self._adapters = tokenizer, adapters
+        self._tokenizer = tokenizer
+        self._adapters = adapters and replace(adapters, tokenizer=tokenizer)
         self._renderer = tokenizer.renderer(spec.prompt)
         adapter = filter(None, [spec.model.adapter_column])
         self._columns = list(dict.fromkeys((*spec.prompt.columns, *adapter)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import Tokenizer, length_fault
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.manifest import ERROR_FIELD
+from batchllm_operator.stored_plan.manifest import ERROR_FIELD, errors_field
 from batchllm_operator.stored_plan.row_keys import shown_key
 from batchllm_operator.streams import ahead, one_ahead
 
@@ -94,11 +94,11 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
     ):
         # Reading, tokenizing and keeping run side by side: memory holds three batches.
         batches = checked(spec, joined(scanned), given.where, stored=given.stored)
-        made = tokenize(spec, batches, given.tokenizer, given.adapters, rows.reuse)
+        made = tokenize(spec, batches, given.tokenizers, given.adapters, rows.reuse)
 
         def keep(piece: Tokenized) -> int:
             if not rows.counts["num_rows"]:
-                warn_of_doubled_start(spec, piece.tokens, given.tokenizer)
+                _warn_of_doubled_starts(given, piece)
             rows.add(piece)
             if piece.kept is not None:
                 writer.write_table(piece.kept)
@@ -111,6 +111,13 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
         rows.reuse.finish(rows.counts["num_rows"])
 
 
+def _warn_of_doubled_starts(given: Given, piece: Tokenized) -> None:
+    for number, question in enumerate(given.spec.questions):
+        is_asked = piece.row_idxs % len(given.tokenizers) == number
+        tokens = piece.tokens.take(np.flatnonzero(is_asked)[:_FIRST_ROWS])
+        warn_of_doubled_start(question, tokens, given.tokenizers[number])
+
+
 def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
     """A new file of keys, carried columns and faults of rows; `schema` is the input's."""
     return pq.ParquetWriter(path, rows_schema(spec, schema), compression="zstd")
@@ -119,7 +126,7 @@ def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWr
 def rows_schema(spec: JobSpec, schema: pa.Schema) -> pa.Schema:
     """The columns of `open_rows_file`, as the output names them."""
     kept = (schema.field(source).with_name(name) for name, source in spec.kept_columns.items())
-    return pa.schema([*kept, ERROR_FIELD])
+    return pa.schema([*kept, errors_field(spec)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,7 @@ class Tokenized:
     """As `NO_ROWS`: all rows, those that spell a control token, those of which a value was cut."""
     tokens: TokenTable
     row_idxs: Int64s
-    """int64 [num_prompts], ascending."""
+    """int64 [num_prompts], ascending; in a job of several prompts the asks, as in counts."""
     estimates: Int64s | None
     """int64 [num_prompts], output tokens, if a column holds them."""
     kept: pa.Table | None
@@ -174,50 +181,101 @@ def checked(
 def tokenize(
     spec: JobSpec,
     batches: Iterable[pa.RecordBatch],
-    tokenizer: Tokenizer,
+    tokenizers: Sequence[Tokenizer],
     adapters: RowAdapters | None,
     reuse: Reuse | None = None,
 ) -> Iterator[Tokenized]:
     """Render and tokenize rows, counted from 0; yields pieces in their order.
 
     Args:
+        tokenizers: one for each of the spec's questions.
         reuse: keeps, and takes out, the prompts of rows that reuse an output.
 
     Raises `ModelError`, `TokenIdsDifferError`: see `Tokenizer.encode`.
     """
-    prompter = Prompter(spec, tokenizer, adapters)
+    questions = spec.questions
+    askers = [_Asker(*each, adapters) for each in zip(questions, tokenizers, strict=True)]
     first_row, num_at_once = 0, _FIRST_ROWS
     for batch in batches:
         errors: dict[int, RowError] = {}
         start = 0
         while start < batch.num_rows:
             rows = batch.slice(start, num_at_once)
-            made = prompter.prompts(rows)
-            tokens, idxs = made.tokens, made.rendered.idxs
-            faults = dict(made.rendered.errors)
-            fits = (tokens.lengths > 0) & (tokens.lengths <= tokenizer.max_prompt_len)
-            for number in np.flatnonzero(~fits).tolist():
-                fault = length_fault(int(tokens.lengths[number]), tokenizer)
-                assert fault is not None, number
-                faults[int(idxs[number])] = fault
-            errors |= {start + row: error for row, error in faults.items()}
-            idxs, tokens = _taken(idxs, tokens, fits)
+            asked = [asker.ask(rows) for asker in askers]
+            num = len(asked)
+            for number, piece in enumerate(asked):
+                errors |= {(start + row) * num + number: e for row, e in piece.faults.items()}
+            idxs, tokens, estimates = _woven(asked)
             if reuse is not None:
-                idxs, tokens = _taken(idxs, tokens, ~reuse.take(tokens, first_row + idxs))
-            estimates = _estimates(spec, rows)
-            expected = None if estimates is None else estimates[idxs]
+                is_new = ~reuse.take(tokens, first_row * num + idxs)
+                estimates = None if estimates is None else estimates[is_new]
+                idxs, tokens = _taken(idxs, tokens, is_new)
             # The next rows, if they are as long as these.
-            num_bytes = int(pc.sum(pc.binary_length(made.rendered.texts)).as_py() or 0)
+            num_bytes = sum(piece.num_bytes for piece in asked)
             num_at_once = max(1, rows.num_rows * _BYTES_AT_ONCE // max(1, num_bytes))
             start += rows.num_rows
             kept = _kept(spec, batch, errors) if start == batch.num_rows else None
             counts = {
-                "num_rows": rows.num_rows,
-                "num_control_rows": len(made.rendered.control_rows),
-                "num_truncated_rows": made.num_truncated,
+                "num_rows": rows.num_rows * num,
+                "num_control_rows": sum(len(piece.control_rows) for piece in asked),
+                "num_truncated_rows": sum(piece.num_truncated for piece in asked),
             }
-            yield Tokenized(counts, tokens, first_row + idxs, expected, kept)
+            yield Tokenized(counts, tokens, first_row * num + idxs, estimates, kept)
             first_row += rows.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Prompts that ask one question of some rows."""
+
+    idxs: Int64s
+    """int64 [num_prompts], the rows, ascending."""
+    tokens: TokenTable
+    estimates: Int64s | None
+    faults: Mapping[int, RowError]
+    """Of the other rows."""
+    control_rows: Collection[int]
+    num_truncated: int
+    num_bytes: int
+
+
+class _Asker:
+    """Makes the prompts that ask a question."""
+
+    def __init__(
+        self, question: JobSpec, tokenizer: Tokenizer, adapters: RowAdapters | None
+    ) -> None:
+        self._question, self._tokenizer = question, tokenizer
+        self._prompter = Prompter(question, tokenizer, adapters)
+
+    def ask(self, rows: pa.RecordBatch) -> _Asked:
+        made = self._prompter.prompts(rows)
+        tokens, idxs = made.tokens, made.rendered.idxs
+        faults = dict(made.rendered.errors)
+        fits = (tokens.lengths > 0) & (tokens.lengths <= self._tokenizer.max_prompt_len)
+        for number in np.flatnonzero(~fits).tolist():
+            fault = length_fault(int(tokens.lengths[number]), self._tokenizer)
+            assert fault is not None, number
+            faults[int(idxs[number])] = fault
+        idxs, tokens = _taken(idxs, tokens, fits)
+        estimates = _estimates(self._question, rows)
+        expected = None if estimates is None else estimates[idxs]
+        num_bytes = int(pc.sum(pc.binary_length(made.rendered.texts)).as_py() or 0)
+        spelling, num_cut = made.rendered.control_rows, made.num_truncated
+        return _Asked(idxs, tokens, expected, faults, spelling, num_cut, num_bytes)
+
+
+def _woven(asked: Sequence[_Asked]) -> tuple[Int64s, TokenTable, Int64s | None]:
+    """All prompts by their asks, which ascend, with the estimates of their outputs."""
+    if len(asked) == 1:
+        return asked[0].idxs, asked[0].tokens, asked[0].estimates
+    asks = np.concatenate([piece.idxs * len(asked) + n for n, piece in enumerate(asked)])
+    order = np.argsort(asks)
+    lengths = np.concatenate([piece.tokens.lengths for piece in asked])
+    token_ids = np.concatenate([piece.tokens.token_ids for piece in asked])
+    tokens = TokenTable(token_ids, np.append(0, np.cumsum(lengths))).take(order)
+    expected = [piece.estimates for piece in asked if piece.estimates is not None]
+    return asks[order], tokens, np.concatenate(expected)[order] if expected else None
 
 
 def _taken(
@@ -229,7 +287,11 @@ def _taken(
 
 
 def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) -> pa.Table:
-    faults = pa.array(map(errors.get, range(batch.num_rows)), ERROR_FIELD.type)
+    num = len(spec.questions)
+    faults = pa.array(map(errors.get, range(batch.num_rows * num)), ERROR_FIELD.type)
+    if spec.prompts:
+        ends = pa.array(np.arange(batch.num_rows + 1) * num, pa.int32())
+        faults = pa.ListArray.from_arrays(ends, faults)
     columns = [*map(batch.column, spec.kept_columns.values()), faults]
     return pa.Table.from_arrays(columns, schema=rows_schema(spec, batch.schema))
 
