@@ -36,7 +36,7 @@ _AddArguments = Callable[[argparse.ArgumentParser], None]
 _Run = Callable[[argparse.Namespace], Mapping[str, Any]]
 """Prints for the user, and returns the content for `--result`; or raises `UsageError`."""
 _COMMANDS: Final[Mapping[str, tuple[_AddArguments, _Run]]] = {
-    "job": (arguments.add_job, stages.job),
+    "job": (stages.add_job_arguments, stages.job),
     "plan": (stages.add_plan_arguments, stages.plan),
     "run": (stages.add_run_arguments, stages.run),
     "verify": (stages.add_verify_arguments, stages.verify),

@@ -46,6 +46,17 @@ def add_job(
     command.add_argument("--ds", help=ds)
 
 
+def add_only(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--only",
+        type=lambda names: names.split(","),
+        default=(),
+        metavar="PROMPT[,PROMPT]",
+        help="of a job's prompts, ask these again; take the other answers from the published"
+        " partition",
+    )
+
+
 def load_job(args: argparse.Namespace, *, needs_ds: bool = False) -> JobSpec:
     """The job spec; a UsageError names all that is missing at once, a SpecError what is wrong."""
     missing = []

@@ -17,6 +17,7 @@ from batchllm_operator.commands.arguments import (
     UsageError,
     add_engine,
     add_job,
+    add_only,
     add_plan,
     add_worker,
     is_on_spark,
@@ -43,6 +44,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
         "--record", metavar="NAME", help="keep the result in the output table too, for `verify`"
     )
     add_engine(command)
+    add_only(command)
     command.add_argument(
         "--advise",
         action="store_true",
@@ -63,11 +65,13 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
     from batchllm_operator.report import format_plan
 
     if is_on_spark(args, spec):
+        if args.only:
+            raise UsageError("--only: isn't for plans on Spark yet")
         from batchllm_operator.spark.plan_job import plan_on_spark
 
         planned = plan_on_spark(spec, args.ds)
     else:
-        planned = plan_job(spec, args.ds)
+        planned = plan_job(spec, args.ds, args.only)
     counts, estimate = planned.manifest.counts, planned.manifest.estimate
     print_unmasked(format_plan(planned.manifest, planned.folder.uri))
     result = {
@@ -235,6 +239,11 @@ def commit(args: argparse.Namespace) -> Mapping[str, Any]:
     failed = share(num_failed, num_rows)
     print(f"{counted(num_rows, 'row')} published, {num_failed:,} failed ({failed})")
     return report.figures()
+
+
+def add_job_arguments(command: argparse.ArgumentParser) -> None:
+    add_job(command)
+    add_only(command)
 
 
 def job(args: argparse.Namespace) -> Mapping[str, Any]:

@@ -95,6 +95,9 @@ class Joining:
         """Put each row's outputs beside it; rows that couldn't be prompted have none."""
         num, rejected = len(self._questions), errors_of(rows)
         prompted = rejected.is_null().to_numpy(zero_copy_only=False)
+        for number, name in enumerate(self._prompts):
+            if name in self._names:  # answers that the plan has taken
+                prompted[number::num] &= rows[name].is_null().to_numpy()
         expected, found = np.flatnonzero(prompted) + start * num, outputs["row_idx"].to_numpy()
         if not np.array_equal(expected, found):
             repeated = found[1:][found[1:] == found[:-1]]
@@ -115,13 +118,15 @@ class Joining:
                     joined = outputs.slice(first, _SLICE_ROWS)
                 else:
                     joined = outputs.take(pa.array(place[asks], mask=~prompted[asks]))
-                columns |= self._answered(number, rejected.take(pa.array(asks)), joined)
+                columns |= self._answered(number, rejected.take(pa.array(asks)), joined, some)
             for name, value in self._constants.items():
                 columns[name] = pa.repeat(value, some.num_rows)
             cast = [columns[field.name].cast(field.type) for field in self.schema]
             yield pa.table(cast, schema=self.schema)
 
-    def _answered(self, number: int, rejected: pa.Array, outputs: pa.Table) -> dict[str, Any]:
+    def _answered(
+        self, number: int, rejected: pa.Array, outputs: pa.Table, rows: pa.Table
+    ) -> dict[str, Any]:
         """Columns of the answers to a question, or the one that has them as a struct."""
         columns: dict[str, Any] = {name: outputs[name] for name in outputs.column_names}
         columns |= self._answers[number].columns(outputs)
@@ -131,7 +136,10 @@ class Joining:
         name = self._prompts[number]
         fields = pa.schema(list(self.schema.field(name).type))
         answers = pa.table({field.name: columns[field.name] for field in fields}).cast(fields)
-        return {name: answers.to_struct_array()}
+        structs = answers.to_struct_array()
+        if name in self._names:
+            structs = pc.coalesce(rows[name].cast(structs.type), structs)
+        return {name: structs}
 
 
 def _rebatched(batches: Iterable[pa.RecordBatch], num_rows_each: int) -> Iterator[pa.Table]:

@@ -18,6 +18,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Publication, open_table
 from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.published import PublishedAnswers
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.shards.parts import PART_SCHEMA
@@ -60,7 +61,7 @@ class Reuse:
 
     The files in the local folder are `FINGERPRINTS_FILE` and `REUSED_FILE`, with the `schema` of
     parts. Of the indexes, the first that has a prompt decides. In a job of several prompts, rows
-    are asks; for `salts` see `reuse_salts`.
+    are asks; for `salts` see `reuse_salts`. Answers of the `published` partition come first.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Reuse:
         folder: Path,
         schema: pa.Schema = PART_SCHEMA,
         salts: Sequence[bytes] = (b"",),
+        published: PublishedAnswers | None = None,
     ) -> None:
         self._indexes, self._folder, self._schema = indexes, folder, schema
-        self._salts = salts
+        self._salts, self.published = salts, published
         self._reuses: list[list[Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
         """For each index, arrays of rows and of their places in it: [2, n]."""
         self._num_rows_read = 0
@@ -91,19 +93,31 @@ class Reuse:
     @property
     def num_bytes(self) -> int:
         """Memory of the indexes."""
-        return sum(index.num_bytes for index in self._indexes)
+        num_bytes = 0 if self.published is None else self.published.num_bytes
+        return num_bytes + sum(index.num_bytes for index in self._indexes)
 
-    def take(self, tokens: TokenTable, row_idxs: Int64s) -> npt.NDArray[np.bool_]:
+    def take(
+        self,
+        tokens: TokenTable,
+        row_idxs: Int64s,
+        rows: pa.RecordBatch | None = None,
+        first_row: int = 0,
+    ) -> npt.NDArray[np.bool_]:
         """Look prompts up; returns which have an output already: [num_prompts].
 
         Args:
             row_idxs: int64 [num_prompts], their rows, ascending and above those of earlier calls.
+            rows: the table's rows whose prompts they are, of which `first_row` is the first; for
+                published answers.
         """
         questions = (row_idxs % len(self._salts)).tolist()
         fingerprints = fingerprints_of(tokens, map(self._salts.__getitem__, questions))
         num_rows = int(row_idxs[-1]) + 1 if len(row_idxs) else self._num_rows_read
         self._keep(fingerprints, row_idxs, num_rows)
         is_reused = np.zeros(len(row_idxs), dtype=np.bool_)
+        if self.published is not None:
+            asks = row_idxs - first_row * len(self._salts)
+            is_reused = self.published.take(rows, fingerprints, asks)
         for index, reuses in zip(self._indexes, self._reuses, strict=True):
             places = index.places(fingerprints)
             is_found = (places >= 0) & ~is_reused

@@ -23,6 +23,7 @@ from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
 from batchllm_operator.plan.planned_range import PlannedRange
+from batchllm_operator.plan.published import PublishedAnswers
 from batchllm_operator.plan.rows.keys import check_keys
 from batchllm_operator.plan.rows.reading import Rows, read_rows
 from batchllm_operator.prefixes import PromptStore, imbalance, sort_prompts
@@ -56,7 +57,9 @@ _WORTH_A_WARNING: Final = 1.2  # imbalance
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | int) -> StoredPlan:
+def plan_job(
+    spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | int, only: Sequence[str] = ()
+) -> StoredPlan:
     """Plan the job for partition `ds`, and persist the plan in the job's staging folder.
 
     Nothing is written there before the whole plan is ready. Equal inputs give equal bytes
@@ -65,6 +68,8 @@ def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | in
     Args:
         spec: the job's, or what `load_spec` takes.
         ds: the partition, as text or as its key's value, such as a date.
+        only: prompts of several that are asked again; answers to the others are taken from the
+            published partition, where a row's prompt is the same and hasn't failed.
 
     Raises:
         SpecError: input and output overlap or aren't folders; the table, the model or the engine
@@ -81,11 +86,11 @@ def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | in
     given = find_given(load_spec(spec), str(ds))
     try:
         with _open_scratch() as scratch:
-            return _build(given, scratch)
+            return _build(given, scratch, only)
     except TokenIdsDifferError as error:  # it won't happen again
         _log.warning("%s: planning starts again", error)
     with _open_scratch() as scratch:  # not above: the error holds the first attempt's memory
-        return _build(given, scratch)
+        return _build(given, scratch, only)
 
 
 @contextmanager
@@ -104,11 +109,11 @@ def _open_scratch() -> Iterator[Path]:
             ) from error
 
 
-def _build(given: Given, scratch: Path) -> StoredPlan:
+def _build(given: Given, scratch: Path, only: Sequence[str]) -> StoredPlan:
     """Build the plan, with temporary files in `scratch`; may raise `TokenIdsDifferError`."""
     spec = given.spec
     with ExitStack() as stack:
-        rows = _read(given, scratch, stack)
+        rows = _read(given, scratch, stack, only)
         check_keys(scratch / ROWS_FILE, spec.input.key, given.where)
         learned = learn_output_lengths(spec, given.ds)
         with Progress("sort prompts", len(rows.prompts), unit="prompts", announce=False) as shown:
@@ -193,19 +198,21 @@ def describe_plan(
     )
 
 
-def _read(given: Given, scratch: Path, stack: ExitStack) -> Rows:
+def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) -> Rows:
     """All rows, which `stack` closes."""
     spec, budget = given.spec, given.budget
     num_asks = given.snapshot.num_rows * len(spec.questions)
     prompts = stack.enter_context(PromptStore(scratch / _PROMPTS_FILE))
-    reuse = None
+    reuse = published = None
+    if only:
+        published = PublishedAnswers(spec, given.ds, only, scratch)
     if spec.keeps_fingerprints:
         indexes, versions = list[ReuseIndex](), given.versions
         if spec.reuse_outputs:
             identity = reuse_identity(spec, *versions)
             indexes = find_indexes(spec, given.ds, identity, budget, scratch)
         salts = reuse_salts(spec, *versions)
-        reuse = stack.enter_context(Reuse(indexes, scratch, part_schema(spec), salts))
+        reuse = stack.enter_context(Reuse(indexes, scratch, part_schema(spec), salts, published))
         budget = budget.holding(reuse.num_bytes)
     if not (spec.input.filter or given.snapshot.conditions):  # which may skip any number of rows
         budget.check(num_asks)

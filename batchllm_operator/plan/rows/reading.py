@@ -88,7 +88,7 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
     spec, snapshot = given.spec, given.snapshot
     scan = given.table.scan(snapshot, spec.input_columns, spec.input.filter)
     with (
-        open_rows_file(path, spec, snapshot.schema) as writer,
+        open_rows_file(path, spec, snapshot.schema, _taken_fields(rows.reuse)) as writer,
         Progress("read and tokenize", snapshot.num_rows) as progress,
         one_ahead(scan) as scanned,
     ):
@@ -118,9 +118,13 @@ def _warn_of_doubled_starts(given: Given, piece: Tokenized) -> None:
         warn_of_doubled_start(question, tokens, given.tokenizers[number])
 
 
-def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
-    """A new file of keys, carried columns and faults of rows; `schema` is the input's."""
-    return pq.ParquetWriter(path, rows_schema(spec, schema), compression="zstd")
+def open_rows_file(
+    path: Path, spec: JobSpec, schema: pa.Schema, taken: Sequence[pa.Field] = ()
+) -> pq.ParquetWriter:
+    """A new file of keys, carried columns and faults of rows, and of answers that are taken from
+    the published partition; `schema` is the input's."""
+    columns = pa.schema([*rows_schema(spec, schema), *taken])
+    return pq.ParquetWriter(path, columns, compression="zstd")
 
 
 def rows_schema(spec: JobSpec, schema: pa.Schema) -> pa.Schema:
@@ -207,14 +211,14 @@ def tokenize(
                 errors |= {(start + row) * num + number: e for row, e in piece.faults.items()}
             idxs, tokens, estimates = _woven(asked)
             if reuse is not None:
-                is_new = ~reuse.take(tokens, first_row * num + idxs)
+                is_new = ~reuse.take(tokens, first_row * num + idxs, rows, first_row)
                 estimates = None if estimates is None else estimates[is_new]
                 idxs, tokens = _taken(idxs, tokens, is_new)
             # The next rows, if they are as long as these.
             num_bytes = sum(piece.num_bytes for piece in asked)
             num_at_once = max(1, rows.num_rows * _BYTES_AT_ONCE // max(1, num_bytes))
             start += rows.num_rows
-            kept = _kept(spec, batch, errors) if start == batch.num_rows else None
+            kept = _kept(spec, batch, errors, reuse) if start == batch.num_rows else None
             counts = {
                 "num_rows": rows.num_rows * num,
                 "num_control_rows": sum(len(piece.control_rows) for piece in asked),
@@ -286,14 +290,23 @@ def _taken(
     return idxs[chosen], tokens.take(np.flatnonzero(chosen))
 
 
-def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError]) -> pa.Table:
+def _kept(
+    spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, RowError], reuse: Reuse | None
+) -> pa.Table:
     num = len(spec.questions)
     faults = pa.array(map(errors.get, range(batch.num_rows * num)), ERROR_FIELD.type)
     if spec.prompts:
         ends = pa.array(np.arange(batch.num_rows + 1) * num, pa.int32())
         faults = pa.ListArray.from_arrays(ends, faults)
     columns = [*map(batch.column, spec.kept_columns.values()), faults]
-    return pa.Table.from_arrays(columns, schema=rows_schema(spec, batch.schema))
+    schema = pa.schema([*rows_schema(spec, batch.schema), *_taken_fields(reuse)])
+    if reuse is not None and reuse.published is not None:
+        columns += reuse.published.columns(list(spec.prompts))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _taken_fields(reuse: Reuse | None) -> Sequence[pa.Field]:
+    return () if reuse is None or reuse.published is None else reuse.published.fields
 
 
 def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> Int64s | None:
