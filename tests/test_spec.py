@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -697,6 +698,92 @@ def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (spec.input.uri, spec.model.path) == ("/home/someone/in", "/home/someone/model")
     with pytest.raises(SpecError, match=r"job\.yaml: input\.uri: .* ~nosuchuser"):
         load(tmp_path, input__uri="~nosuchuser/in")
+
+
+# Several prompts
+
+SUMMARY = {"template": "{document}", "sampling": {"max_tokens": 96}}
+RELEVANT = {"template": "{query}", "task": "classify", "labels": {"yes": " yes", "no": " no"}}
+
+
+def asking(prompts: object, **changes: Any) -> dict[str, Any]:
+    fields = {**changed(**changes), "prompts": prompts}
+    del fields["prompt"]
+    return fields
+
+
+def test_each_prompt_is_a_question_with_fields_of_its_own() -> None:
+    spec = parse_spec(asking({"summary": SUMMARY, "relevant": RELEVANT}), source="test spec")
+    relevant, summary = spec.questions
+    assert (relevant.task, list(relevant.labels)) == ("classify", ["no", "yes"])
+    assert (summary.sampling.max_tokens, relevant.sampling.max_tokens) == (96, 1)
+    assert summary.prompt == parse(prompt__template="{document}").prompt
+    assert "label" in relevant.answer_columns and "label" not in summary.answer_columns
+    assert spec.output_columns == ("relevant", "summary", "model", "run_id")
+    assert spec.input_columns == ("id", "query", "document")
+    assert spec.questions[0].questions == (relevant,)
+    assert parse_spec(json.loads(spec.model_dump_json()), source="stored") == spec
+    assert parse().questions == (parse(),)
+
+
+def test_prompts_decide_the_plan_whatever_their_order() -> None:
+    prompts = {"summary": SUMMARY, "relevant": RELEVANT}
+    spec = parse_spec(asking(prompts), source="test spec")
+    other = parse_spec(asking(dict(reversed(prompts.items()))), source="test spec")
+    assert other.identity == spec.identity != parse().identity
+    longer = {**prompts, "summary": {"template": "{document}"}}
+    assert parse_spec(asking(longer), source="test spec").identity != spec.identity
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "reason"),
+    [
+        ({}, {}, "prompt: is missing, and required, or several prompts"),
+        ([SUMMARY], {}, "prompts: must be a mapping of names"),
+        ({"a": None}, {}, "prompts.a: has no value; it must be a section"),
+        ({"a b": SUMMARY}, {}, "prompts.a b: its name must be letters, digits and _"),
+        ({"1": SUMMARY}, {}, "no digit first"),
+        ({1: SUMMARY}, {}, "prompts.1: names of fields must be text"),
+        ({"a": SUMMARY, "A": SUMMARY}, {}, "two names differ by case only"),
+        ({"ds": SUMMARY}, {}, "prompts.ds: is the name of another column of the output"),
+        ({"model": SUMMARY}, {}, "prompts.model: is the name of another column"),
+        ({"id": SUMMARY}, {}, "input.key: column 'id' can't be a key or carried over"),
+        ({"a": SUMMARY}, {"input__key": "error"}, "column 'error' can't be a key"),
+        ({"a": SUMMARY}, {"sampling": {"max_tokens": 9}}, "sampling: each of prompts has its own"),
+        ({"a": SUMMARY}, {"task": "pool"}, "task: each of prompts has its own"),
+        ({"a": {**SUMMARY, "task": "embed", "sampling": {}}}, {}, "prompts.a.task: embed takes"),
+        ({"template": {"templat": "{a}"}}, {}, "prompts.template.templat: unknown field; did you"),
+        ({"a": {"template": "x"}}, {}, "prompts.a: template: places no column"),
+        ({"a": {**SUMMARY, "sampling": {"top_p": 2}}}, {}, "prompts.a.sampling.top_p: must be at"),
+        ({"a": {**SUMMARY, "labels": ["x", "y"]}}, {}, "prompts.a.labels, label_values and"),
+        ({"a": {**SUMMARY, "retry_invalid": 1}}, {}, "prompts.a.retry_invalid: needs a resp"),
+        ({"a": {**SUMMARY, "sampling": {"temperature": 1}}}, {"reuse_outputs": True}, "greedy"),
+    ],
+)
+def test_bad_prompts_are_refused(prompts: Any, changes: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(asking(prompts, **changes))
+
+
+def test_prompt_and_prompts_are_not_given_together() -> None:
+    assert "not both" in refusal({**changed(), "prompts": {"a": SUMMARY}})
+
+
+def test_properties_of_a_prompts_answers_may_have_the_names_of_keys() -> None:
+    schema = {"type": "object", "properties": {"id": {"type": "string"}}}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    spec = parse_spec(asking({"a": {**SUMMARY, **form}}), source="test spec")
+    assert spec.questions[0].answer_columns[1] == "id"
+
+
+def test_a_prompts_schema_may_lie_in_a_file(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"price": {"type": "number"}}}
+    (tmp_path / "price.json").write_text(json.dumps(schema))
+    form = {"response_format": {"type": "json_schema", "json_schema": "price.json"}}
+    path = write(tmp_path, yaml.safe_dump(asking({"a": {**SUMMARY, **form}})))
+    assert load_spec(path).questions[0].answer_columns[1] == "price"
+    (tmp_path / "price.json").unlink()
+    with pytest.raises(SpecError, match=r"prompts\.a: response_format\.json_schema: price\.json"):
+        load_spec(path)
 
 
 # Identity

@@ -6,6 +6,7 @@ See `ModelConfig.get_diff_sampling_param` in vLLM. Its engine takes the tokens t
 
 import logging
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any, Final
 
 from batchllm_operator.errors import SpecError
@@ -28,22 +29,23 @@ def with_models_sampling(spec: JobSpec, files: ModelFiles | None) -> JobSpec:
     The fake engine without a model has no files. A SpecError refuses a value that no spec can have,
     or that doesn't go with other settings; a ModelError names a file that can't be read.
     """
-    if not spec.decodes:
+    questions = [question for question in spec.questions if question.decodes]
+    if not questions:
         return spec
     source, suggested = _suggested(files)
-    given = {name: getattr(spec.sampling, name) for name in spec.sampling.model_fields_set}
-    if spec.sampling.from_model:
-        sampling = {"temperature": _USUAL_TEMPERATURE, **suggested, **given, "from_model": False}
-        where = f"sampling from {source} of model {spec.model.path}"
-        spec = parse_spec({**spec.model_dump(), "sampling": sampling}, source=where)
-        chosen = {name: getattr(spec.sampling, name) for name in _NAMES}
-        _log.info("%s: %s", where, _as_text(chosen))
-        return spec
+    where = f"sampling from {source} of model {spec.model.path}"
+    is_open = [question.sampling.from_model for question in spec.questions]
+    if any(is_open):
+        spec = parse_spec(_filled(spec.model_dump(), suggested), source=where)
+        for question in compress(spec.questions, is_open):
+            chosen = {name: getattr(question.sampling, name) for name in _NAMES}
+            _log.info("%s: %s", where, _as_text(chosen))
     ignored = {  # how long outputs are is the job's affair
         name: suggested[name]
+        for sampling in (q.sampling for q in questions if not q.sampling.from_model)
         for name in _NAMES
-        if name in suggested.keys() - given.keys()
-        and suggested[name] != getattr(spec.sampling, name)
+        if name in suggested.keys() - sampling.model_fields_set
+        and suggested[name] != getattr(sampling, name)
     }
     if ignored:
         _log.warning(
@@ -54,6 +56,17 @@ def with_models_sampling(spec: JobSpec, files: ModelFiles | None) -> JobSpec:
             _as_text(ignored),
         )
     return spec
+
+
+def _filled(fields: dict[str, Any], suggested: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec, or of one of its prompts, with the model's values."""
+    given = fields["sampling"]
+    if given["from_model"]:
+        sampling = {"temperature": _USUAL_TEMPERATURE, **suggested, **given, "from_model": False}
+        fields = {**fields, "sampling": sampling}
+    prompts = fields.get("prompts", {})
+    filled = {name: _filled(prompt, suggested) for name, prompt in prompts.items()}
+    return {**fields, "prompts": filled} if filled else fields
 
 
 def _suggested(files: ModelFiles | None) -> tuple[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from batchllm_operator import cli, errors
 from batchllm_operator.metrics import ShardCollector
 from batchllm_operator.spec import Decides, JobSpec
 from batchllm_operator.spec.fields import MAX_COUNT, Section
+from batchllm_operator.spec.question import QuestionSpec
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 EXAMPLES: Final = ROOT / "docs" / "reference" / "examples.yaml"
@@ -47,20 +48,26 @@ class SpecField(NamedTuple):
 
 
 def spec_fields() -> Iterator[SpecField]:
-    """All fields of the job spec, sections after the fields of the section that has them."""
+    """All fields of the job spec, sections after the fields of the section that has them.
+
+    Those of `prompts` are the fields of other sections, where they are explained.
+    """
     schema = JobSpec.model_json_schema()
     classes = {cls.__name__: cls for cls in _subclasses(Section)}
     todo = [("", "JobSpec", schema)]
     while todo:
         section, name, described = todo.pop(0)
-        for field, of_field in described["properties"].items():
+        required = described.get("required", ())
+        fields = described["properties"].items()
+        if not section:
+            fields = sorted(fields, key=lambda item: item[0] not in required)
+        for field, of_field in fields:
             marks = classes[name].model_fields[field].metadata
             decides = next((mark for mark in marks if isinstance(mark, Decides)), None)
-            required = field in described.get("required", ())
-            spec_field = SpecField(section, field, of_field, required, decides)
+            spec_field = SpecField(section, field, of_field, field in required, decides)
             yield spec_field
             for other in dict.fromkeys(re.findall(r"#/\$defs/(\w+)", str(of_field))):
-                if other in classes:
+                if other in classes and classes[other] is not QuestionSpec:
                     todo.append((spec_field.path, other, schema["$defs"][other]))
 
 

@@ -60,9 +60,8 @@ def estimate_alone(
     everyone = np.arange(len(requests) + 1)
     groups = PrefixGroups(everyone[:-1], everyone, np.zeros(len(requests), dtype=np.int64))
     unknown = np.full((len(requests), 2), -1)
-    return estimate_output_tokens(
-        spec, requests, learned, groups, unknown if hashes is None else hashes
-    )
+    asked, known = requests.questions(1), unknown if hashes is None else hashes
+    return estimate_output_tokens(spec, requests, asked, learned, groups, known)
 
 
 # Constant

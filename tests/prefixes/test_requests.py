@@ -21,24 +21,30 @@ PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=20)
 
 
 @settings(deadline=None)
-@given(PROMPTS, st.booleans(), st.booleans())
-@example([], True, True)
-@example([[1], [0], [1], [1], []], True, True)
+@given(PROMPTS, st.lists(st.booleans(), min_size=1, max_size=3), st.booleans())
+@example([], [True], True)
+@example([[1], [0], [1], [1], []], [True], True)
+@example([[1], [1], [1], [1], [1, 0], []], [True, True], True)
+@example([[1], [1], [1], [1], [1], [1]], [False, True, True], True)
 def test_every_row_is_in_the_request_of_its_prompt(
-    prompts: list[list[int]], merge: bool, with_estimates: bool
+    prompts: list[list[int]], merge: list[bool], with_estimates: bool
 ) -> None:
+    """With several questions, in that of its question."""
     tokens = TokenTable.from_lists(prompts)
-    row_idxs = np.arange(len(prompts)) * 2 + 1
+    step = 3 if len(merge) == 2 else 2
+    row_idxs = np.arange(len(prompts)) * step + 1
     estimates = np.arange(len(prompts)) % 5 if with_estimates else None
-    requests, ranked = make_requests(tokens, sort_prompts(tokens), row_idxs, estimates, merge=[merge])
+    requests, ranked = make_requests(tokens, sort_prompts(tokens), row_idxs, estimates, merge=merge)
     expected: dict[object, list[int]] = {}
     for idx, prompt in enumerate(prompts):
-        expected.setdefault(tuple(prompt) if merge else idx, []).append(idx)
+        question = (step * idx + 1) % len(merge)
+        same = (question, *prompt) if merge[question] else idx
+        expected.setdefault(same, []).append(idx)
     assert len(requests) == len(expected)
     everyone = np.arange(len(requests))
     assert requests.num_rows.tolist() == [len(members) for members in expected.values()]
     assert requests.rows_of(everyone).tolist() == [
-        2 * idx + 1 for members in expected.values() for idx in members
+        step * idx + 1 for members in expected.values() for idx in members
     ]
     firsts = [members[0] for members in expected.values()]
     planned = requests.prompts.slices(requests.prompt_idxs, 0, requests.lengths)
@@ -49,6 +55,8 @@ def test_every_row_is_in_the_request_of_its_prompt(
         assert requests.output_tokens.tolist() == [
             max(idx % 5 for idx in members) for members in expected.values()
         ]
+    asked = [(step * members[0] + 1) % len(merge) for members in expected.values()]
+    assert requests.questions(len(merge)).tolist() == asked
     tree = ranked.tree(requests.lengths)
     alone = build_prefix_tree(TokenTable.from_lists([prompts[idx] for idx in firsts]))
     assert tree.prompt_idxs.tolist() == alone.prompt_idxs.tolist()
@@ -143,3 +151,17 @@ def test_classes_must_fit_beside_the_vocabulary() -> None:
     PromptClasses(1 << 17, 1 << 14)
     with pytest.raises(PlanError, match="at most 16384 can be planned"):
         PromptClasses(1 << 17, (1 << 14) + 1)
+
+
+@given(PROMPTS.filter(bool), st.data())
+def test_some_prompts_are_ranked_as_if_there_were_no_others(
+    prompts: list[list[int]], data: st.DataObject
+) -> None:
+    tokens = TokenTable.from_lists(prompts)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(prompts))), min_size=1, unique=True))
+    is_chosen = np.zeros(len(prompts), dtype=np.bool_)
+    is_chosen[chosen] = True
+    found = sort_prompts(tokens).only(is_chosen)
+    alone = sort_prompts(tokens.take(sorted(chosen)))
+    assert found.prompt_idxs.tolist() == [sorted(chosen)[idx] for idx in alone.prompt_idxs]
+    assert found.num_shared_tokens.tolist() == alone.num_shared_tokens.tolist()

@@ -72,6 +72,7 @@ class Demo:
             if isinstance(old, Mapping) and isinstance(value, Mapping):
                 value = {**old, **value}
             spec[section] = value
+        spec = {section: value for section, value in spec.items() if value is not None}
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(spec), encoding="utf-8")
         return path

@@ -20,6 +20,7 @@ from batchllm_operator import errors
 from batchllm_operator.cli import main
 from batchllm_operator.spec import JobSpec, load_spec, parse_spec
 from batchllm_operator.spec.model import _AFTER
+from batchllm_operator.spec.question import QuestionSpec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -57,6 +58,8 @@ def check_fragment(fields: Mapping[str, Any]) -> None:
     """A fragment of a spec, over the smallest one, is valid."""
     forms = {"template", "turns", "messages"}
     whole = dict(SMALLEST)
+    if "prompts" in fields:
+        del whole["prompt"]
     for name, value in fields.items():
         is_whole = not isinstance(value, dict) or (name == "prompt" and forms & value.keys())
         whole[name] = value if is_whole else {**whole.get(name, {}), **value}
@@ -74,6 +77,8 @@ def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for other in models_of(field.annotation):
+            if other is QuestionSpec:  # has the fields of a prompt and of answers
+                continue
             yield from paths_of(other, f"{prefix}{name}.")
 
 
