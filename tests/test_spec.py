@@ -750,7 +750,7 @@ def test_prompts_decide_the_plan_whatever_their_order() -> None:
         ({"id": SUMMARY}, {}, "input.key: column 'id' can't be a key or carried over"),
         ({"a": SUMMARY}, {"input__key": "error"}, "column 'error' can't be a key"),
         ({"a": SUMMARY}, {"sampling": {"max_tokens": 9}}, "sampling: each of prompts has its own"),
-        ({"a": SUMMARY}, {"task": "pool"}, "task: each of prompts has its own"),
+        ({"a": SUMMARY}, {"retry_invalid": 1}, "retry_invalid: each of prompts has its own"),
         ({"a": {**SUMMARY, "task": "embed", "sampling": {}}}, {}, "prompts.a.task: embed takes"),
         ({"template": {"templat": "{a}"}}, {}, "prompts.template.templat: unknown field; did you"),
         ({"a": {"template": "x"}}, {}, "prompts.a: template: places no column"),

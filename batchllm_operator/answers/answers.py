@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -57,7 +58,7 @@ class Answers:
         out."""
         questions = spec.questions
         known = [NOTHING_PLANNED] * len(questions) if planned is None else planned
-        return tuple(map(cls.of, questions, known, strict=True))
+        return tuple(starmap(cls.of, zip(questions, known, strict=True)))
 
     @property
     def raw_fields(self) -> list[pa.Field]:

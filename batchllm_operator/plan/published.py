@@ -43,6 +43,8 @@ class PublishedAnswers:
     """
 
     def __init__(self, spec: JobSpec, ds: str, only: Sequence[str], folder: Path) -> None:
+        if unknown := sorted(set(only) - spec.prompts.keys()):
+            raise SpecError(f"--only: the job has no prompt {unknown[0]!r} among several")
         self._key = spec.input.key
         self._names = [name for name in spec.prompts if name not in only]
         table = open_table(spec.output.uri, spec.input.partition_column)
@@ -138,8 +140,6 @@ class PublishedAnswers:
 
 
 def _check_same(spec: JobSpec, published: JobSpec, only: Sequence[str]) -> None:
-    if unknown := sorted(set(only) - spec.prompts.keys()):
-        raise SpecError(f"--only: the job has no prompt {unknown[0]!r} among several")
     if spec.prompts.keys() != published.prompts.keys():
         raise SpecError(
             "--only: the published partition has answers to other prompts; leave --only out"

@@ -125,7 +125,8 @@ def _unknown(name: str, value: object, section: type[BaseModel], spec: type[Base
 def _paths(spec: type[BaseModel]) -> Iterator[str]:
     """The fields of sections, by their dotted names."""
     for name, field in spec.model_fields.items():
-        for section in list(_sections_in(field.annotation))[:1]:
+        # Fields of `prompts` are those of others.
+        for section in list(_sections_in(field.annotation))[: name != "prompts"]:
             yield from (f"{name}.{inner}" for inner in section.model_fields)
             yield from (f"{name}.{path}" for path in _paths(section))
 

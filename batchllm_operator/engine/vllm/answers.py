@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
+from itertools import starmap
 from typing import Any, Final, Self
 
 from vllm import PoolingParams, SamplingParams
@@ -64,7 +65,7 @@ class VLLMAnswers:
         questions = spec.questions
         planned = job.answers or [NOTHING_PLANNED] * len(questions)
         split = splitters or [None] * len(questions)
-        return tuple(map(cls, questions, planned, split, strict=True))
+        return tuple(starmap(cls, zip(questions, planned, split, strict=True)))
 
     def params_of(
         self, request: EngineRequest, *, hint: bool = False
