@@ -237,7 +237,9 @@ def commit(args: argparse.Namespace) -> Mapping[str, Any]:
     )
     num_rows, num_failed = report.plan.num_rows, report.num_failed_rows
     failed = share(num_failed, num_rows)
-    print(f"{counted(num_rows, 'row')} published, {num_failed:,} failed ({failed})")
+    answers = f" of {num_rows:,} answers" if report.prompts else ""
+    rows = counted(report.num_rows_in, "row")
+    print(f"{rows} published, {num_failed:,}{answers} failed ({failed})")
     return report.figures()
 
 

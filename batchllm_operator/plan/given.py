@@ -113,7 +113,7 @@ class Given:
             _log.warning(
                 "%d of %s can't be prompted; the reasons will be in the output's error column",
                 num_rejected,
-                counted(num_rows, "row"),
+                counted(num_rows, "prompt" if spec.prompts else "row"),
             )
         if are_too_many(spec, num_rejected, num_rows):
             errors = RowErrors()

@@ -107,13 +107,13 @@ def _valleys(report: RunReport) -> float | None:
 
 
 def _cost_per_1000(report: RunReport) -> float | None:
-    cost_usd, num_rows = report.bill.cost_usd, report.plan.num_rows
+    cost_usd, num_rows = report.bill.cost_usd, report.num_rows_in
     return 1000 * cost_usd / num_rows if cost_usd is not None and num_rows else None
 
 
 _FIGURES: Final = {
     "Input": (
-        _Figure("Rows in", lambda run: run.plan.num_rows),
+        _Figure("Rows in", lambda run: run.num_rows_in),
         _Figure("Duplicate rows", lambda run: run.plan.num_duplicate_rows),
         _Figure("Reused rows", lambda run: run.plan.num_reused_rows),
         _Figure("Rows with control tokens", lambda run: run.plan.num_control_rows),
