@@ -110,8 +110,8 @@ def _prompts(manifest: PlanManifest, shards: Sequence[ShardParts]) -> dict[str, 
         asked = pc.list_element(served["row_idxs"], 0).to_numpy() % len(names)
         prompt_tokens, cached, outputs = (served[name].to_numpy() for name in columns)
         num_rows = pc.list_value_length(served["row_idxs"]).to_numpy()
-        counts = (prompt_tokens * num_rows.astype(np.int64), prompt_tokens, cached, outputs)
-        np.add.at(sums, asked, np.column_stack(counts))
+        logical = prompt_tokens * num_rows.astype(np.int64)
+        np.add.at(sums, asked, np.column_stack([logical, prompt_tokens, cached, outputs]))
     runs = {}
     for name, planned, counts in zip(names, manifest.prompt_counts, sums.tolist(), strict=True):
         logical, prompt, cached, output = counts

@@ -93,8 +93,7 @@ class FakeEngine:
         text, raw = self._answers[question].fake(prompt)
         num_output_tokens = min(self._most[question], self._max_model_len - num_prompt_tokens)
         counts = (num_prompt_tokens, num_cached_tokens, num_output_tokens)
-        of_all = {"error": None, "raw": raw, "question": question}
-        return EngineOutput(request.request_idx, text, "length", *counts, **of_all)
+        return EngineOutput(request.request_idx, text, "length", *counts, None, raw, question)
 
 
 def _with_adapter(request: EngineRequest) -> list[int]:

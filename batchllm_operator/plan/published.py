@@ -45,6 +45,8 @@ class PublishedAnswers:
     def __init__(self, spec: JobSpec, ds: str, only: Sequence[str], folder: Path) -> None:
         if unknown := sorted(set(only) - spec.prompts.keys()):
             raise SpecError(f"--only: the job has no prompt {unknown[0]!r} among several")
+        if spec.prompts.keys() == set(only):
+            raise SpecError("--only: names all prompts; leave it out")
         self._key = spec.input.key
         self._names = [name for name in spec.prompts if name not in only]
         table = open_table(spec.output.uri, spec.input.partition_column)
@@ -63,7 +65,8 @@ class PublishedAnswers:
             for batch in table.scan(snapshot, [*self._key, *self._names]):
                 digests.append(self._digests(batch))
                 errors = (pc.struct_field(batch.column(name), ERROR_COLUMN) for name in self._names)
-                is_whole.append(np.array([error.is_null().to_pylist() for error in errors]).T)
+                whole = (error.is_null().to_numpy(zero_copy_only=False) for error in errors)
+                is_whole.append(np.stack(list(whole), axis=1))
                 answers = batch.select(self._names)
                 writer.write_batch(answers.cast(pa.schema(self.fields)))
         keys = np.concatenate([np.zeros(0, FINGERPRINT_DTYPE), *digests])
@@ -77,7 +80,7 @@ class PublishedAnswers:
     @property
     def num_bytes(self) -> int:
         """Memory of the digests."""
-        return self._keys.nbytes + self._order.nbytes + self._fingerprints.nbytes
+        return int(self._keys.nbytes + self._order.nbytes + self._fingerprints.nbytes)
 
     def _digests(self, rows: pa.RecordBatch) -> npt.NDArray[np.bytes_]:
         return fingerprints_of(encode_keys(rows.select(self._key), "the published partition"))

@@ -172,7 +172,7 @@ class _Asked:
     """Keys and prompts of some rows, or of some asks."""
 
     def __init__(self, rows: PlanRows, idxs: Iterable[int]) -> None:
-        self._prompts = list(rows.prompts) or [None]
+        self._prompts: Sequence[str | None] = rows.prompts or [None]
         self._keys = _read_keys(rows, {idx // len(self._prompts) for idx in idxs})
 
     def key(self, idx: int) -> dict[str, str]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -31,6 +31,7 @@ _AFTER: Final = (
 _OF_TEXTS: Final = frozenset({"generated_text", "finish_reason", "num_output_tokens"})
 """Columns that a vector hasn't."""
 _OF_RUN: Final = ("model", "run_id")
+_NO_PROMPT: Any = None  # of a job of several; each of its questions has one
 _PROMPT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
@@ -43,7 +44,7 @@ class JobSpec(AnswerSpec):
     """The job's name: letters, digits, `_` and `-`. Plans and reports are filed under it."""
     input: InputSpec
     """The table that the job reads."""
-    prompt: PromptSpec = Field(default=None, exclude_if=lambda prompt: prompt is None)
+    prompt: PromptSpec = Field(default=_NO_PROMPT, exclude_if=lambda prompt: prompt is None)
     """How a row becomes a prompt; a job of several `prompts` has none."""
     prompts: OfPlan[Annotated[dict[str, QuestionSpec], AfterValidator(by_name)]] = Field(
         default_factory=dict, exclude_if=lambda prompts: not prompts

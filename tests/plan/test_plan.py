@@ -146,7 +146,7 @@ def test_token_ids_that_prove_wrong_are_all_made_again(
         return encode(texts)
 
     monkeypatch.setattr(tokenizer, "encode", encode_and_find_a_difference)
-    monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(plan_module, "load_tokenizers", lambda *_: (tokenizer,))
     budgets: list[MemoryBudget] = []
     check = MemoryBudget.check
 
@@ -175,7 +175,7 @@ def test_long_constant_text_is_rendered_a_few_rows_at_a_time(
         return encode(texts)
 
     monkeypatch.setattr(tokenizer, "encode", encode_and_count)
-    monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(plan_module, "load_tokenizers", lambda *_: (tokenizer,))
     plan_job(spec, DS)
     assert sum(sizes) > 3 * (4 << 20)
     assert max(sizes) < 1.1 * (4 << 20)

@@ -355,6 +355,8 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
     plan = run_and_commit(spec)
     with pytest.raises(SpecError, match="no prompt 'sumary' among several"):
         plan_job(spec, DS, ["sumary"])
+    with pytest.raises(SpecError, match="names all prompts"):
+        plan_job(spec, DS, list(spec.prompts))
     twice = changed(changed(spec, "summary", template="{query}"), "topic", template="{query}")
     with pytest.raises(SpecError, match=r"prompts\.topic has changed, too"):
         plan_job(twice, DS, ["summary"])

@@ -64,7 +64,7 @@ class VLLMAnswers:
         """Those of each of a job's questions."""
         questions = spec.questions
         planned = job.answers or [NOTHING_PLANNED] * len(questions)
-        split = splitters or [None] * len(questions)
+        split: Sequence[ReasoningSplitter | None] = splitters or [None] * len(questions)
         return tuple(starmap(cls, zip(questions, planned, split, strict=True)))
 
     def params_of(
@@ -114,8 +114,8 @@ class VLLMAnswers:
         num_output_tokens = sum(len(completion.token_ids) for completion in completions)
         counts = (len(request.prompt_token_ids), num_cached_tokens, num_output_tokens)
         reason = "length" if "length" in ends else "stop"
-        of_all = {"error": None, "raw": raw, "question": request.question}
-        return EngineOutput(request.request_idx, text, reason, *counts, **of_all)
+        asked = request.question
+        return EngineOutput(request.request_idx, text, reason, *counts, None, raw, asked)
 
 
 def sampling_params(
