@@ -280,7 +280,7 @@ def test_a_bad_value_names_its_field(where: str, value: Any) -> None:
         ("engine__backend", "tgi", "engine.backend: must be 'vllm' or 'fake'"),
         ("engine__extra_args", [1], "engine.extra_args: must be a mapping of names to values"),
         ("engine__extra_args", {"a": {"b": date(2026, 1, 1)}}, "extra_args.a.b: must be text"),
-        ("input__filter", "a == 1", "input.filter: must be a list"),
+        ("input__filter", 3, "input.filter: must be a list"),
         ("input__filter", [{"column": "a", "value": None}], "filter[0]: 'is null' and 'is not n"),
         ("input__filter", [{"column": "a", "op": "is null", "value": 1}], "take no value; the o"),
         ("input__filter", [{"value": 1}], "filter[0]: names either a column, op and value, or an"),

@@ -13,6 +13,7 @@ from batchllm_operator.lake.publishing import Publication as Publication
 from batchllm_operator.lake.row_stream import joined as joined
 from batchllm_operator.lake.scanning import listed_columns as listed_columns
 from batchllm_operator.lake.scanning import row_condition as row_condition
+from batchllm_operator.lake.scanning import rows_meeting as rows_meeting
 from batchllm_operator.lake.schema import StoredColumns as StoredColumns
 from batchllm_operator.lake.schema import check_names as check_names
 from batchllm_operator.lake.staging import StagedFile as StagedFile

@@ -12,6 +12,8 @@ from functools import reduce
 from operator import and_, or_
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as pds
 from pyarrow import types
@@ -69,7 +71,8 @@ class Scan:
                 )
         wanted = dict.fromkeys([*(place.column for place in found.values()), *compared])
         schema = pa.schema([table.field(name) for name in wanted])
-        return cls(found, schema, conditions, row_condition(uri, conditions, schema))
+        condition = row_condition(f"input.filter: table {uri}", conditions, schema)
+        return cls(found, schema, conditions, condition)
 
     def chosen(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The wanted values of rows that have the columns of `schema`."""
@@ -112,11 +115,12 @@ def listed_columns(schema: pa.Schema) -> str:
 
 
 def row_condition(
-    uri: str, conditions: Sequence[FilterTerm], schema: pa.Schema
+    where: str, conditions: Sequence[FilterTerm], schema: pa.Schema
 ) -> pds.Expression | None:
     """All conditions as one expression on rows of `schema`; None without conditions.
 
-    Raises `TableError`: a column's type doesn't allow a condition's comparison.
+    Raises `TableError`: a column's type doesn't allow a condition's comparison; `where` names the
+    spec's field and the table.
     """
     nothing, whole = schema.empty_table(), []
     for term in conditions:
@@ -129,13 +133,27 @@ def row_condition(
             except (pa.ArrowException, OverflowError, ValueError, DecimalException) as error:
                 value = list(each.value) if isinstance(each.value, tuple) else each.value
                 raise TableError(
-                    f"input.filter: column {each.column!r} of table {uri} holds {kind}, which can't"
-                    f" be compared with {each.op} {value!r}; compare it with a value of its own"
-                    " type, or add a column of text, numbers or booleans in a view of the input,"
-                    " and filter by that"
+                    f"{where}: column {each.column!r} holds {kind}, which can't be compared with"
+                    f" {each.op} {value!r}; compare it with a value of its own type, or add, in a"
+                    " view of the input, a column of text, numbers or booleans"
                 ) from error
         whole.append(reduce(or_, parts))
     return reduce(and_, whole) if whole else None
+
+
+def rows_meeting(
+    where: str, conditions: Sequence[FilterTerm], rows: pa.RecordBatch
+) -> npt.NDArray[np.bool_]:
+    """Which rows meet all conditions, as a scan has them: [num_rows]; raises as `row_condition`."""
+    meets = np.ones(rows.num_rows, dtype=np.bool_)
+    names = list(dict.fromkeys(each.column for term in conditions for each in term.comparisons))
+    if names:
+        some, number = rows.select(names), f"number of {''.join(names)}"  # a name that is free
+        numbered = some.append_column(number, pa.array(np.arange(rows.num_rows)))
+        kept = numbered.filter(row_condition(where, conditions, some.schema)).column(number)
+        meets[:] = False
+        meets[kept.to_numpy()] = True
+    return meets
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from batchllm_operator.spec.addresses import CLOUD_SCHEMES as CLOUD_SCHEMES
 from batchllm_operator.spec.addresses import TableAddress as TableAddress
 from batchllm_operator.spec.addresses import check_folder as check_folder
+from batchllm_operator.spec.conditions import Comparison as Comparison
+from batchllm_operator.spec.conditions import FilterTerm as FilterTerm
 from batchllm_operator.spec.execution import EngineSpec as EngineSpec
 from batchllm_operator.spec.fields import Decides as Decides
 from batchllm_operator.spec.loading import load_spec as load_spec
@@ -17,8 +19,6 @@ from batchllm_operator.spec.response_format import RegexFormat as RegexFormat
 from batchllm_operator.spec.response_format import ResponseFormat as ResponseFormat
 from batchllm_operator.spec.response_format import matcher as matcher
 from batchllm_operator.spec.sections import TARGET_FILE_BYTES as TARGET_FILE_BYTES
-from batchllm_operator.spec.sections import Comparison as Comparison
-from batchllm_operator.spec.sections import FilterTerm as FilterTerm
 from batchllm_operator.spec.sections import InputSpec as InputSpec
 from batchllm_operator.spec.sections import ModelSpec as ModelSpec
 from batchllm_operator.spec.sections import OutputSpec as OutputSpec

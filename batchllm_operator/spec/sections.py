@@ -13,12 +13,12 @@ from pydantic import (
     ByteSize,
     Field,
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
 )
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec.addresses import ModelPath, StagingUri, TableAddress, TableUri
+from batchllm_operator.spec.conditions import Conditions
 from batchllm_operator.spec.fields import (
     MAX_BYTES,
     MAX_COUNT,
@@ -76,55 +76,6 @@ Carried = Annotated[
 Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(by_name)]
 
 
-class Comparison(Section):
-    """A comparison of an input column with a value."""
-
-    column: OfPlan[str]
-    """Input column that is compared."""
-    op: OfPlan[
-        Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in", "is null", "is not null"]
-    ] = "=="
-    """Comparison; `in` and `not in` take a list, `is null` and `is not null` no value."""
-    value: OfPlan[str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...] | None] = None
-    """What the column is compared with. Whole numbers have at most 64 bits. Dates and timestamps
-    are text as in ISO 8601 (in UTC unless they say otherwise), decimals numbers or text."""
-
-    @field_validator("value", mode="before")
-    @classmethod
-    def _check_size(cls, value: object) -> object:
-        """Refuse larger numbers, which would become floats."""
-        for number in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(number, int) and not -MAX_BYTES - 1 <= number <= MAX_BYTES:
-                raise ValueError("a whole number must fit into 64 bits")
-        return value
-
-    def _faults(self) -> Iterator[str]:
-        if self.op.startswith("is ") != (self.value is None):
-            yield "'is null' and 'is not null' take no value; the other comparisons need one"
-        elif (self.op in ("in", "not in")) != isinstance(self.value, tuple):
-            yield "'in' and 'not in' take a list; the other comparisons one value"
-
-
-class FilterTerm(Comparison):
-    """One condition on a row; all conditions of a spec must hold."""
-
-    column: OfPlan[str] = ""
-    """Input column that is compared; required without `any`."""
-    any: OfPlan[tuple[Comparison, ...]] = ()
-    """In place of a comparison: several, of which one must hold."""
-
-    def _faults(self) -> Iterator[str]:
-        if not self.any:
-            yield from super()._faults()
-        if bool(self.any) == bool(self.column) or (self.any and self.value is not None):
-            yield "names either a column, op and value, or any of several comparisons"
-
-    @property
-    def comparisons(self) -> tuple[Comparison, ...]:
-        """One of them must hold."""
-        return self.any or (self,)
-
-
 class InputSpec(Section):
     """The table that the job reads."""
 
@@ -149,8 +100,9 @@ class InputSpec(Section):
     timestamps begins; without it days are those of UTC. Times without a zone count as UTC."""
     key: OfPlan[Annotated[Columns, Field(min_length=1), distinct("column")]]
     """Column, or list of columns, that identifies a row within the partition."""
-    filter: OfPlan[tuple[FilterTerm, ...]] = ()
-    """Conditions that a row must meet to take part."""
+    filter: OfPlan[Conditions] = ()
+    """What a row must meet to take part, as text (`"language == 'nl' and (votes > 3 or votes is
+    null)"`) or as a list of conditions, which must all hold."""
     bytes_as_text: OfPlan[bool] = False
     """Read columns of bytes as text, as Parquet files have it that don't say what it is. A row
     whose text for the prompt isn't UTF-8 fails."""
