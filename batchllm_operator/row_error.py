@@ -5,6 +5,8 @@ from typing import Final, NamedTuple
 INVALID_OUTPUT: Final = "invalid_output"
 """The kind of the error of an answer that can't be used."""
 
+SKIPPED: Final = "skipped"
+
 
 class RowError(NamedTuple):
     """A row's error: columns of the plan's rows, of parts and of the output table hold it so."""
@@ -16,3 +18,7 @@ class RowError(NamedTuple):
 
     def __str__(self) -> str:
         return self.kind if self.message is None else f"{self.kind}: {self.message}"
+
+
+UNASKED: Final = RowError(kind=SKIPPED)
+"""Marks what isn't asked of a row, in the plan's rows only: it isn't a failure."""

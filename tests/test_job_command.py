@@ -48,6 +48,26 @@ def test_one_command_does_a_whole_job_and_another_nothing_again(
     assert file.stat().st_mtime_ns == before
 
 
+def test_one_command_goes_through_all_rounds(job: JobFolder, commands: ForkServer) -> None:
+    spec = yaml.safe_load(Path(job.write_spec("job")).read_text())
+    del spec["prompt"], spec["sampling"]
+    spec["prompts"] = {
+        "topic": {"template": "{document} {query}"},
+        "title": {"template": "{document} {topic}", "when": "topic.num_output_tokens > 0"},
+    }
+    (job.path / "rounds.yaml").write_text(yaml.safe_dump(spec))
+    arguments = ["--job", str(job.path / "rounds.yaml"), "--ds", DS]
+    done = commands.run(CLI, ["job", *arguments])
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("round ")] == [
+        "round 1 of 2: topic",
+        *(line for line in done.stdout.splitlines() if line.startswith("round 2 of 2: title; ")),
+    ]
+    assert "24 answers to 2 prompts: 24 out, 0 failed" in done.stdout
+    status = commands.run(CLI, ["status", *arguments])
+    assert "round 2 of 2, 12/12 (100 %) rows, committed" in status.stdout
+
+
 def test_a_shard_that_fails_ends_the_job_with_its_reason_and_exit_code(
     job: JobFolder, commands: ForkServer
 ) -> None:

@@ -77,6 +77,8 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
     result = {
         "plan_uri": planned.folder.uri,
         "num_shards": len(planned.manifest.shards),
+        "round": planned.manifest.round_idx + 1,
+        "num_rounds": len(planned.manifest.spec.rounds),
         "planned_saving_ratio": counts.planned_saving_ratio,
         "optimal_saving_ratio": counts.optimal_saving_ratio,
         "imbalance": planned.manifest.imbalance,
@@ -235,7 +237,7 @@ def commit(args: argparse.Namespace) -> Mapping[str, Any]:
     print_unmasked(
         f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
-    num_rows, num_failed = report.plan.num_rows, report.num_failed_rows
+    num_rows, num_failed = report.plan.num_asked_rows, report.num_failed_rows
     failed = share(num_failed, num_rows)
     answers = f" of {num_rows:,} answers" if report.prompts else ""
     rows = counted(report.num_rows_in, "row")
@@ -252,10 +254,23 @@ def job(args: argparse.Namespace) -> Mapping[str, Any]:
     """Plan a job, generate for all its shards here, commit and report; resumes.
 
     One worker generates. Its process ends before the commit, which frees all of the engine's
-    memory; `SystemExit` has its exit code if it fails. The result is that of the report.
+    memory; `SystemExit` has its exit code if it fails. A job of several rounds is planned again
+    after each. The result is that of the report.
     """
-    planned = plan(argparse.Namespace(**vars(args), on=None, record=None, advise=False))
+    of_plan = argparse.Namespace(**vars(args), on=None, record=None, advise=False)
+    planned = plan(of_plan)
+    _run_apart(planned["plan_uri"])
+    while planned["round"] < planned["num_rounds"]:
+        planned = plan(of_plan)
+        _run_apart(planned["plan_uri"])
     uri = planned["plan_uri"]
+    of_plan = argparse.Namespace(plan=uri, job=None, ds=None, on=None, compare=None, out=None)
+    commit(of_plan)
+    return {"num_shards": planned["num_shards"], **reports.report(of_plan)}
+
+
+def _run_apart(uri: str) -> None:
+    """`run` in a process of its own; `SystemExit` has its exit code if it fails."""
     process = start_command(["run", "--plan", uri])
     try:
         status = process.wait()
@@ -264,6 +279,3 @@ def job(args: argparse.Namespace) -> Mapping[str, Any]:
         status = process.wait()
     if status:
         raise SystemExit(exit_code(status))
-    of_plan = argparse.Namespace(plan=uri, job=None, ds=None, on=None, compare=None, out=None)
-    commit(of_plan)
-    return {"num_shards": planned["num_shards"], **reports.report(of_plan)}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from batchllm_operator.amounts import clipped, counted
+from batchllm_operator.amounts import clipped
 from batchllm_operator.commit.failed_rows import find_errors
 from batchllm_operator.commit.partition import write_partition
 from batchllm_operator.commit.report import describe_run, load_report, store_page
@@ -23,6 +23,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.lake import LakeTable, Publication, StagedRows, open_table
 from batchllm_operator.secrets.masking import Masker
 from batchllm_operator.shards.group_lengths import write_lengths
+from batchllm_operator.shards.joining import FinishedRound, finished_rounds, outputs_of
 from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import (
     COMMITTED_FILE,
@@ -85,28 +86,41 @@ def _commit(plan: StoredPlan, write: WritePartition) -> RunReport:
     if find_committed(plan) is not None and plan.folder.exists(REPORT_FILE):
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return load_report(plan.folder.uri)
+    _check_last(plan)
     plan.mark_committing()
-    shards = _finished_shards(plan)
+    rounds = finished_rounds(plan)
     seen = check_publisher(table, spec, manifest.ds)
-    errors = find_errors(plan, shards)
+    errors = find_errors(plan, [shard for each in rounds for shard in each.shards])
     if seen == plan.publication:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
-        return _write_report(plan, table, shards, errors)
+        return _write_report(rounds, table, errors)
     plan.check_current()
-    if are_too_many(spec, errors.num_rows, manifest.counts.num_rows):
+    num_rows = sum(each.plan.manifest.counts.num_asked_rows for each in rounds)
+    if are_too_many(spec, errors.num_rows, num_rows):
         raise too_many_failed(
-            *(spec, manifest.counts.num_rows, plan, errors),
+            *(spec, num_rows, plan, errors),
             verdict="nothing was published",
             cure="To publish all the same, raise max_failed_fraction in the spec, plan again and"
             " commit: finished parts are kept",
         )
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
-        sources: list[ShardParts | ReusedOutputs] = [*shards, ReusedOutputs(plan)]
-        data = write(plan, sources, Path(spool), table)
+        data = write(plan, outputs_of(rounds), Path(spool), table)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
-    return _write_report(plan, table, shards, errors)
+    return _write_report(rounds, table, errors)
+
+
+def _check_last(plan: StoredPlan) -> None:
+    """Raise `IncompleteRunError` for a plan whose job has later rounds: it lacks their answers."""
+    manifest, rounds = plan.manifest, plan.manifest.spec.rounds
+    names, asked = list(manifest.spec.prompts), manifest.round_idx + 1
+    if missing := [names[number] for later in rounds[asked:] for number in later]:
+        raise IncompleteRunError(
+            f"plan {plan.folder.uri}: is round {asked} of {len(rounds)}: prompts"
+            f" {', '.join(missing)} aren't asked yet; once it is finished, `batchllm plan` makes"
+            f" the plan of round {asked + 1}, and the last round is committed"
+        )
 
 
 def published_plan_uri(spec: JobSpec, ds: str) -> str:
@@ -120,23 +134,6 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
     if found is None:
         raise TableError(f"table {table.uri}: partition {ds!r} has not been published")
     return plan_folder(spec, found).uri
-
-
-def _finished_shards(plan: StoredPlan) -> list[ShardParts]:
-    shards = [ShardParts.read(plan, shard_idx) for shard_idx in range(len(plan.manifest.shards))]
-    unfinished = [
-        f"shard {shard_idx} ({len(stored.entries)} of {counted(planned.num_parts, 'part')})"
-        for shard_idx, (planned, stored) in enumerate(
-            zip(plan.manifest.shards, shards, strict=True)
-        )
-        if {entry.part_idx for entry in stored.entries} != set(range(planned.num_parts))
-    ]
-    if unfinished:
-        raise IncompleteRunError(
-            f"plan {plan.folder.uri}: unfinished: {', '.join(unfinished)}; run"
-            f" `batchllm run --plan {plan.folder.uri}`, then commit again"
-        )
-    return shards
 
 
 def _publish(
@@ -170,10 +167,11 @@ def _publish(
 
 
 def _write_report(
-    plan: StoredPlan, table: LakeTable, shards: Sequence[ShardParts], errors: RowErrors
+    rounds: Sequence[FinishedRound], table: LakeTable, errors: RowErrors
 ) -> RunReport:
     """Write the report and its page, and only then the note that the plan is committed."""
-    report = describe_run(plan, table, shards, errors)
+    plan, shards = rounds[-1].plan, rounds[-1].shards
+    report = describe_run(rounds, table, errors)
     plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
     store_page(plan.folder, report)
     write_lengths(plan, shards)
@@ -183,7 +181,7 @@ def _write_report(
             ShardReport.of(plan, shard_idx, shard, len(shard.entries))
             for shard_idx, shard in enumerate(shards)
         ),
-        reuse_sha256=write_index(plan, [*shards, ReusedOutputs(plan)]),
+        reuse_sha256=write_index(plan, [(each.plan, each.outputs) for each in rounds]),
     )
     plan.folder.write_bytes(COMMITTED_FILE, committed.to_bytes())
     return report

@@ -8,13 +8,16 @@ from functools import reduce
 import numpy as np
 import pyarrow.compute as pc
 
+from batchllm_operator.commit.report import load_report
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import COMMITTED_FILE, find_committed
 from batchllm_operator.shards.row_errors import NUM_EXAMPLES, RowErrors, clip
+from batchllm_operator.stored_plan.counts import PlanCounts
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.rounds import plans_of_rounds
 from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -73,14 +76,20 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         TableError: the output partition holds what another job or program wrote.
     """
     plan = StoredPlan.open(plan_uri)
-    counts = plan.manifest.counts
     is_committed = find_committed(plan) is not None
     if is_committed:
         found, kinds = _published(plan, limit)
-        num_done = counts.num_rows
+        # Plans of rounds before may be gone.
+        counts = load_report(plan_uri).plan if plan.manifest.before else plan.manifest.counts
+        num_done = counts.num_asked_rows
     else:
-        shard_idxs = range(len(plan.manifest.shards))
-        shards = [ShardParts.read(plan, idx, with_spilled=True) for idx in shard_idxs]
+        rounds = plans_of_rounds(plan)
+        counts = PlanCounts.of_rounds([each.manifest.counts for each in rounds])
+        shards = [
+            ShardParts.read(each, idx, with_spilled=True)
+            for each in rounds
+            for idx in range(len(each.manifest.shards))
+        ]
         if not any(shard.entries for shard in shards) and plan.folder.exists(COMMITTED_FILE):
             raise PlanError(
                 f"plan {plan.folder.uri}: its outputs have been replaced, and its parts are gone;"
@@ -95,7 +104,7 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         job=plan.manifest.spec.name,
         ds=plan.manifest.ds,
         is_committed=is_committed,
-        num_rows=counts.num_rows,
+        num_rows=counts.num_asked_rows,
         num_rows_done=num_done,
         errors_by_kind=dict(sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))),
         rows=tuple(

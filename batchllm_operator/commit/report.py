@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -15,19 +16,18 @@ from numpy.typing import NDArray
 
 from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.answers.kind import Parts
-from batchllm_operator.commit.partition import model_name
 from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import LakeTable
+from batchllm_operator.prefixes.sharing import merged
 from batchllm_operator.report.timelines import read_timeline
 from batchllm_operator.shards.attempts import Worker
 from batchllm_operator.shards.buckets import Outputs, read_all, read_asked
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
-from batchllm_operator.shards.parts import ShardParts
-from batchllm_operator.shards.reuse_index import ReusedOutputs
+from batchllm_operator.shards.joining import FinishedRound, model_name, outputs_of
 from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.counts import Counts
+from batchllm_operator.stored_plan.counts import Counts, PlanCounts
 from batchllm_operator.stored_plan.manifest import PlanManifest
 from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.run_report import (
@@ -44,6 +44,8 @@ from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _NUM_SAMPLE_ROWS: Final = 3
 _NUM_TIMELINES: Final = 3
+_MOST_TIMELINES: Final = 16
+"""Of all rounds."""
 _MOST_VALUES: Final = 128
 """Values of a column whose rows are counted, the most frequent ones."""
 _DIGITS: Final = 6
@@ -51,30 +53,23 @@ _TEXT: Final = "generated_text"
 _log = logging.getLogger(__name__)
 
 
-def describe_run(
-    plan: StoredPlan, table: LakeTable, shards: Sequence[ShardParts], errors: RowErrors
-) -> RunReport:
-    """The report of a plan whose outputs are published; `shards` are in order."""
+def describe_run(rounds: Sequence[FinishedRound], table: LakeTable, errors: RowErrors) -> RunReport:
+    """The report of a job whose outputs are published, of all its rounds together.
+
+    Shards are numbered through all rounds.
+    """
+    plan, manifests = rounds[-1].plan, [each.plan.manifest for each in rounds]
     manifest, spec = plan.manifest, plan.manifest.spec
-    attempts = _attempts(plan)
-    runs = tuple(
-        ShardRun(
-            shard_idx=shard_idx,
-            done=shard.counts,
-            num_attempts=begun.num_attempts,
-            # Unknown if an attempt has no progress, or none had a GPU.
-            gpu_s=round(begun.gpu_s, 1) if begun.is_complete and begun.gpu_s else None,
-            predicted_gpu_s=planned.predicted_gpu_s,
-            worker=begun.latest.worker if begun.latest else None,
-        )
-        for shard_idx, (shard, begun, planned) in enumerate(
-            zip(shards, attempts, manifest.shards, strict=True)
-        )
-    )
+    attempts = [_attempts(each.plan) for each in rounds]
+    by_round = [_shard_runs(*each) for each in zip(rounds, attempts, strict=True)]
+    runs = [run for of_round in by_round for run in of_round]
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
-    answers = summarize_answers(spec, manifest.planned_answers, [*shards, ReusedOutputs(plan)])
+    gpu_s = sum(known) if len(known) == len(runs) else None  # 0 without shards
+    answers = summarize_answers(spec, manifest.planned_answers, outputs_of(rounds))
     for warning in answers.warnings:
         _log.warning("%s", warning)
+    timelines = map(_timelines, (each.plan for each in rounds), by_round, attempts)
+    makers = {begun.latest.maker for made in attempts for begun in made if begun.latest}
     return RunReport(
         job=spec.name,
         ds=manifest.ds,
@@ -84,25 +79,48 @@ def describe_run(
         report_uri=f"{plan.folder.uri}/{REPORT_FILE}",
         model=model_name(spec),
         committed_at=_first_committed(plan.folder) or datetime.now(UTC),
-        plan=manifest.counts,
+        plan=PlanCounts.of_rounds([each.counts for each in manifests]),
         done=Counts.total(run.done for run in runs),
         errors_by_kind=dict(errors.counts),
         errors=errors.kinds(plan),
-        bill=bill_of(manifest, sum(known) if len(known) == len(runs) else None),  # 0 without shards
-        num_shards=len(manifest.shards),
-        shards=runs,
-        timelines=_timelines(plan, runs, attempts),
-        sharing=manifest.sharing,
-        num_workers=len({begun.latest.maker for begun in attempts if begun.latest}),
+        bill=bill_of(manifests, gpu_s),
+        num_shards=len(runs),
+        shards=tuple(run.model_copy(update={"shard_idx": idx}) for idx, run in enumerate(runs)),
+        timelines=tuple(chain.from_iterable(timelines))[:_MOST_TIMELINES],
+        sharing=merged([each.sharing for each in manifests]) if manifests[1:] else manifest.sharing,
+        num_workers=len(makers),
         answers=answers,
-        prompts=_prompts(manifest, shards),
+        prompts=_prompts(rounds),
+        num_rounds=len(rounds),
+        num_repeated_tokens=sum(each.num_repeated_tokens for each in manifests),
         sample_rows=_sample(table, manifest),
     )
 
 
-def _prompts(manifest: PlanManifest, shards: Sequence[ShardParts]) -> dict[str, PromptRun]:
+def _shard_runs(of_round: FinishedRound, attempts: Sequence[ShardAttempts]) -> list[ShardRun]:
+    planned = of_round.plan.manifest.shards
+    return [
+        ShardRun(
+            shard_idx=shard_idx,
+            done=shard.counts,
+            num_attempts=begun.num_attempts,
+            # Unknown if an attempt has no progress, or none had a GPU.
+            gpu_s=round(begun.gpu_s, 1) if begun.is_complete and begun.gpu_s else None,
+            predicted_gpu_s=info.predicted_gpu_s,
+            worker=begun.latest.worker if begun.latest else None,
+        )
+        for shard_idx, (shard, begun, info) in enumerate(
+            zip(of_round.shards, attempts, planned, strict=True)
+        )
+    ]
+
+
+def _prompts(rounds: Sequence[FinishedRound]) -> dict[str, PromptRun]:
     """What each of several prompts took."""
-    names = list(manifest.spec.prompts)
+    names = list(rounds[-1].plan.manifest.spec.prompts)
+    asked_in = {number: each for each in rounds for number in each.asked}
+    planned = [asked_in[number].plan.manifest.prompt_counts[number] for number in range(len(names))]
+    shards = [shard for each in rounds for shard in each.shards]
     columns = ["num_prompt_tokens", "num_cached_tokens", "num_output_tokens"]
     sums = np.zeros((len(names), 1 + len(columns)), dtype=np.int64)
     for part in read_all(shards, ["row_idxs", "finish_reason", *columns]) if names else ():
@@ -113,13 +131,13 @@ def _prompts(manifest: PlanManifest, shards: Sequence[ShardParts]) -> dict[str, 
         logical = prompt_tokens * num_rows.astype(np.int64)
         np.add.at(sums, asked, np.column_stack([logical, prompt_tokens, cached, outputs]))
     runs = {}
-    for name, planned, counts in zip(names, manifest.prompt_counts, sums.tolist(), strict=True):
+    for name, plans, counts in zip(names, planned, sums.tolist(), strict=True):
         logical, prompt, cached, output = counts
         runs[name] = PromptRun(
-            num_requests=planned.num_requests,
+            num_requests=plans.num_requests,
             num_logical_tokens=logical,
             num_computed_tokens=prompt - cached,
-            num_alone_tokens=planned.num_alone_tokens,
+            num_alone_tokens=plans.num_alone_tokens,
             num_output_tokens=output,
         )
     return runs

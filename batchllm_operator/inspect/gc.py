@@ -6,7 +6,8 @@ planning again writes all files.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
@@ -23,6 +24,7 @@ from batchllm_operator.stored_plan.manifest import (
     MANIFEST_FILE,
     REUSED_FILE,
 )
+from batchllm_operator.stored_plan.rounds import plans_of_rounds
 from batchllm_operator.stored_plan.stored_plan import (
     COMMITTING_FILE,
     PLAN_FOLDER,
@@ -96,8 +98,18 @@ def find_garbage(
                 plans[top][rest] = file
             elif top == "records" or STAGED_FOLDER.fullmatch(top) or _is_temporary(folder, name):
                 loose[name] = file
+        found = {name: _of_plan(spec, folder.child(name), plans[name], before) for name in plans}
+        goes_on = [
+            name
+            for name, files in plans.items()
+            if not isinstance(found[name], Garbage)
+            and not files.keys() & {COMMITTED_FILE, SUPERSEDED_FILE}
+        ]
+        needed = _needed(folder, goes_on)
         for name, files in plans.items():
-            plan = _of_plan(spec, folder.child(name), files, before)
+            plan = found[name]
+            if isinstance(plan, Garbage) and name in needed:
+                plan = Kept(plan.folder, "a later round needs its outputs")
             if isinstance(plan, Kept):
                 kept.append(plan)
             garbage.append(
@@ -174,6 +186,16 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         or _is_temporary(folder, name)
     }
     return Garbage(folder, "is published: parts and shards", chosen, files) if chosen else None
+
+
+def _needed(folder: Folder, names: Iterable[str]) -> set[str]:
+    """Names of the plans of rounds before those of some plans."""
+    needed = set[str]()
+    for name in names:
+        with suppress(PlanError):  # not a plan yet, or one that can't go on
+            plans = plans_of_rounds(StoredPlan.open(folder.child(name).uri))
+            needed |= {f"plan-{plan.manifest.plan_id}" for plan in plans[:-1]}
+    return needed
 
 
 def _state(spec: JobSpec, folder: Folder, files: Files) -> tuple[bool, bool]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException
@@ -288,11 +289,23 @@ class BatchLLMCommitOperator(BatchLLMPlannedOperator):
         return uris_and_counts(result)
 
 
+def round_suffixes(spec_path: str | Path) -> list[str]:
+    """What ends the ids of tasks of each round; one round if the spec isn't readable here."""
+    spec = _readable_spec(str(spec_path))
+    num_rounds = 1 if spec is None else len(spec.rounds)
+    return ["", *(f"_{number}" for number in range(2, num_rounds + 1))]
+
+
+def _readable_spec(spec_path: str) -> JobSpec | None:
+    try:
+        return load_spec(spec_path)
+    except (SpecError, TypeError):
+        return None
+
+
 def _report_root(spec_path: str) -> str | None:
     """The folder of plans, the root of the pages; None if the spec isn't readable here."""
-    try:
-        spec = load_spec(spec_path)
-    except (SpecError, TypeError):
+    if (spec := _readable_spec(spec_path)) is None:
         return None
     root = f"{spec.output.staging_folder.rstrip('/')}/_batchllm/{spec.name}"
     return None if "{" in root else root  # Airflow would render it

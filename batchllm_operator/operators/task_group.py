@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from airflow.sdk import Asset, TaskGroup, XComArg
+from airflow.sdk import Asset, BaseOperator, TaskGroup, XComArg
 
 from batchllm_operator.operators import stages
 from batchllm_operator.operators.command import BatchLLMReportOperator
@@ -34,8 +34,10 @@ def batchllm_task_group(
 ) -> TaskGroup:
     """Wire plan -> generate -> commit -> report; call it inside a DAG.
 
-    Generate is one task, whatever the number of workers; for a plan without shards (all rows are
-    reused, or there is none) it makes no Job. If plan itself is skipped, so are all tasks.
+    Plan and generate are repeated, as `plan_2` and `generate_2`, for each further round of a spec
+    whose prompts need answers to others. Generate is one task, whatever the number of workers; for
+    a plan without shards (all rows are reused, or there is none) it makes no Job. If plan itself is
+    skipped, so are all tasks.
 
     Args:
         spec_path: the job spec, read by the plan task, and for the folder of plans when the DAG is
@@ -60,32 +62,36 @@ def batchllm_task_group(
             `generate_args`, `commit_args` and `report_args` for theirs, such as a namespace.
     """
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
+    asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
+    outlets = {"outlets": [] if asset is None else [asset]}
     with TaskGroup(group_id=group_id) as group:
-        planning: dict[str, Any] = {"task_id": "plan", "spec_path": str(spec_path), "ds": str(ds)}
-        planning |= {"num_workers": num_workers, **everywhere, **(plan_args or {})}
-        is_on_spark = planning.get("runner") == "spark"
-        plan = (spark_plan_operator if is_on_spark else stages.BatchLLMPlanOperator)(**planning)
-        if isinstance(ds, XComArg):  # `str(ds)` is a template, which sets no dependency
-            ds >> plan
-        of_plan: dict[str, Any] = {"plan_uri": XComArg(plan, key=stages.PLAN_URI_KEY), **everywhere}
-        workers = XComArg(plan, key=stages.NUM_WORKERS_KEY)
-        generating: dict[str, Any] = {
-            "task_id": "generate",
-            **of_plan,
-            "num_workers": num_workers if isinstance(num_workers, str) else workers,
-            "gpu": gpu,
-            "gpu_count": gpu_count,
-            "runner": runner,
-            **({} if pool is None else {"pool": pool}),
-            **(generate_args or {}),
-        }
-        if pool is not None:
-            where = generating["runner"] or ("local" if generating["gpu"] is None else "kubernetes")
-            has_slots = isinstance(num_workers, int) and where == "kubernetes"
-            generating.setdefault("pool_slots", num_workers if has_slots else 1)
-        asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
-        outlets = {"outlets": [] if asset is None else [asset]}
-        generate = stages.BatchLLMGenerateOperator(**generating)
+        before: BaseOperator | XComArg | None = ds if isinstance(ds, XComArg) else None
+        for suffix in stages.round_suffixes(spec_path):
+            planning: dict[str, Any] = {"spec_path": str(spec_path), "ds": str(ds)}
+            planning |= {"task_id": f"plan{suffix}", "num_workers": num_workers}
+            planning |= {**everywhere, **(plan_args or {})}
+            is_on_spark = planning.get("runner") == "spark"
+            plan = (spark_plan_operator if is_on_spark else stages.BatchLLMPlanOperator)(**planning)
+            if before is not None:  # `str(ds)` is a template, which sets no dependency
+                before >> plan
+            of_plan = {"plan_uri": XComArg(plan, key=stages.PLAN_URI_KEY), **everywhere}
+            workers = XComArg(plan, key=stages.NUM_WORKERS_KEY)
+            generating: dict[str, Any] = {
+                "task_id": f"generate{suffix}",
+                **of_plan,
+                "num_workers": num_workers if isinstance(num_workers, str) else workers,
+                "gpu": gpu,
+                "gpu_count": gpu_count,
+                "runner": runner,
+                **({} if pool is None else {"pool": pool}),
+                **(generate_args or {}),
+            }
+            if pool is not None:
+                here = "local" if generating["gpu"] is None else "kubernetes"
+                is_in_pods = (generating["runner"] or here) == "kubernetes"
+                has_slots = isinstance(num_workers, int) and is_in_pods
+                generating.setdefault("pool_slots", num_workers if has_slots else 1)
+            generate = before = stages.BatchLLMGenerateOperator(**generating)
         committing = {"task_id": "commit", **of_plan, **outlets, **(commit_args or {})}
         commit = stages.BatchLLMCommitOperator(**committing)
         report = BatchLLMReportOperator(**{"task_id": "report", **of_plan, **(report_args or {})})

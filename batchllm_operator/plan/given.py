@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,6 +21,7 @@ from batchllm_operator.lake import (
     open_table,
 )
 from batchllm_operator.model import check_weights, with_models_sampling
+from batchllm_operator.plan.earlier_answers import Earlier, find_earlier, pinned_input
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_lengths import Learned
@@ -71,6 +72,7 @@ class Given:
     target: Target | None
     replicas: ReplicaPlanner | None
     budget: MemoryBudget
+    earlier: Earlier
 
     @property
     def where(self) -> str:
@@ -88,9 +90,7 @@ class Given:
     def versions(self) -> tuple[str, str, int, tuple[str, ...]]:
         """Of the model, the tokenizers and the adapters, with the most tokens between them: what
         `reuse_identity` takes beside a spec."""
-        model, length = self.tokenizer.model_version, self.tokenizer.max_model_len
-        adapters = self.adapters.versions if self.adapters is not None else ()
-        return model, joint_fingerprint(self.tokenizers), length, adapters
+        return _versions(self.tokenizers, self.adapters)
 
     def range_planner(self, learned: Learned | None) -> RangePlanner:
         shares = self.answers[0].reason_against_sharing is None
@@ -103,8 +103,9 @@ class Given:
             EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
             FailedRowsError: there are more such rows than the spec allows.
         """
-        spec, num_rows, num_rejected = self.spec, counts["num_rows"], counts["num_rejected_rows"]
-        if num_rows == 0:
+        spec, num_rejected = self.spec, counts["num_rejected_rows"]
+        num_rows = counts["num_rows"] - counts["num_unasked_rows"]
+        if counts["num_rows"] == 0:
             reason = describe_empty(spec, self.table, self.snapshot)
             if spec.on_empty == "fail":
                 raise EmptyPartitionError(f"{reason} (on_empty: fail)")
@@ -130,6 +131,15 @@ class Given:
         warn_of_control_tokens(spec, counts["num_control_rows"])
 
 
+def _versions(
+    tokenizers: Sequence[Tokenizer], adapters: RowAdapters | None
+) -> tuple[str, str, int, tuple[str, ...]]:
+    """See `Given.versions`."""
+    model, length = tokenizers[0].model_version, tokenizers[0].max_model_len
+    of_adapters = adapters.versions if adapters is not None else ()
+    return model, joint_fingerprint(tokenizers), length, of_adapters
+
+
 def find_given(spec: JobSpec, ds: str) -> Given:
     """Check the spec, the tables and the model; see `plan_job`, which reads rows then."""
     if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
@@ -148,6 +158,10 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     if tokenizer.files is not None and spec.engine.backend != "fake":
         check_weights(tokenizer.files, str(spec.engine.extra_args.get("load_format") or "auto"))
     spec = with_models_sampling(spec, tokenizer.files)
+    adapters = RowAdapters.of(spec, tokenizer)
+    earlier = find_earlier(spec, ds, snapshot.version, _versions(tokenizers, adapters))
+    if earlier.rounds:
+        snapshot = pinned_input(table, earlier.rounds[-1].plan)
     # Faults that would stop the commit should show before the GPU runs.
     _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
@@ -161,8 +175,8 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    known = (answers, RowAdapters.of(spec, tokenizer), target, replicas)
-    return Given(spec, ds, table, snapshot, stored, tokenizers, *known, budget)
+    known = (answers, adapters, target, replicas, budget, earlier)
+    return Given(spec, ds, table, snapshot, stored, tokenizers, *known)
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +16,9 @@ import numpy as np
 
 from batchllm_operator.answers import NOTHING_PLANNED
 from batchllm_operator.cost import Work
-from batchllm_operator.errors import StorageError
+from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.lake import Publication
+from batchllm_operator.plan.earlier_answers import EarlierAnswers, num_repeated_tokens
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
@@ -48,6 +49,7 @@ from batchllm_operator.stored_plan.manifest import (
     compute_plan_id,
     describe_file,
 )
+from batchllm_operator.stored_plan.rounds import INPUT_FILE, PinnedInput
 from batchllm_operator.stored_plan.shard_files import shard_file
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
 
@@ -63,7 +65,8 @@ def plan_job(
     """Plan the job for partition `ds`, and persist the plan in the job's staging folder.
 
     Nothing is written there before the whole plan is ready. Equal inputs give equal bytes
-    in the same folder, so planning again is harmless.
+    in the same folder, so planning again is harmless. Where prompts need answers to others, the
+    plan is that of the first round that isn't finished, over the rows that the first has read.
 
     Args:
         spec: the job's, or what `load_spec` takes.
@@ -84,6 +87,14 @@ def plan_job(
         FailedRowsError: more rows can't be prompted than `max_failed_fraction` allows.
     """
     given = find_given(load_spec(spec), str(ds))
+    if only and len(given.spec.rounds) > 1:
+        raise SpecError(
+            "--only: isn't for prompts that need answers to others, as these may change; plan"
+            " without it"
+        )
+    if (published := given.earlier.published) is not None:
+        _log.info("all rounds are published already: %s", published.folder.uri)
+        return published
     try:
         with _open_scratch() as scratch:
             return _build(given, scratch, only)
@@ -128,6 +139,9 @@ def _build(given: Given, scratch: Path, only: Sequence[str]) -> StoredPlan:
             given.adapters,
             scratch,
         )
+        rounds, num_repeated = given.earlier.rounds, 0
+        if rounds and given.adapters is None:
+            num_repeated = num_repeated_tokens(rounds[-1].plan, rows.prompts, ranked, scratch)
     names = [ROWS_FILE, *(shard.file for shard in planned.shards)]
     if spec.planner.learns_output_tokens:
         names.append(GROUPS_FILE)
@@ -137,7 +151,8 @@ def _build(given: Given, scratch: Path, only: Sequence[str]) -> StoredPlan:
         names.append(REUSED_FILE)
     files = {name: describe_file(scratch / name) for name in names}
     manifest = describe_plan(given, [planned], rows.counts, files, learned)
-    return complete(manifest, lambda folder: _publish(folder, files, scratch))
+    manifest = manifest.model_copy(update={"num_repeated_tokens": num_repeated})
+    return complete(manifest, lambda folder: _publish(folder, files, scratch, given))
 
 
 def describe_plan(
@@ -172,10 +187,13 @@ def describe_plan(
     if worst > _WORTH_A_WARNING:
         _log.warning("the largest shard has %.2f times the average work", worst)
     by_length = None if learned is None else learned.by_length
+    before = [each.plan.manifest.plan_id for each in given.earlier.rounds]
     return PlanManifest(
-        plan_id=compute_plan_id(spec, ds, model, files, by_length, versions),
+        plan_id=compute_plan_id(spec, ds, model, files, by_length, versions, before),
         spec=spec,
         ds=ds,
+        round_idx=len(before),
+        before=before[-1] if before else None,
         input_version=given.snapshot.version,
         tokenizer_fingerprint=fingerprint,
         model_version=model,
@@ -217,7 +235,11 @@ def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) ->
     if not (spec.input.filter or given.snapshot.conditions):  # which may skip any number of rows
         budget.check(num_asks)
     rows = Rows(prompts, reuse)
-    read_rows(given, rows, scratch / ROWS_FILE)
+    earlier = None
+    if rounds := given.earlier.rounds:
+        rounds[-1].plan.mark_committing()  # `gc` spares it
+        earlier = stack.enter_context(closing(EarlierAnswers(rounds, scratch / "answers")))
+    read_rows(given, rows, scratch / ROWS_FILE, earlier)
     folder = Folder.open(str(scratch))
     written = WrittenRows(folder, [ROWS_FILE], spec.input.key, tuple(spec.prompts))
     given.check_rows(rows.counts, written)
@@ -225,8 +247,10 @@ def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) ->
     return rows
 
 
-def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path) -> None:
-    """Copy data files into the plan's folder."""
+def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path, given: Given) -> None:
+    """Copy data files into the plan's folder, and note the input for later rounds."""
+    if len(given.spec.rounds) > 1:
+        folder.write_bytes(INPUT_FILE, PinnedInput.of(given.snapshot).to_bytes())
     num_bytes = sum(file.size_bytes for file in files.values())
     with Progress("publish the plan", num_bytes, unit="bytes", announce=False) as progress:
         for name, file in files.items():

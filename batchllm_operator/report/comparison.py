@@ -193,7 +193,7 @@ def render_comparison(comparison: Comparison, *, trail: Trail = ()) -> str:
 def _failures(before: RunReport, after: RunReport) -> list[_Figure]:
     def failed(name: str, num_failed: Callable[[RunReport], int]) -> _Figure:
         def share(run: RunReport) -> float | None:
-            return num_failed(run) / run.plan.num_rows if run.plan.num_rows else None
+            return num_failed(run) / run.plan.num_asked_rows if run.plan.num_asked_rows else None
 
         return _failed_share(name, share)
 

@@ -56,6 +56,7 @@ def format_totals(status: JobStatus) -> str:
     done, states = status.done, _count_states(status.shards, ShardState)
     at_work = bool(status.workers) and not status.is_finished
     parts = [
+        f"round {status.round} of {status.num_rounds}" if status.num_rounds > 1 else "",
         f"{_share(done.num_rows, status.num_rows)} rows",
         f"{done.num_failed_rows:,} failed" if done.num_failed_rows else "",
         f"{status.num_rejected_rows:,} rejected" if status.num_rejected_rows else "",

@@ -286,7 +286,7 @@ class Worker:
         others = {idx: done.num_failed_rows for idx, done in self._shards.elsewhere().items()}
         num_own, num_others = sum(run.num_failed_rows for run in self._runs), sum(others.values())
         num_failed = counts.num_rejected_rows + num_own + num_others
-        if not are_too_many(spec, num_failed, counts.num_rows):
+        if not are_too_many(spec, num_failed, counts.num_asked_rows):
             return
         shown = [run.finished for run in self._runs]
         if not num_own:  # another shard tells the kinds
@@ -299,7 +299,7 @@ class Worker:
         if counts.num_rejected_rows:
             errors.add_rejected(plan)
         raise too_many_failed(
-            *(spec, counts.num_rows, plan, errors),
+            *(spec, counts.num_asked_rows, plan, errors),
             verdict="commit would publish nothing, so the run stops",
             cure="To go on all the same, raise max_failed_fraction in the spec, plan again and run:"
             " finished rows are kept",

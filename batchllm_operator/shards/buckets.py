@@ -46,7 +46,7 @@ def output_schema(
 
     `rows_schema` holds the key and the carried columns; `planned` is of each question.
     """
-    answers = list(map(_answer_fields, spec.questions, planned))
+    answers = list(map(answer_fields, spec.questions, planned))
     own = {field.name: field for field in answers[0]}
     if spec.prompts:
         structs = map(pa.struct, answers)
@@ -61,7 +61,7 @@ def output_schema(
     )
 
 
-def _answer_fields(question: JobSpec, planned: PlannedAnswers) -> list[pa.Field]:
+def answer_fields(question: JobSpec, planned: PlannedAnswers) -> list[pa.Field]:
     """Columns of the answers to a question."""
     own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(question, planned).fields)}
     return [own.get(name, pa.field(name, pa.string())) for name in question.answer_columns]

@@ -1,7 +1,7 @@
 """The status of a plan's run, from what its attempts store in the lake; read-only."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -148,22 +148,24 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         workers=_worker_statuses(shards, attempts, now),
         num_rejected_rows=manifest.counts.num_rejected_rows,
         planned_saving_ratio=manifest.counts.planned_saving_ratio if shards else None,
-        bill=bill_of(manifest, sum(shard.gpu_s for shard in shards) or None),
+        bill=bill_of([manifest], sum(shard.gpu_s for shard in shards) or None),
+        round=manifest.round_idx + 1,
+        num_rounds=len(manifest.spec.rounds),
         refusal=refusal,
     )
 
 
-def bill_of(manifest: PlanManifest, gpu_s: float | None) -> Bill:
-    """GPU seconds that a run has held, beside what its plan predicts."""
-    estimate = manifest.estimate
-    if estimate is None:
+def bill_of(manifests: Sequence[PlanManifest], gpu_s: float | None) -> Bill:
+    """GPU seconds that the runs of plans have held, beside what the plans predict."""
+    estimates = [each.estimate for each in manifests if each.estimate is not None]
+    if not estimates:
         return Bill(gpu_s=gpu_s, usd_per_hour=None)
     return Bill(
         gpu_s=gpu_s,
-        usd_per_hour=estimate.gpu.usd_per_hour,
-        gpu=estimate.gpu.name,
-        predicted_gpu_s=estimate.gpu_s,
-        unshared_gpu_s=estimate.unshared_gpu_s,
+        usd_per_hour=estimates[0].gpu.usd_per_hour,
+        gpu=estimates[0].gpu.name,
+        predicted_gpu_s=sum(estimate.gpu_s for estimate in estimates),
+        unshared_gpu_s=sum(estimate.unshared_gpu_s for estimate in estimates),
     )
 
 

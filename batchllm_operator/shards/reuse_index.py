@@ -168,10 +168,13 @@ def load_fingerprints(path: Path) -> Fingerprints:
     return fingerprints
 
 
-def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
+def write_index(
+    plan: StoredPlan, outputs: Sequence[tuple[StoredPlan, Sequence[Outputs]]]
+) -> str | None:
     """Write the index of a plan's published outputs, and return its SHA-256 (hex).
 
-    Memory is one part, whatever the number of rows. None if the spec doesn't ask for an index.
+    `outputs` are those of the plans of all rounds. Memory is one part, whatever the number of rows.
+    None if the spec doesn't ask for an index.
     Raises `PlanError`: a data file of the plan is missing or altered.
     """
     manifest = plan.manifest
@@ -187,12 +190,13 @@ def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
     schema = index_schema(manifest.spec)
     with tempfile.TemporaryDirectory(prefix="batchllm-reuse-") as folder:
         path = Path(folder) / INDEX_FILE
-        of_row = _fingerprints_of_rows(plan, Path(folder))
         marked = schema.with_metadata({_IDENTITY_KEY: identity.encode()})
         with RowGroupWriter(path, marked, compression="zstd") as writer:
-            for source in sources:
-                for part in source.parts([*schema.names[1:], "row_idxs", "error"]):
-                    writer.write(_entries(part, of_row, schema))
+            for of_round, sources in outputs:
+                of_row = _fingerprints_of_rows(of_round, Path(folder))
+                for source in sources:
+                    for part in source.parts([*schema.names[1:], "row_idxs", "error"]):
+                        writer.write(_entries(part, of_row, schema))
         plan.folder.publish_file(path, INDEX_FILE)
         return describe_file(path).sha256
 
@@ -208,7 +212,7 @@ def _entries(part: pa.Table, of_row: Fingerprints, schema: pa.Schema) -> pa.Tabl
 
 def _fingerprints_of_rows(plan: StoredPlan, folder: Path) -> Fingerprints:
     """The fingerprint of each row: [num_rows], memory-mapped."""
-    num_rows, path = plan.manifest.counts.num_rows, folder / "fingerprints"
+    num_rows, path = plan.manifest.counts.num_rows, folder / plan.manifest.plan_id
     if not num_rows:  # an empty file can't be mapped
         return np.zeros(0, dtype=FINGERPRINT_DTYPE)
     # Written first: a full disk is an error here, but ends the process where a map is written.

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import clipped, counted
 from batchllm_operator.errors import FailedRowsError
-from batchllm_operator.row_error import RowError
+from batchllm_operator.row_error import SKIPPED, RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import share
@@ -91,8 +91,10 @@ class RowErrors:
             errors = errors_of(batch)
             if errors.null_count < len(errors):
                 failed = np.flatnonzero(errors.is_valid().to_numpy(zero_copy_only=False)) + start
-                for row_idx, error in zip(failed.tolist(), errors.drop_null(), strict=True):
-                    self.add(RowError(**error.as_py()), [row_idx])
+                for row_idx, fields in zip(failed.tolist(), errors.drop_null(), strict=True):
+                    error = RowError(**fields.as_py())
+                    if error.kind != SKIPPED:
+                        self.add(error, [row_idx])
             start += len(errors)
 
     def _kept(self, kind: str) -> list[tuple[int, RowError]]:

@@ -104,6 +104,9 @@ class JobStatus:
     """Rows that can't be prompted: failed rows, too, for commit and its limit."""
     planned_saving_ratio: float | None = None
     """What the plan says `done.saving_ratio` will be; None if there is nothing to generate."""
+    round: int = 1
+    """Of `num_rounds`: the plan's, from 1."""
+    num_rounds: int = 1
     refusal: Refusal | None = None
     """Why the last commit published nothing; None if it hasn't refused, or after a commit."""
 

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.commit.partition import Joining, write_partition
+from batchllm_operator.commit.partition import write_partition
 from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import (
     LakeTable,
@@ -39,6 +39,7 @@ from batchllm_operator.shards.buckets import (
     one_per_row,
     output_fields,
 )
+from batchllm_operator.shards.joining import Joining
 from batchllm_operator.shards.parts import PartEntry, ShardParts, part_schema
 from batchllm_operator.shards.reuse_index import ReusedOutputs
 from batchllm_operator.spark.session import spark_session

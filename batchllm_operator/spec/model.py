@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from batchllm_operator.secrets.finding import find_secrets
+from batchllm_operator.spec import rounds
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
 from batchllm_operator.spec.fields import Decides, Neutral, OfPlan, by_name
 from batchllm_operator.spec.limits import check_values, shown
@@ -52,7 +53,9 @@ class JobSpec(AnswerSpec):
     """In place of `prompt`: several, by name, all asked of each row. Each has the fields of
     `prompt`, and of `sampling`, `task`, `labels`, `label_values`, `calibrate`, `response_format`
     and `retry_invalid` its own. What prompts begin with alike is computed once for all. The answers
-    are structs in output columns of the prompts' names. `embed` and `pool` are for other jobs."""
+    are structs in output columns of the prompts' names. A template may place them, too:
+    `{summary}` is the answer to that prompt, `{topic.probability}` a field of one, and the prompt
+    is asked in a later round. `embed` and `pool` are for other jobs."""
     model: ModelSpec
     """The model that generates."""
     embedding: EmbeddingSpec = EmbeddingSpec()
@@ -142,6 +145,10 @@ class JobSpec(AnswerSpec):
                     " own"
                 )
             yield from (f"{where}.{fault}" for fault in _task_faults(asked, ()))
+        columns = {
+            n: each.answer_columns for n, each in zip(self.prompts, self.questions, strict=True)
+        }
+        yield from rounds.faults_of(self.prompts, columns)
 
     @property
     def questions(self) -> tuple[Self, ...]:
@@ -154,6 +161,15 @@ class JobSpec(AnswerSpec):
             return (self,)
         alone = (question.alone for question in self.prompts.values())
         return tuple(self.model_copy(update={"prompts": {}, **fields}) for fields in alone)
+
+    @property
+    def rounds(self) -> tuple[tuple[int, ...], ...]:
+        """Questions by the round in which they are asked; a later one needs answers of earlier
+        rounds."""
+        if not self.prompts:
+            return ((0,),)
+        numbers = {name: number for number, name in enumerate(self.prompts)}
+        return tuple(tuple(numbers[n] for n in names) for names in rounds.rounds_of(self.prompts))
 
     @property
     def keeps_fingerprints(self) -> bool:
@@ -220,7 +236,12 @@ class JobSpec(AnswerSpec):
     def input_columns(self) -> tuple[str, ...]:
         """Distinct input columns that the job reads; the partition column only if it is used."""
         columns = [*self.kept_columns.values()]
-        columns += (column for asked in self.questions for column in asked.prompt.columns)
+        if self.prompt is not None:
+            columns += self.prompt.columns
+        for prompt in self.prompts.values():
+            named = (*prompt.columns, *rounds.compared(prompt))
+            answers = rounds.answers_named(prompt, self.prompts)
+            columns += (column for column in named if column not in answers)
         columns += self.planner.estimate_columns
         if self.model.adapter_column is not None:
             columns.append(self.model.adapter_column)

@@ -4,6 +4,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from batchllm_operator.spec.conditions import Conditions
 from batchllm_operator.spec.fields import NonEmpty, OfOutput, OfPlan, Section, by_name
 from batchllm_operator.spec.prompt import PromptSpec
 from batchllm_operator.spec.response_format import ResponseFormat
@@ -62,6 +63,11 @@ class AnswerSpec(Section):
     """How often a row is generated again, with another seed, while its answer is `invalid_output`.
     Needs a `response_format`, and a `temperature` above 0."""
 
+    @property
+    def answer_column(self) -> str:
+        """The column that is the answer itself."""
+        return "label" if self.task == "classify" else "generated_text"
+
     @model_validator(mode="before")
     @classmethod
     def _fill_task(cls, data: object) -> object:
@@ -78,6 +84,11 @@ class AnswerSpec(Section):
 
 class QuestionSpec(PromptSpec, AnswerSpec):
     """One of several prompts: how a row becomes it, and how it is answered."""
+
+    when: OfPlan[Conditions] = ()
+    """Of which rows it is asked, in the form of `input.filter`: by columns of the input, and by
+    answers to other prompts, such as `"topic == 'sport' and topic.probability > 0.5"`. Of other
+    rows its `status` is `skipped`; so it is where an answer that it needs has failed."""
 
     @property
     def alone(self) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -136,12 +136,26 @@ class PlanCounts(Frozen):
     """Tokens that the paper's Algorithm 1 saves in one shard."""
     num_exact_saved_tokens: Count
     """Tokens that the best single-level choice saves; the plan takes the better of the two."""
+    num_unasked_rows: Count = Field(default=0, exclude_if=lambda num: not num)
+    """Rows that aren't asked: their condition doesn't hold, or theirs is another round."""
     num_reused_rows: Count = 0
     """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
     num_control_rows: Count = 0
     """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
     num_truncated_rows: Count = 0
     """Rows of which a value was cut; see `prompt.truncate`."""
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[PlanCounts]) -> PlanCounts:
+        """Of the plans of all rounds, whose rows are the same."""
+        sums = {name: sum(getattr(each, name) for each in rounds) for name in cls.model_fields}
+        num_rows = rounds[0].num_rows
+        sums["num_unasked_rows"] -= sums["num_rows"] - num_rows
+        return cls(**sums | {"num_rows": num_rows})
+
+    @property
+    def num_asked_rows(self) -> int:
+        return self.num_rows - self.num_unasked_rows
 
     @property
     def planned_saving_ratio(self) -> float:

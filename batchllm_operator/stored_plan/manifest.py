@@ -202,6 +202,10 @@ class PlanManifest(StoredJson):
     plan_id: str = Field(pattern=r"^[0-9a-f]{16}$")
     spec: JobSpec
     ds: str = Field(min_length=1)
+    round_idx: Count = Field(default=0, exclude_if=lambda idx: not idx)
+    """Position in `JobSpec.rounds` of the round that it asks."""
+    before: str | None = Field(default=None, exclude_if=lambda plan_id: plan_id is None)
+    """Id of the plan of the round before; None in the first round."""
     input_version: str
     """State of the table that was read, such as `delta:<version>`."""
     tokenizer_fingerprint: str
@@ -215,6 +219,8 @@ class PlanManifest(StoredJson):
     prompt_counts: tuple[PromptCounts, ...] = _of_prompts()
     max_model_len: Count
     counts: PlanCounts
+    num_repeated_tokens: Count = Field(default=0, exclude_if=lambda num: not num)
+    """Prompt tokens that the round before computes, and this one again, as KV ends with a round."""
     learned: LearnedOutputs | None = None
     """The earlier outputs for the estimate, if the spec asks for it and there are any."""
     estimate: CostEstimate | None = None
@@ -236,6 +242,8 @@ class PlanManifest(StoredJson):
             expected.append(FINGERPRINTS_FILE)
         if self.spec.reuse_outputs:
             expected.append(REUSED_FILE)
+        if (self.before is None) != (self.round_idx == 0):
+            raise ValueError("the first round, and no other, has no plan before it")
         if [shard.file for shard in self.shards] != shards:
             raise ValueError("shards have other files than theirs")
         if sum(rows.num_rows for rows in self.row_files) != self.num_rows:
@@ -304,6 +312,7 @@ def compute_plan_id(
     files: Mapping[str, DataFile],
     learned: LearnedOutputs | None = None,
     adapter_versions: Sequence[str] = (),
+    before: Sequence[str] = (),
 ) -> str:
     """16 hex digits that identify the spec, the model and the data."""
     content = {name: file.sha256 for name, file in files.items()}
@@ -313,6 +322,8 @@ def compute_plan_id(
         identity["learned"] = learned.model_dump(mode="json")
     if adapter_versions:
         identity["adapters"] = adapter_versions
+    if before:
+        identity["before"] = before
     return _digest(identity)[:16]
 
 

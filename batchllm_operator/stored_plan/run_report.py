@@ -212,6 +212,9 @@ class RunReport(StoredJson):
     """Empty if the job asks for texts only."""
     prompts: dict[str, PromptRun] = Field(default_factory=dict)
     """By name; empty for a job of one."""
+    num_rounds: Count = Field(default=1, exclude_if=lambda num: num == 1)
+    num_repeated_tokens: Count = Field(default=0, exclude_if=lambda num: not num)
+    """See `PlanManifest`; of all rounds."""
     sample_rows: tuple[SampleRow, ...] = ()
 
     @property
@@ -221,7 +224,7 @@ class RunReport(StoredJson):
     @property
     def num_rows_out(self) -> int:
         """Rows with a text."""
-        return self.plan.num_rows - self.num_failed_rows
+        return self.plan.num_asked_rows - self.num_failed_rows
 
     @property
     def num_failed_rows(self) -> int:

@@ -14,13 +14,12 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, plan
 from support.staged_job import run_only
 
 from batchllm_operator.answers.fakes import fake_text
-from batchllm_operator.commit import partition
 from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
 from batchllm_operator.commit.report import load_report
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards import buckets
+from batchllm_operator.shards import buckets, joining
 from batchllm_operator.shards.parts import PART_SCHEMA, ShardFiles
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -46,7 +45,7 @@ def test_rows_come_out_in_input_order(
     tmp_path: Path, bucket_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "BUCKET_ROWS", bucket_rows)
-    for module in (buckets, partition):
+    for module in (buckets, joining):
         monkeypatch.setattr(module, "_SLICE_ROWS", max(bucket_rows // 2, 1))
     rows = document_rows(8, 5)
     rows[3] = {**rows[3], "document": None}

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -233,6 +234,24 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
     assert {(task.aws_conn_id, *task.env.items()) for task in tasks} == {("lake", ("A", "1"))}
     assert (plan.spec_path, plan.num_workers) == ("job.yaml", 8)
     assert (generate.num_workers.operator, generate.num_workers.key) == (plan, "num_workers")
+
+
+def test_task_group_repeats_plan_and_generate_for_each_round(tmp_path: Path) -> None:
+    fields = job_fields(str(tmp_path))
+    del fields["prompt"], fields["sampling"]
+    texts = {"topic": "{query}", "title": "{query}: {topic}", "again": "{title}"}
+    fields["prompts"] = {name: {"template": text} for name, text in texts.items()}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(fields))
+    with DAG("job", schedule=None) as dag:
+        batchllm_task_group(tmp_path / "job.yaml", group_id="job", pool="gpus")
+    names = ["plan", "generate", "plan_2", "generate_2", "plan_3", "generate_3", "commit"]
+    tasks = [dag.get_task(f"job.{name}") for name in names]
+    for task, after in pairwise(tasks):
+        assert after.task_id in task.downstream_task_ids
+    for plan, generate in (tasks[:2], tasks[2:4], tasks[4:6]):
+        assert generate.plan_uri.operator == generate.num_workers.operator == plan
+    assert dag.get_task("job.commit").plan_uri.operator == tasks[4]
+    assert dag.get_task("job.report").plan_uri.operator == tasks[4]
 
 
 @pytest.mark.parametrize(

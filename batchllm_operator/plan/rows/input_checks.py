@@ -22,8 +22,10 @@ from batchllm_operator.lake import (
     open_table,
     row_condition,
 )
+from batchllm_operator.plan.earlier_answers import answers_schema
 from batchllm_operator.prompts import has_messages, has_text
 from batchllm_operator.spec import JobSpec, PromptSpec
+from batchllm_operator.spec.rounds import compared
 from batchllm_operator.stored_plan.row_keys import check_key_types
 
 _MAX_NAMED: Final = 3  # partitions
@@ -129,8 +131,14 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 f"prompts.{name}: table {table.uri} has a column of that name, and templates"
                 " couldn't tell them apart; choose another"
             )
+    known = pa.schema([*schema, *answers_schema(spec)])
     for where, question in zip(spec.prompt_fields, spec.questions, strict=True):
-        _check_placed(question.prompt, f"{where}.{question.prompt.field}", table, schema)
+        _check_placed(question.prompt, f"{where}.{question.prompt.field}", table, known)
+    for name, prompt in spec.prompts.items():
+        for column in compared(prompt):
+            if column not in known.names:
+                raise _absent(f"prompts.{name}.when", column, table, schema)
+        row_condition(f"prompts.{name}.when: table {table.uri}", prompt.when, known)
     places = {
         "input.key": spec.input.key,
         "output.carry": spec.output.carry,
@@ -143,7 +151,7 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
             if column not in schema.names:
                 raise _absent(place, column, table, schema)
     check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
-    row_condition(table.uri, spec.input.filter, snapshot.schema)
+    row_condition(f"input.filter: table {table.uri}", spec.input.filter, snapshot.schema)
     for place, is_kind, reason in (
         ("model.adapter_column", _is_text, ", not text"),
         ("planner.estimated_output_tokens", pa.types.is_integer, ", not integers"),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
@@ -20,23 +18,27 @@ from batchllm_operator.errors import KeyColumnError, TableError
 from batchllm_operator.lake import StoredColumns, joined
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.rows.adapters import RowAdapters
-from batchllm_operator.plan.rows.prompting import Prompter, warn_of_doubled_start
+from batchllm_operator.plan.rows.asking import Asker, taken, woven
+from batchllm_operator.plan.rows.prompting import warn_of_doubled_start
 from batchllm_operator.prefixes import PromptStore, TokenTable
 from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import Tokenizer, length_fault
-from batchllm_operator.row_error import RowError
+from batchllm_operator.prompts import Tokenizer
+from batchllm_operator.row_error import UNASKED, RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import ERROR_FIELD, errors_field
 from batchllm_operator.stored_plan.row_keys import shown_key
 from batchllm_operator.streams import ahead, one_ahead
 
 if TYPE_CHECKING:
+    from batchllm_operator.plan.earlier_answers import EarlierAnswers
     from batchllm_operator.plan.given import Given
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
-NO_ROWS: Final = {"num_rows": 0, "num_control_rows": 0, "num_truncated_rows": 0}
+NO_ROWS: Final = dict.fromkeys(
+    ("num_rows", "num_unasked_rows", "num_control_rows", "num_truncated_rows"), 0
+)
 """Fields of `PlanCounts` that pieces add to."""
 _LEAVE_IT_OUT: Final = ", or remove it from output.carry"
 
@@ -57,7 +59,8 @@ class Rows:
     def counts(self) -> dict[str, int]:
         """Fields of `PlanCounts`."""
         num_reused = 0 if self.reuse is None else self.reuse.num_rows
-        num_rejected = self._counts["num_rows"] - num_reused - len(self.prompts)
+        num_asked = self._counts["num_rows"] - self._counts["num_unasked_rows"]
+        num_rejected = num_asked - num_reused - len(self.prompts)
         return {**self._counts, "num_rejected_rows": num_rejected, "num_reused_rows": num_reused}
 
     def row_idxs(self) -> Int64s:
@@ -77,7 +80,7 @@ class Rows:
             self._estimates.append(piece.estimates)
 
 
-def read_rows(given: Given, rows: Rows, path: Path) -> None:
+def read_rows(given: Given, rows: Rows, path: Path, earlier: EarlierAnswers | None = None) -> None:
     """Read a table into the empty `rows`; write keys, carried columns and faults to a new file.
 
     Raises:
@@ -94,7 +97,7 @@ def read_rows(given: Given, rows: Rows, path: Path) -> None:
     ):
         # Reading, tokenizing and keeping run side by side: memory holds three batches.
         batches = checked(spec, joined(scanned), given.where, stored=given.stored)
-        made = tokenize(spec, batches, given.tokenizers, given.adapters, rows.reuse)
+        made = tokenize(spec, batches, given.tokenizers, given.adapters, rows.reuse, earlier)
 
         def keep(piece: Tokenized) -> int:
             if not rows.counts["num_rows"]:
@@ -138,7 +141,8 @@ class Tokenized:
     """Prompts of some rows, a piece of a batch."""
 
     counts: Mapping[str, int]
-    """As `NO_ROWS`: all rows, those that spell a control token, those of which a value was cut."""
+    """As `NO_ROWS`: all rows, those that aren't asked, those that spell a control token, those of
+    which a value was cut."""
     tokens: TokenTable
     row_idxs: Int64s
     """int64 [num_prompts], ascending; in a job of several prompts the asks, as in counts."""
@@ -188,106 +192,54 @@ def tokenize(
     tokenizers: Sequence[Tokenizer],
     adapters: RowAdapters | None,
     reuse: Reuse | None = None,
+    earlier: EarlierAnswers | None = None,
 ) -> Iterator[Tokenized]:
     """Render and tokenize rows, counted from 0; yields pieces in their order.
 
     Args:
         tokenizers: one for each of the spec's questions.
         reuse: keeps, and takes out, the prompts of rows that reuse an output.
+        earlier: what rounds before have answered; None in the first.
 
     Raises `ModelError`, `TokenIdsDifferError`: see `Tokenizer.encode`.
     """
-    questions = spec.questions
-    askers = [_Asker(*each, adapters) for each in zip(questions, tokenizers, strict=True)]
+    questions, round_idx = spec.questions, 0 if earlier is None else earlier.num_rounds
+    num = len(questions)
+    askers = [
+        Asker(spec, number, questions[number], tokenizers[number], adapters)
+        for number in spec.rounds[round_idx]
+    ]
+    later = [number for numbers in spec.rounds[round_idx + 1 :] for number in numbers]
     first_row, num_at_once = 0, _FIRST_ROWS
     for batch in batches:
-        errors: dict[int, RowError] = {}
+        answered, errors = (batch, {}) if earlier is None else earlier.beside(batch)
+        for number in later:
+            asks_later = range(number, batch.num_rows * num, num)
+            errors |= dict.fromkeys(asks_later, UNASKED)
         start = 0
         while start < batch.num_rows:
-            rows = batch.slice(start, num_at_once)
-            asked = [asker.ask(rows) for asker in askers]
-            num = len(asked)
-            for number, piece in enumerate(asked):
-                errors |= {(start + row) * num + number: e for row, e in piece.faults.items()}
-            idxs, tokens, estimates = _woven(asked)
+            rows = answered.slice(start, num_at_once)
+            pieces = [asker.ask(rows) for asker in askers]
+            for piece in pieces:
+                errors |= {start * num + ask: error for ask, error in piece.errors.items()}
+            asks, tokens, estimates = woven(pieces)
             if reuse is not None:
-                is_new = ~reuse.take(tokens, first_row * num + idxs, rows, first_row)
+                is_new = ~reuse.take(tokens, first_row * num + asks, rows, first_row)
                 estimates = None if estimates is None else estimates[is_new]
-                idxs, tokens = _taken(idxs, tokens, is_new)
+                asks, tokens = taken(asks, tokens, is_new)
             # The next rows, if they are as long as these.
-            num_bytes = sum(piece.num_bytes for piece in asked)
+            num_bytes = sum(piece.num_bytes for piece in pieces)
             num_at_once = max(1, rows.num_rows * _BYTES_AT_ONCE // max(1, num_bytes))
             start += rows.num_rows
             kept = _kept(spec, batch, errors, reuse) if start == batch.num_rows else None
             counts = {
                 "num_rows": rows.num_rows * num,
-                "num_control_rows": sum(len(piece.control_rows) for piece in asked),
-                "num_truncated_rows": sum(piece.num_truncated for piece in asked),
+                "num_unasked_rows": rows.num_rows * num - sum(p.num_asked for p in pieces),
+                "num_control_rows": sum(len(piece.control_rows) for piece in pieces),
+                "num_truncated_rows": sum(piece.num_truncated for piece in pieces),
             }
-            yield Tokenized(counts, tokens, first_row * num + idxs, estimates, kept)
+            yield Tokenized(counts, tokens, first_row * num + asks, estimates, kept)
             first_row += rows.num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Prompts that ask one question of some rows."""
-
-    idxs: Int64s
-    """int64 [num_prompts], the rows, ascending."""
-    tokens: TokenTable
-    estimates: Int64s | None
-    faults: Mapping[int, RowError]
-    """Of the other rows."""
-    control_rows: Collection[int]
-    num_truncated: int
-    num_bytes: int
-
-
-class _Asker:
-    """Makes the prompts that ask a question."""
-
-    def __init__(
-        self, question: JobSpec, tokenizer: Tokenizer, adapters: RowAdapters | None
-    ) -> None:
-        self._question, self._tokenizer = question, tokenizer
-        self._prompter = Prompter(question, tokenizer, adapters)
-
-    def ask(self, rows: pa.RecordBatch) -> _Asked:
-        made = self._prompter.prompts(rows)
-        tokens, idxs = made.tokens, made.rendered.idxs
-        faults = dict(made.rendered.errors)
-        fits = (tokens.lengths > 0) & (tokens.lengths <= self._tokenizer.max_prompt_len)
-        for number in np.flatnonzero(~fits).tolist():
-            fault = length_fault(int(tokens.lengths[number]), self._tokenizer)
-            assert fault is not None, number
-            faults[int(idxs[number])] = fault
-        idxs, tokens = _taken(idxs, tokens, fits)
-        estimates = _estimates(self._question, rows)
-        expected = None if estimates is None else estimates[idxs]
-        num_bytes = int(pc.sum(pc.binary_length(made.rendered.texts)).as_py() or 0)
-        spelling, num_cut = made.rendered.control_rows, made.num_truncated
-        return _Asked(idxs, tokens, expected, faults, spelling, num_cut, num_bytes)
-
-
-def _woven(asked: Sequence[_Asked]) -> tuple[Int64s, TokenTable, Int64s | None]:
-    """All prompts by their asks, which ascend, with the estimates of their outputs."""
-    if len(asked) == 1:
-        return asked[0].idxs, asked[0].tokens, asked[0].estimates
-    asks = np.concatenate([piece.idxs * len(asked) + n for n, piece in enumerate(asked)])
-    order = np.argsort(asks)
-    lengths = np.concatenate([piece.tokens.lengths for piece in asked])
-    token_ids = np.concatenate([piece.tokens.token_ids for piece in asked])
-    tokens = TokenTable(token_ids, np.append(0, np.cumsum(lengths))).take(order)
-    expected = [piece.estimates for piece in asked if piece.estimates is not None]
-    return asks[order], tokens, np.concatenate(expected)[order] if expected else None
-
-
-def _taken(
-    idxs: Int64s, tokens: TokenTable, chosen: npt.NDArray[np.bool_]
-) -> tuple[Int64s, TokenTable]:
-    if chosen.all():
-        return idxs, tokens
-    return idxs[chosen], tokens.take(np.flatnonzero(chosen))
 
 
 def _kept(
@@ -307,15 +259,6 @@ def _kept(
 
 def _taken_fields(reuse: Reuse | None) -> Sequence[pa.Field]:
     return () if reuse is None or reuse.published is None else reuse.published.fields
-
-
-def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> Int64s | None:
-    """Estimated output tokens of the batch's rows, if a column holds them."""
-    most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)
-    for name in spec.planner.estimate_columns:
-        values = batch.column(name).to_pylist()
-        return np.array([most if v is None else max(least, min(v, most)) for v in values])
-    return None
 
 
 def _refusal(
