@@ -47,11 +47,8 @@ _COMMANDS: Final[Mapping[str, tuple[_AddArguments, _Run]]] = {
     "failed": (reports.add_failed_arguments, reports.failed),
     "gc": (tools.add_gc_arguments, tools.gc),
     "schema": (tools.add_schema_arguments, tools.schema),
-    "demo-table": (tools.add_demo_table_arguments, tools.demo_table),
-    "demo-model": (tools.add_demo_model_arguments, tools.demo_model),
 }
 """Commands by name, in the order of `--help`, which shows the first line of their docstrings."""
-_WITHOUT_RESULT: Final = ("schema", "demo-table", "demo-model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         text = (run.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(command=run, parser=command)
-        if name not in _WITHOUT_RESULT:  # Airflow's tasks start the others
+        if name != "schema":  # Airflow's tasks start the others
             command.add_argument(
                 "--result",
                 type=parse_file,

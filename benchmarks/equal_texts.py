@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow.parquet as pq
+from demo_table import build_demo_table
 
 from batchllm_operator import commit_run, plan_job, run_worker
-from batchllm_operator.demo.table import build_demo_table
 from batchllm_operator.engine.vllm.logs import without_llvmlite
 from batchllm_operator.spec import load_spec
 from benchmarks.provenance import print_last_line, provenance

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kernel_settings.workloads import Group
+
 from batchllm_kernels.prefix_attention import AttentionShape
-from batchllm_kernels.tuning.workloads import Group
 from batchllm_operator.cost import GPU, find_gpu
 
 _PARTIAL_BYTES = 4

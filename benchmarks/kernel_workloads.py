@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from kernel_settings.workloads import NOWHERE, Group, lay_out
 from torch import Tensor
 
 from batchllm_kernels.prefix_attention import AttentionShape, PagedBatch, SharedPrefix
-from batchllm_kernels.tuning.workloads import NOWHERE, Group, lay_out
 
 NAN = float("nan")
 

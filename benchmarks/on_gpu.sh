@@ -20,7 +20,7 @@
 #   CACHE        folder for compiled code, not in OUT; batchllm-on-gpu-UID in TMPDIR by default
 #   PYTHON       python3
 #   KERNEL_ARGS  more arguments for benchmarks.kernel, such as "--without fa3"
-#   TUNE_ARGS    arguments for batchllm_kernels.tune; heads of 128 and 16-bit KV by default
+#   TUNE_ARGS    arguments for kernel_settings.tune; heads of 128 and 16-bit KV by default
 #   E2E_ARGS     more arguments for benchmarks.end_to_end, such as "--workloads case_1"
 #   MODEL        of all steps with an engine; Mistral-7B by default; tiny rehearses them, on a CPU
 #   TOTAL_S      seconds for everything; 530 by default
@@ -83,7 +83,7 @@ trap 'stop 130' INT
 # The packages alone: with the repository itself on the path, transformers would find its folder
 # kernels/ and take it for the package of that name.
 mkdir "$work/packages"
-for package in batchllm_operator benchmarks kernels/batchllm_kernels; do
+for package in batchllm_operator benchmarks kernels/batchllm_kernels scripts/kernel_settings; do
   ln -s "$root/$package" "$work/packages/"
 done
 export PYTHONPATH="$work/packages${site:+:$site}"
@@ -164,7 +164,7 @@ for name in "${steps[@]}"; do
       kernel "$quick_s" --quick --without triton_unified ;;
     kernel) kernel "$kernel_s" ;;
     tune) # what it finds is brought home, not used here
-      step "$tune_s" "$python" -P -m batchllm_kernels.tune "${tune_args[@]}" \
+      step "$tune_s" "$python" -P -m kernel_settings.tune "${tune_args[@]}" \
         --budget-s "$(($(left "$tune_s") * 3 / 4))" --out "$results/tuned.json" \
         --json "$results/tune.json" ;;
     case_1)

@@ -26,7 +26,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from batchllm_operator.demo.table import demo_documents
+from demo_table import demo_documents
+
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spark.plan_job import plan_on_spark
 from batchllm_operator.spec import JobSpec

@@ -36,10 +36,10 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from demo_table import demo_documents
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
-from batchllm_operator.demo.table import demo_documents
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec
 from benchmarks.memory import peak_rss_bytes

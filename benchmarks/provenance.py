@@ -64,7 +64,10 @@ def code_digest(root: Path | None = None) -> str:
     root = root or Path(__file__).resolve().parent.parent
     results = root / "benchmarks" / "results"
     digest = hashlib.sha256()
-    for folder in ("batchllm_operator", "kernels/batchllm_kernels", "benchmarks"):
+    for folder in (
+        *("batchllm_operator", "kernels/batchllm_kernels"),
+        *("benchmarks", "scripts/kernel_settings"),
+    ):
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in _CODE_SUFFIXES and results not in path.parents:
                 digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())

@@ -44,7 +44,7 @@ make_demo_table() {
       cp "$made/part-0.parquet" "$folder/.part-0.parquet.new"
       mv "$folder/.part-0.parquet.new" "$folder/part-0.parquet"
     else
-      "${batchllm[@]}" demo-table "$demo/lake/documents" --ds "$ds"
+      "$venv/bin/python" "$root/scripts/demo_table.py" "$demo/lake/documents" "$ds"
       made="$folder"
     fi
   done
@@ -64,7 +64,7 @@ choose_model() {
   fi
   if [[ "$model" == tiny ]]; then
     kind=tiny model="$demo/tiny"
-    if [[ ! -f "$model/config.json" ]]; then "${batchllm[@]}" demo-model "$model"; fi
+    if [[ ! -f "$model/config.json" ]]; then "$venv/bin/python" "$root/scripts/demo_model.py" "$model"; fi
   elif [[ -d "$model" || "$model" == [./]* ]]; then
     model="$(realpath -m -- "$model")"
   else

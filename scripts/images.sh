@@ -27,7 +27,12 @@ output: {uri: lake/answers}
 engine: {backend: fake, extra_args: {byte_tokens: true}}
 END
 test "$(id -u)" != 0
-batchllm demo-table --ds 2026-01-31 lake/documents
+mkdir -p lake/documents/ds=2026-01-31
+python - <<END
+import pyarrow, pyarrow.parquet
+rows = {"snippet_id": ["a", "b"], "document": ["A page."] * 2, "query": ["Why?", "When?"]}
+pyarrow.parquet.write_table(pyarrow.table(rows), "lake/documents/ds=2026-01-31/a.parquet")
+END
 batchllm job --job job.yaml --ds 2026-01-31'
 
 for name in ${IMAGES:-airflow gpu-cuda gpu-rocm spark}; do

@@ -235,5 +235,5 @@ def test_a_report_is_written_where_it_is_asked_for(job: Path, batchllm: Batchllm
 def test_help_lists_commands_and_exit_codes(batchllm: Batchllm) -> None:
     outcome = batchllm("--help")
     assert outcome.code == ExitCode.OK
-    for words in ("Plan a job for one partition", "demo-model", "Exit codes"):
+    for words in ("Plan a job for one partition", "simulate", "Exit codes"):
         assert words in outcome.out

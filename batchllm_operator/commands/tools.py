@@ -1,4 +1,4 @@
-"""The commands beside a job's stages: `gc`, `schema`, `simulate`, the demo's table and model."""
+"""The commands beside a job's stages: `gc`, `schema`, `simulate`."""
 
 import argparse
 import json
@@ -121,32 +121,6 @@ def schema(args: argparse.Namespace) -> Mapping[str, Any]:
     content: dict[str, Any] = resolve_name(_SCHEMAS[args.what]).model_json_schema()
     print_unmasked(json.dumps(content, indent=2))
     return content
-
-
-def add_demo_model_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", type=Path, metavar="DIR")
-
-
-def demo_model(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Make a tiny model with random weights."""
-    from batchllm_operator.demo.model import build_demo_model
-
-    build_demo_model(args.folder)
-    print(f"demo model: {args.folder}")
-    return {"folder": str(args.folder)}
-
-
-def add_demo_table_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", type=Path, metavar="DIR")
-    command.add_argument("--ds", required=True, help="the partition to make")
-
-
-def demo_table(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Make a small table from installed packages' texts."""
-    from batchllm_operator.demo.table import build_demo_table
-
-    print(f"demo table: {build_demo_table(args.folder, ds=args.ds)}")
-    return {"folder": str(args.folder)}
 
 
 def add_simulate_arguments(command: argparse.ArgumentParser) -> None:

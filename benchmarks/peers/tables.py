@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from batchllm_operator.demo.table import demo_documents
+from demo_table import demo_documents
 
 Row = dict[str, Any]
 _QUESTIONS: Final = (

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
-
-from batchllm_operator.demo.table import demo_documents
+from demo_table import demo_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"""\
 #!/bin/sh
 case "$*" in
 *real_models.py*) echo "models: no package" >&2; exit "$REAL_MODELS" ;;
-*demo-model*) mkdir -p "$5"; touch "$5/config.json" ;;
+*demo_model.py*) mkdir -p "$2"; touch "$2/config.json" ;;
 *) exec {sys.executable} "$@" ;;
 esac
 """
@@ -65,7 +64,7 @@ def test_another_failure_of_the_package_ends_the_demo(root: Path) -> None:
 
 
 def test_labels_of_the_random_model_are_tokens_of_its_tokenizer(root: Path) -> None:
-    from batchllm_operator.demo.model import _train_tokenizer
+    from demo_model import _train_tokenizer
 
     tokenizer = _train_tokenizer([document.text for document in demo_documents()])
     labels = choose(root, "tiny", 0)[2]["labels"]

@@ -6,11 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import demo_table as table
 import pyarrow.parquet as pq
 import pytest
-
-from batchllm_operator.demo import table
-from batchllm_operator.demo.table import (
+from demo_table import (
     DEMO_SCHEMA,
     QUERIES,
     DemoDocument,
@@ -19,7 +18,6 @@ from batchllm_operator.demo.table import (
     demo_documents,
     plain_text,
 )
-from batchllm_operator.errors import TableError
 
 DS = "2026-01-31"
 
@@ -44,16 +42,9 @@ def test_table_has_rows_with_unique_keys_and_documents_of_a_length(folder: Path)
     assert len(rows) == 30 * len(QUERIES)
     assert len({row["snippet_id"] for row in rows}) == len(rows)
     assert len({(row["document"], row["query"]) for row in rows}) == len(rows)
+    assert len({row["document"] for row in rows}) == 30
     assert all(row["document"].strip() and row["query"].strip() for row in rows)
     assert all(500 <= len(row["document"]) <= 1_200 for row in rows)
-
-
-def test_each_document_has_each_query(folder: Path) -> None:
-    asked: dict[str, list[str]] = {}
-    for row in read_rows(folder):
-        asked.setdefault(row["document"], []).append(row["query"])
-    assert len(asked) == 30
-    assert all(sorted(queries) == sorted(QUERIES) for queries in asked.values())
 
 
 def test_rows_are_not_grouped_by_document(folder: Path) -> None:
@@ -85,20 +76,7 @@ def test_documents_are_long_enough_and_none_is_there_twice(
     monkeypatch.setattr(table, "demo_documents", lambda max_chars: documents)
     summary = build_demo_table(tmp_path, ds=DS)
     assert {row["package"] for row in read_rows(tmp_path)} == {"a", "d"}
-    assert summary.startswith("10 rows (2 documents, 5 queries) in ")
-
-
-def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "demo_documents", lambda max_chars: ())
-    with pytest.raises(TableError, match="nothing to make a table of"):
-        build_demo_table(tmp_path / "documents", ds=DS)
-    assert not (tmp_path / "documents").exists()
-
-
-@pytest.mark.parametrize("ds", ["", "..", "a/b"])
-def test_ds_must_be_able_to_name_a_partition(tmp_path: Path, ds: str) -> None:
-    with pytest.raises(TableError, match="can't name a partition"):
-        build_demo_table(tmp_path, ds=ds)
+    assert summary == "10 rows (2 documents, 5 queries)"
 
 
 # Documents and their text

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_model import build_demo_model
+from demo_table import build_demo_table
 from support.demo_job import DS, OFFLINE, Demo
 from support.fork_server import ForkServer
 from support.messy_table import write_messy_table
 from support.warm_engines import WarmProcess
-
-from batchllm_operator.demo.model import build_demo_model
-from batchllm_operator.demo.table import build_demo_table
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from demo_model import build_demo_model
 from support.fake_job import fake_spec
 
-from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.engine import EngineJob, EngineRequest, check_format
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec

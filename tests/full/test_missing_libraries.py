@@ -47,7 +47,6 @@ def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
     iceberg = {"uri": "iceberg://c/n.t", "staging_uri": "./iceberg"}
     works = [
         ["schema"],
-        ["demo-table", str(tmp_path / "demo"), "--ds", DS],
         ["plan", *job],
         ["plan", "--advise", *job],
         ["run", *job],
@@ -60,10 +59,7 @@ def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     tokens = {"engine": {"extra_args": {"byte_tokens": False}}, "model": {"path": str(tmp_path)}}
     fails = {
-        "transformers": [
-            ["plan", *write_job(tmp_path, "tokens", **tokens)],
-            ["demo-model", str(tmp_path / "model")],
-        ],
+        "transformers": [["plan", *write_job(tmp_path, "tokens", **tokens)]],
         "s3fs": [["plan", *write_job(tmp_path, "s3", output={"uri": "s3://bucket/out"})]],
         "vllm": [["simulate"]],
         "deltalake": [["plan", *delta], ["report", *delta]],

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from demo_model import build_demo_model
 from support.adapters import write_adapter
 from support.answers_job import run_and_commit
 from support.fake_job import DS
 
-from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.spec import load_spec
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples").glob("*.yaml"))

@@ -10,7 +10,7 @@ from support.compiler import run_script
 SOME = """
 import sys
 from dataclasses import replace
-from batchllm_kernels import compile
+from kernel_settings import compile
 
 chosen = [f"{name}, {compile.SCHEDULE_REQUESTS[-1]} requests" for name in compile.SCHEDULE_KERNELS]
 chosen += ["merge, 128", "attention, 128, bfloat16"]

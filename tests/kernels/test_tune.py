@@ -9,21 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.errors import OutOfResources
-
-from batchllm_kernels import tune
-from batchllm_kernels.compile import Kernel
-from batchllm_kernels.compiling.report import CHIPS, Report
-from batchllm_kernels.prefix_attention import ArchConfig, Gate, load_config
-from batchllm_kernels.prefix_attention.batch import HEAD_DIMS
-from batchllm_kernels.prefix_attention.config import (
-    LaunchConfig,
-    SplitRule,
-    Tiling,
-    parse_config,
-    to_json,
-)
-from batchllm_kernels.tuning.search import (
+from kernel_settings import tune
+from kernel_settings.compile import Kernel
+from kernel_settings.report import CHIPS, Report
+from kernel_settings.search import (
     ROUNDS_MS,
     Bench,
     TuningError,
@@ -33,11 +22,22 @@ from batchllm_kernels.tuning.search import (
     relative_time,
     tune_gate,
 )
-from batchllm_kernels.tuning.workloads import (
+from kernel_settings.workloads import (
     Group,
     Workload,
     shape_for,
     workloads_of,
+)
+from triton.runtime.errors import OutOfResources
+
+from batchllm_kernels.prefix_attention import ArchConfig, Gate, load_config
+from batchllm_kernels.prefix_attention.batch import HEAD_DIMS
+from batchllm_kernels.prefix_attention.config import (
+    LaunchConfig,
+    SplitRule,
+    Tiling,
+    parse_config,
+    to_json,
 )
 
 CPU, CONFIG, SHAPE = torch.device("cpu"), load_config("cpu"), shape_for(64, 16)

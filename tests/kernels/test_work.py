@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_settings.workloads import Group
 from support.benchmark_modules import load
 
 from batchllm_kernels.prefix_attention import AttentionShape
-from batchllm_kernels.tuning.workloads import Group
 from batchllm_operator.cost import find_gpu
 from batchllm_operator.cost.gpu import read_gpu_table
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch
+from kernel_settings.workloads import Group, lay_out
 from torch import Tensor
 
 from batchllm_kernels.prefix_attention import AttentionShape, PagedBatch
-from batchllm_kernels.tuning.workloads import Group, lay_out
 
 __all__ = ["NAN", "AttentionCase", "Group", "make_case"]
 NAN = float("nan")

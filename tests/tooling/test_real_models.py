@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import real_models
 import regex  # type: ignore[import-untyped]
-
-from batchllm_operator.demo.table import demo_documents
+from demo_table import demo_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 AWKWARD = (

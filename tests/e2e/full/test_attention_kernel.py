@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
+import demo_model
 import pytest
 from support.attention_generate import generate_with
 from support.demo_job import Demo, demo_prompts
-
-from batchllm_operator.demo import model as demo_model
 
 
 def test_the_gpus_kernel_gives_the_same_in_tritons_interpreter(

@@ -4,9 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from demo_table import build_demo_table
 from support.demo_job import DS
-
-from batchllm_operator.demo.table import build_demo_table
 
 ROOT = Path(__file__).resolve().parents[3]
 

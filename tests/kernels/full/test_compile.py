@@ -5,16 +5,15 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from kernel_settings.compile import SCHEDULE_REQUESTS
 from support.compiler import run_script
-
-from batchllm_kernels.compile import SCHEDULE_REQUESTS
 
 # Each kernel of the schedule, for steps of each size, and of merging for one chip of each vendor.
 # Each entry of the settings once: half of them plain, half with window and soft cap, so that each
 # chip, head size and width of the cache comes with and without.
 ALL = """
 import sys
-from batchllm_kernels import compile
+from kernel_settings import compile
 
 chips, shipped_kernels = list(compile.ARCHITECTURES), compile.shipped_kernels
 
@@ -36,14 +35,14 @@ sys.exit(compile.main(sys.argv[1:]))
 
 ONE = """
 import sys
-from batchllm_kernels import compile
+from kernel_settings import compile
 
 compile.shipped_kernels = lambda arch: [compile.schedule_kernel(arch, "find_leaders", 16)]
 sys.exit(compile.main(sys.argv[1:]))
 """
 
 TOO_WIDE = """
-from batchllm_kernels.compile import attention_kernel, compile_kernel
+from kernel_settings.compile import attention_kernel, compile_kernel
 from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
 wide = LaunchConfig(128, 16, Tiling(16, 32, 2), Tiling(128, 128, 3), 4, 1, {})
 print(compile_kernel(attention_kernel("sm80", wide, merge_here=True)).fault)

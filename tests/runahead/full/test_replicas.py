@@ -4,11 +4,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import demo_model
 import pytest
 from support.fork_server import ForkServer
 from support.runahead_replicas import Replica, ReplicaError, Replicas, together
-
-from batchllm_operator.demo import model as demo_model
 
 BLOCK = 32
 VOCABULARY = range(300, 4000)  # of the demo model: ordinary tokens

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from demo_model import build_demo_model
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.kubernetes.cluster import python_image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer
 
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.demo.model import build_demo_model
 from batchllm_operator.operators import command
 from batchllm_operator.plan.plan_job import plan_job
 

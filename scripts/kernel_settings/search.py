@@ -22,7 +22,7 @@ from batchllm_kernels.prefix_attention.batch import AttentionShape, BatchLimits,
 from batchllm_kernels.prefix_attention.config import ArchConfig
 from batchllm_kernels.prefix_attention.grouping import Gate
 from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
-from batchllm_kernels.tuning.workloads import (
+from kernel_settings.workloads import (
     CHECKED,
     Workload,
     gate_workloads,

@@ -1,5 +1,7 @@
 """The demo's model: Qwen2 in miniature with random weights and a real tokenizer.
 
+    python scripts/demo_model.py DIR
+
 Its texts are nonsense, but everything else is as with a real model: folder, tokenizer, chat
 template, loading code. Heavy libraries are imported when used.
 """
@@ -10,11 +12,10 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-from batchllm_operator.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -55,15 +56,12 @@ def build_demo_model(folder: Path, *, documents: Sequence[str] | None = None) ->
     Weights are float32 and random with a fixed seed; the byte-level BPE tokenizer is trained on
     `documents` (default: `demo_documents()`). Equal documents give equal bytes. Files are written
     elsewhere and moved in at the end, `config.json` last, so that a folder with a `config.json` is
-    complete; an older model in the folder is replaced. A ModelError tells that there is no text to
-    train the tokenizer on.
+    complete; an older model in the folder is replaced.
     """
     if documents is None:
-        from batchllm_operator.demo.table import demo_documents
+        from demo_table import demo_documents
 
         documents = [document.text for document in demo_documents()]
-    if not any(documents):
-        raise ModelError(f"demo model {folder}: there is no text to train the tokenizer on")
     from transformers.utils import logging
 
     tokenizer = _train_tokenizer(documents)
@@ -162,3 +160,8 @@ def _random_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
         norms[tokenizer.eos_token_id] = _END_NORM
         weight.mul_(norms[:, None])
     return model
+
+
+if __name__ == "__main__":
+    build_demo_model(Path(sys.argv[1]))
+    print(f"demo model: {sys.argv[1]}")

@@ -1,11 +1,12 @@
 """Compile every shipped kernel ahead of time, without its chip.
 
-    python -m batchllm_kernels.compile [--arch sm90 ...] [--jobs N] [--json FILE] [--write-limits]
+    PYTHONPATH=scripts python -m kernel_settings.compile
+        [--arch sm90 ...] [--jobs N] [--json FILE] [--write-limits]
 
 Reports registers, spilled bytes, shared memory, programs per multiprocessor, instructions and the
 async depth of main loops, of the kernels that lay out a step or merge, and of each entry in the
 architectures' settings. Exits with 1 if a kernel spills more than `MAX_SPILL_BYTES`, if fewer
-programs fit than its settings say, or if it passes its limits (`compiling/limits.toml`), which
+programs fit than its settings say, or if it passes its limits (`limits.toml`), which
 `--write-limits` renews.
 """
 
@@ -27,7 +28,14 @@ import triton
 from triton import knobs
 from triton.compiler import ASTSource
 
-from batchllm_kernels.compiling.report import (
+from batchllm_kernels.prefix_attention import load_config, schedule
+from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, AttentionShape
+from batchllm_kernels.prefix_attention.config import ARCHITECTURES, LaunchConfig
+from batchllm_kernels.prefix_attention.device.arguments import Constants, Sizes
+from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
+from batchllm_kernels.prefix_attention.device.online_softmax import merge_kernel
+from batchllm_kernels.prefix_attention.launch import TRITON_DTYPES, kernel_constants, kv_format
+from kernel_settings.report import (
     CHIPS,
     LIMITS_FILE,
     Chip,
@@ -37,13 +45,6 @@ from batchllm_kernels.compiling.report import (
     read_limits,
     write_limits,
 )
-from batchllm_kernels.prefix_attention import load_config, schedule
-from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, AttentionShape
-from batchllm_kernels.prefix_attention.config import ARCHITECTURES, LaunchConfig
-from batchllm_kernels.prefix_attention.device.arguments import Constants, Sizes
-from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
-from batchllm_kernels.prefix_attention.device.online_softmax import merge_kernel
-from batchllm_kernels.prefix_attention.launch import TRITON_DTYPES, kernel_constants, kv_format
 
 MAX_SPILL_BYTES: Final = 64
 """Bytes of registers that a thread may spill to memory: 16 of up to 255 registers. Assemblers spill
@@ -186,7 +187,7 @@ def _type(param: Any, kernel: Kernel) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile and print a line for each kernel; returns 1 if one must not ship."""
-    parser = argparse.ArgumentParser(prog="python -m batchllm_kernels.compile")
+    parser = argparse.ArgumentParser(prog="python -m kernel_settings.compile")
     add = parser.add_argument
     add("--arch", action="append", choices=sorted(ARCHITECTURES))
     add("--jobs", type=int, default=os.cpu_count(), help="processes at once")

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 LIMITS_FILE: Final = Path(__file__).with_name("limits.toml")
 _HEADER: Final = """\
-# Limits of each kernel, written by `python -m batchllm_kernels.compile --write-limits` with Triton
+# Limits of each kernel, written by `python -m kernel_settings.compile --write-limits` with Triton
 # {version}. Most: registers and spill_bytes of a thread, shared_bytes of a program, instructions.
 # Least: programs on a multiprocessor, tensor_core instructions, async_depth of a main loop. As
 # measured, but registers up to the next multiple of 8, and a twentieth more instructions.

@@ -5,9 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from batchllm_kernels import compile as compiling
-from batchllm_kernels.compiling.report import (
+from kernel_settings import compile as compiling
+from kernel_settings.report import (
     CHIPS,
     LIMITS_FILE,
     Report,
@@ -18,6 +17,7 @@ from batchllm_kernels.compiling.report import (
     read_limits,
     write_limits,
 )
+
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES
 
 LOOP = """\

@@ -1,6 +1,7 @@
 """Tune an architecture's settings on its chip, and write the JSON that ships.
 
-    python -m batchllm_kernels.tune [--step launch ...] [--out FILE] [--json RAW]
+    PYTHONPATH=scripts python -m kernel_settings.tune
+        [--step launch ...] [--out FILE] [--json RAW]
 
 Candidates are compiled, checked against attention in float32, and timed; one replaces the current
 settings if it is faster over all workloads and no slower for requests that share nothing. Exits
@@ -28,8 +29,6 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from batchllm_kernels.compile import Kernel, attention_kernel, compile_kernel, fp8_dtype
-from batchllm_kernels.compiling.report import CHIPS, Chip, Report
 from batchllm_kernels.prefix_attention.config import (
     ARCHITECTURES,
     ArchConfig,
@@ -41,8 +40,10 @@ from batchllm_kernels.prefix_attention.config import (
     load_config,
     to_json,
 )
-from batchllm_kernels.tuning.search import Bench, fastest, tune_gate
-from batchllm_kernels.tuning.workloads import shape_for, workloads_of
+from kernel_settings.compile import Kernel, attention_kernel, compile_kernel, fp8_dtype
+from kernel_settings.report import CHIPS, Chip, Report
+from kernel_settings.search import Bench, fastest, tune_gate
+from kernel_settings.workloads import shape_for, workloads_of
 
 STEPS: Final = ("launch", "split", "gate")
 NUM_CANDIDATES: Final = 24
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m batchllm_kernels.tune")
+    parser = argparse.ArgumentParser(prog="python -m kernel_settings.tune")
     add = parser.add_argument
     add("--head-dim", action="append", type=int, help="only these")
     add("--kv-bits", action="append", type=int, choices=(8, 16), help="only these")

@@ -1,1 +1,0 @@
-"""Static proof: what a compiled kernel takes of a chip, what its code does, and its limits."""

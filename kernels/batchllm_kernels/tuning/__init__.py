@@ -1,1 +1,0 @@
-"""Tunes an architecture's settings: candidates, timings, selection."""
