@@ -35,7 +35,6 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Three processes on two cores, because tests wait a quarter of the time; a fourth makes it slower. Each has engines of
 # its own, and more threads than cores would only wait for each other.
 PYTEST = OMP_NUM_THREADS=1 $(1)/pytest $(PARALLEL) --durations=10 --durations-min=0
-AIRFLOWS := airflow31 airflow32
 # Airflow parses DAGs again and again, and each of its processes loads plugins: no heavy import may
 # run at module level.
 DAG_CODE := batchllm_operator/operators dags plugins \
@@ -110,11 +109,9 @@ test-compat: setup ## Run what touches vLLM with the oldest version that is test
 	@scripts/newest_vllm.sh
 	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/build/newest-vllm $(call PYTEST,$(BIN)) $(SOURCES_TESTS)
 
-test-airflow: ## Run what touches Airflow with 3.1, in .venv-airflow31, and less of it with 3.2, in .venv-airflow32
-	@scripts/setup.sh airflow31
-	$(call PYTEST,.venv-airflow31/bin) $(STANDALONE_TESTS) $(POD_TESTS) $(AIRFLOW_TESTS)
+test-airflow: ## Run what touches Airflow with the oldest that is tested, 3.2, in .venv-airflow32
 	@scripts/setup.sh airflow32
-	$(call PYTEST,.venv-airflow32/bin) $(AIRFLOW_TESTS)
+	$(call PYTEST,.venv-airflow32/bin) $(STANDALONE_TESTS) $(POD_TESTS) $(AIRFLOW_TESTS)
 
 lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check
@@ -150,7 +147,7 @@ bench: setup ## Run the main benchmarks that need no GPU; each ends with one JSO
 
 lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what must change)
 	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv .venv
-	for name in cpu compat $(AIRFLOWS) docs; do \
+	for name in cpu compat airflow32 docs; do \
 	  $(BIN)/python scripts/environment.py lock $$name $(if $(KEEP),--keep) || exit; \
 	done
 	$(BIN)/python scripts/environment.py image

@@ -6,9 +6,9 @@
     python scripts/environment.py check NAME   exit 1 and say why, unless everything is as locked
     python scripts/environment.py torch NAME   print `yes` or `no`: whether torch belongs to it
 
-NAME is `cpu` (.venv), `compat` (.venv-compat, with the oldest vLLM that is tested), `airflow31` or
-`airflow32` (.venv-airflow31 and .venv-airflow32, with an older Airflow and no engine), or `docs`
-(.venv-docs, which makes the site).
+NAME is `cpu` (.venv), `compat` (.venv-compat, with the oldest vLLM that is tested), `airflow32`
+(.venv-airflow32, with the oldest Airflow and no engine), or `docs` (.venv-docs, which makes the
+site).
 
 A lock leaves out torch, which is installed first as a CPU build, and torch's companions,
 which nothing here uses and whose default builds want CUDA. It is installed with --no-deps, so no
@@ -66,13 +66,6 @@ def _lock(name: str) -> Path:
     return ROOT / "requirements" / f"{name}-py311-linux-x86_64.lock"
 
 
-def _airflow(name: str) -> Environment:
-    """One minor version of Airflow, which the group `name` chooses, without an engine."""
-    modules = _PACKAGES | {"airflow"}
-    extras, groups = ("airflow", *_PLANNING), ("airflow-tests", name)
-    return Environment(_lock(name), modules, extras, groups)
-
-
 _PACKAGES = frozenset({"batchllm_operator", "batchllm_kernels"})
 _OURS = _PACKAGES | {"torch", "vllm"}
 ENVIRONMENTS = {
@@ -89,8 +82,12 @@ ENVIRONMENTS = {
         groups=("compat",),
         left_out=COMPANIONS | {"triton"},
     ),
-    "airflow31": _airflow("airflow31"),
-    "airflow32": _airflow("airflow32"),
+    "airflow32": Environment(
+        _lock("airflow32"),
+        _PACKAGES | {"airflow"},
+        extras=("airflow", *_PLANNING),
+        groups=("airflow32",),
+    ),
     "docs": Environment(_lock("docs"), frozenset({*_PACKAGES, "mkdocs"}), groups=("docs",)),
 }
 

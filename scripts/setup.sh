@@ -5,7 +5,6 @@
 #
 #   scripts/setup.sh [cpu]       .venv: everything
 #   scripts/setup.sh compat      .venv-compat: the oldest vLLM that is tested, without Airflow
-#   scripts/setup.sh airflow31   .venv-airflow31: Airflow 3.1, without torch and vLLM
 #   scripts/setup.sh airflow32   .venv-airflow32: Airflow 3.2, without torch and vLLM
 #   scripts/setup.sh docs        .venv-docs: what makes the site, without torch, vLLM and Airflow
 #

@@ -16,8 +16,7 @@ _MAX_IN_RUN_ID: Final = 150  # of the 250 characters that a run id may have
 def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
-    With the schedule `PartitionedAssetTimetable(assets=...)`, from Airflow 3.2 on, Airflow itself
-    makes a run for each `partition_key`, which is the partition. With a schedule of assets, an
+    With the schedule `PartitionedAssetTimetable(assets=...)` Airflow itself makes a run for each `partition_key`, which is the partition. With a schedule of assets, an
     event names its partition in `extra["ds"]`, as those of `BatchLLMCommitOperator` do. Airflow
     gives several events to one run, and may leave others until the next event. So a run that has
     events starts a run of the same DAG for each partition, once, and skips the tasks that follow.
@@ -65,8 +64,7 @@ class BatchLLMArrivalOperator(BaseOperator):
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
         run = context["dag_run"]
-        key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
-        given = (run.conf or {}).get(DS_KEY) or context["params"].get(DS_KEY) or key
+        given = (run.conf or {}).get(DS_KEY) or context["params"].get(DS_KEY) or run.partition_key
         arrived = {} if given else self._arrived(context)
         ds = given or (None if arrived else context.get("ds"))
         if ds:
@@ -92,9 +90,7 @@ class BatchLLMArrivalOperator(BaseOperator):
             if asset not in triggering or not triggering[asset]:
                 continue
             since = min(event.timestamp for event in triggering[asset])
-            later = context["inlet_events"][asset]
-            if hasattr(later, "after"):  # from Airflow 3.2 on
-                later = later.after(since.isoformat())
+            later = context["inlet_events"][asset].after(since.isoformat())
             events = [*triggering[asset], *(event for event in later if event.timestamp > since)]
             for event in sorted(events, key=lambda event: event.timestamp):
                 ds = event.extra.get(DS_KEY) or getattr(event, "partition_key", None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple
 
-# Airflow 3.1, 3.2 and 3.3 each have it in another place.
+# Airflow 3.2 and 3.3 have it in different places.
 from airflow.providers.common.compat.sdk import Stats
 
 from batchllm_operator.operators.jobs.owner import job_of

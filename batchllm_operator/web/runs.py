@@ -23,7 +23,7 @@ from airflow.models.serialized_dag import SerializedDagModel
 from airflow.models.taskinstance import TaskInstance
 from airflow.models.xcom import XComModel
 from pydantic import Field, TypeAdapter, ValidationError
-from sqlalchemy import ColumnElement, and_, null, select
+from sqlalchemy import ColumnElement, and_, select
 from sqlalchemy.orm import Session, aliased
 
 from batchllm_operator.errors import PlanError
@@ -133,7 +133,6 @@ def job_runs(
     """The latest `limit` runs whose plan tasks meet all conditions, the latest last."""
     task, fields = TaskInstance, RenderedTaskInstanceFields
     uri, summary = aliased(XComModel), aliased(XComModel)
-    partition_key = getattr(DagRun, "partition_key", null())  # from Airflow 3.2 on
     rows = session.execute(
         select(
             task.dag_id,
@@ -145,7 +144,7 @@ def job_runs(
             DagRun.run_after,
             DagRun.conf,
             DagRun.logical_date,
-            partition_key.label("partition_key"),
+            DagRun.partition_key,
             uri.value.label("plan_uri"),
             summary.value.label("summary"),
             fields.rendered_fields,

@@ -17,10 +17,7 @@ ROOT = Path(__file__).parents[2]
 PARSE = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")
-try:
-    from airflow.dag_processing.dagbag import DagBag
-except ImportError:  # Airflow 3.1
-    from airflow.models.dagbag import DagBag
+from airflow.dag_processing.dagbag import DagBag
 heavy = {"vllm", "torch", "pyarrow", "transformers", "tokenizers", "numba", "numpy", "pandas"}
 
 def parse():

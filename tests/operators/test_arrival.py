@@ -33,20 +33,10 @@ def arrived(second: int, ds: str) -> Event:
 
 
 class Inlets(list[Event]):
-    """All events of an asset, as Airflow 3.2 and later give them."""
+    """All events of an asset, as Airflow gives them."""
 
     def after(self, time: str) -> "Inlets":
         return Inlets(event for event in self if event.timestamp >= datetime.fromisoformat(time))
-
-
-class Events(dict[str, list[Event]]):
-    """Events by asset. (In Airflow 3.1 an asset has no hash.)"""
-
-    def __contains__(self, asset: Any) -> bool:
-        return super().__contains__(asset.name)
-
-    def __getitem__(self, asset: Any) -> list[Event]:
-        return super().__getitem__(asset.name)
 
 
 @dataclass
@@ -65,8 +55,11 @@ class Run:
         context: dict[str, Any] = {
             "dag_run": SimpleNamespace(conf=self.conf, partition_key=self.partition_key),
             "params": self.params,
-            "triggering_asset_events": Events(self.triggering),
-            "inlet_events": Events({**self.triggering, **self.all_events}),
+            "triggering_asset_events": {Asset(n): of for n, of in self.triggering.items()},
+            "inlet_events": {
+                Asset(name): Inlets(of)
+                for name, of in {**self.triggering, **self.all_events}.items()
+            },
             "ti": SimpleNamespace(xcom_push=lambda key, value: self.pushed.__setitem__(key, value)),
         }
         if self.logical_ds is not None:  # Airflow gives no `ds` to a run without a logical date
@@ -94,17 +87,16 @@ def test_each_partition_gets_a_run_whose_id_says_which_and_when_it_came_last() -
     ids = ["29__20260201T000000.000000", "30__20260201T000001.000000", "31__20260201T000002.000000"]
     assert runs_of(Run(triggering={"documents": events})) == ids
     again = [*events, arrived(3, "2026-01-30")]
-    run = Run(triggering={"documents": events}, all_events={"documents": Inlets(again)})
+    run = Run(triggering={"documents": events}, all_events={"documents": again})
     assert sorted(runs_of(run)) == [ids[0], "30__20260201T000003.000000", ids[2]]
     both = {"documents": [arrived(1, "2026-01-30")], "users": [arrived(0, "2026-01-30")]}
     assert runs_of(Run(triggering=both), DOCUMENTS, USERS) == ids[1:2]
 
 
-@pytest.mark.parametrize("container", [list, Inlets])  # Airflow 3.1, and later
-def test_events_that_airflow_left_for_the_next_run_get_runs_now(container: Any) -> None:
+def test_events_that_airflow_left_for_the_next_run_get_runs_now() -> None:
     """Two runs that meet one event, as one has read ahead to it, start runs of one id."""
     old, first, left = arrived(0, "2026-01-01"), arrived(1, "2026-01-30"), arrived(2, "2026-01-31")
-    run = Run({"documents": [first]}, all_events={"documents": container([old, first, left])})
+    run = Run({"documents": [first]}, all_events={"documents": [old, first, left]})
     ids = ["30__20260201T000001.000000", "31__20260201T000002.000000"]
     assert runs_of(run) == ids
     assert runs_of(Run({"documents": [left]})) == ids[1:]

@@ -174,7 +174,6 @@ def test_a_connection_that_cannot_be_used_is_named_and_not_shown(
     fields: dict[str, Any],
     reason: str,
 ) -> None:
-    """Not from the environment, where Airflow 3.1 passes over one whose extra is broken."""
     connection = Connection(conn_id="lake", **({"conn_type": "aws"} | fields))
     monkeypatch.setattr(Connection, "get", lambda conn_id: connection)
     with pytest.raises(AirflowFailException, match=reason) as caught:
@@ -188,7 +187,7 @@ def test_an_unknown_or_forbidden_connection_is_named(monkeypatch: pytest.MonkeyP
         Credentials.of("nowhere", None)
 
     def get(conn_id: str) -> None:
-        raise PermissionError(conn_id)  # a subclass of it; Airflow 3.1 says that there is none
+        raise PermissionError(conn_id)  # a subclass of it
 
     monkeypatch.setattr(Connection, "get", get)
     with pytest.raises(AirflowFailException, match="may not read the Airflow connection 'lake'"):

@@ -28,7 +28,7 @@ KNOWN = {
     *("awaiting_input", "deferred", "failed", "queued", "removed", "restarting", "running"),
     *("scheduled", "skipped", "success", "up_for_reschedule", "up_for_retry", "upstream_failed"),
 }
-"""Of Airflow 3.1 to 3.3."""
+"""Of Airflow 3.2 and 3.3."""
 STATES: list[str | None] = [*(str(state) for state in TaskInstanceState), None]
 RESULT = {"plan_uri": "p", "num_rows": 1}
 

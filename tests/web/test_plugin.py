@@ -18,15 +18,9 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import airflow.plugins_manager as manager
 before = set(sys.modules)
-if hasattr(manager, "_get_plugins"):
-    plugins, errors = manager._get_plugins()
-    apps = manager.get_fastapi_plugins()[0]
-    links = manager.get_operator_extra_links()
-else:  # Airflow 3.1
-    manager.initialize_fastapi_plugins()
-    manager.initialize_extra_operators_links_plugins()
-    plugins, errors = manager.plugins, manager.import_errors
-    apps, links = manager.fastapi_apps, manager.operator_extra_links
+plugins, errors = manager._get_plugins()
+apps = manager.get_fastapi_plugins()[0]
+links = manager.get_operator_extra_links()
 (plugin,) = [each for each in plugins if each.name == "batchllm"]
 (info,) = [each for each in manager.get_plugin_info() if each["name"] == "batchllm"]
 print(json.dumps({
