@@ -216,12 +216,13 @@ def minilm() -> Path:
 def s3_endpoint() -> Iterator[str]:
     """An S3 server on a loopback port; no client of it outlives it."""
     from moto.moto_server.werkzeug_app import create_backend_app
-    from s3fs import S3FileSystem
 
-    S3FileSystem.clear_instance_cache()
+    from batchllm_operator.storage.s3 import S3Files
+
+    S3Files.clear_instance_cache()
     with served(create_backend_app("s3")) as endpoint:
         yield endpoint
-        S3FileSystem.clear_instance_cache()
+        S3Files.clear_instance_cache()
 
 
 @contextmanager
@@ -267,11 +268,11 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh_s3_client(s3_environment: None) -> Iterator[None]:
     """For tests that change the environment: a client is made in it, and forgotten after."""
-    from s3fs import S3FileSystem
+    from batchllm_operator.storage.s3 import S3Files
 
-    S3FileSystem.clear_instance_cache()
+    S3Files.clear_instance_cache()
     yield
-    S3FileSystem.clear_instance_cache()
+    S3Files.clear_instance_cache()
 
 
 @pytest.fixture

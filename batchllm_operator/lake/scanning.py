@@ -22,7 +22,7 @@ from pyarrow.fs import LocalFileSystem
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.places import Place, find_place
 from batchllm_operator.spec import Comparison, FilterTerm
-from batchllm_operator.storage.s3 import storage_errors
+from batchllm_operator.storage.failures import storage_errors
 
 _MAX_NAMED: Final = 30  # columns
 _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {

@@ -19,11 +19,15 @@ from fsspec.spec import AbstractBufferedFile
 from obstore import exceptions
 from obstore.store import from_url
 
+from batchllm_operator.amounts import byte_size
+from batchllm_operator.errors import TableError
 from batchllm_operator.secrets import Masker
+from batchllm_operator.storage.failures import Condition
 
 _CLIENT: Final[Any] = {"allow_http": True, "connect_timeout": "10s"}  # where an endpoint is http://
 _TIMEOUTS: Final = {"read_timeout": "30s", "timeout": "10min"}
 _SLOWEST_BYTES_PER_S: Final = 1 << 20
+_AZURES_MOST_BYTES: Final = 5000 << 20  # of one request
 _RETRIES: Final[Any] = {"max_retries": 4}
 _ERRNOS: Final[Mapping[type[Exception], int]] = {
     exceptions.AlreadyExistsError: errno.EEXIST,
@@ -112,13 +116,24 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no 
         """Copy a local file, which isn't empty, to `path`, if that has the version (see `info`).
 
         Stores compare only for uploads of one request. Its body is the file itself, not a copy.
+        Raises `TableError` for a file that Azure doesn't take in one request.
         """
         name, _, key = path.partition("/")
-        seconds = 60 + source.stat().st_size // _SLOWEST_BYTES_PER_S
+        num_bytes = source.stat().st_size
+        if self.protocol != "gs" and num_bytes > _AZURES_MOST_BYTES:
+            raise TableError(
+                f"{self.protocol}://{path}: a partition of plain Parquet is one file, and Azure"
+                f" takes 5,000 MiB at most: this one has {byte_size(num_bytes)}; give the job a"
+                " Delta or Iceberg table, or smaller partitions"
+            )
+        seconds = 60 + num_bytes // _SLOWEST_BYTES_PER_S
         mode: Any = "create" if version is None else version
         store = self._new_bucket(name, timeout=f"{seconds}s")
         with source.open("rb") as file, _as_os_errors():
             obstore.put(store, key, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), mode=mode)
+
+    def check_honours(self, folder: str, *conditions: Condition) -> None:
+        """Google's and Azure's stores are known to honour conditions."""
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         (store, key), (target, new_key) = self._place(path1), self._place(path2)

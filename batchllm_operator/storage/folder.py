@@ -19,19 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError
 from batchllm_operator.secrets import holds_credentials
-from batchllm_operator.spec import CLOUD_SCHEMES, check_folder
-from batchllm_operator.storage.s3 import (
-    Condition,
-    check_honours,
-    is_conflict,
-    s3_options,
-    storage_errors,
-)
+from batchllm_operator.spec import check_folder
+from batchllm_operator.spec.addresses import CLOUD_SCHEMES, S3_SCHEMES
+from batchllm_operator.storage.failures import Condition, is_conflict, storage_errors
 
 _READ_AHEAD_BYTES: Final = 8 << 20
 _CONFLICT_WAITS_S: Final = (0.1, 0.4, 1.6, 6.4)
@@ -74,12 +68,7 @@ class Folder:
         except ValueError as error:
             raise SpecError(f"{uri}: {error}") from None
         try:
-            scheme, _, place = uri.partition("://")
-            if scheme in CLOUD_SCHEMES:
-                fs, path = _cloud(scheme, place), place
-            else:  # no listings are cached: other processes write here too
-                options = {"use_listings_cache": False, **s3_options(uri), **options}
-                fs, path = fsspec.core.url_to_fs(uri, **options)
+            fs, path = _file_system(uri, options)
         except (ValueError, ImportError) as error:
             raise SpecError(f"{uri}: no storage for this kind of URI: {error}") from error
         return cls(fs, path.rstrip("/"))
@@ -193,9 +182,9 @@ class Folder:
             raise AssertionError("the last try returns or raises")
 
     def check_conditional_writes(self, *conditions: Condition) -> None:
-        """Raise `StorageError` at a store of S3 that ignores conditions; see `s3.check_honours`."""
+        """Raise `StorageError` at a store of S3 that ignores conditions; see `S3Files`."""
         if not self.is_local:
-            check_honours(self.fs, self.path, *conditions)
+            self.fs.check_honours(self.path, *conditions)
 
     def publish_file(self, source: Path, name: str) -> None:
         """Create or replace `name` by a copy of the local file `source`, in one step."""
@@ -299,15 +288,23 @@ class Folder:
             raise StorageError(f"{where}: {error}") from error
 
 
-def _cloud(scheme: str, place: str) -> Any:
-    """The file system of a cloud whose bucket can be reached as the environment says."""
+def _file_system(uri: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """The file system of a folder, and its path there; raises as `Folder.open`."""
+    scheme, _, place = uri.partition("://")
     try:
-        from batchllm_operator.storage.clouds import ObjectStore
+        if scheme in S3_SCHEMES:
+            from batchllm_operator.storage.s3 import S3Files
+
+            return S3Files.at(uri, **options), place
+        if scheme in CLOUD_SCHEMES:
+            from batchllm_operator.storage.clouds import ObjectStore
+
+            fs = ObjectStore(scheme)
+            fs.bucket(place.partition("/")[0])
+            return fs, place
     except ModuleNotFoundError as error:
-        raise MissingLibraryError.of(error, f"{scheme}://{place}") from error
-    fs = ObjectStore(scheme)
-    fs.bucket(place.partition("/")[0])
-    return fs
+        raise MissingLibraryError.of(error, uri) from error
+    return LocalFileSystem(), LocalFileSystem._strip_protocol(uri)
 
 
 def _make_folder(path: Path) -> None:

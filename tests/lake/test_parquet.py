@@ -573,7 +573,7 @@ def test_s3_that_does_not_take_a_file(
         cause = ClientError(answer, "PutObject") if status else None
         raise OSError(5, "no luck") from cause
 
-    monkeypatch.setattr("batchllm_operator.storage.s3.put_if", fail)
+    monkeypatch.setattr("batchllm_operator.storage.s3.S3Files.put_if", fail)
     with pytest.raises(kind, match="no luck"):
         table.publish(of_plan(), source, replaces=None)
     assert len(pauses) == num_tries

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.storage import Folder, hash_files, read_files, remove_files
-from batchllm_operator.storage.s3 import s3_options
+from batchllm_operator.storage.s3 import S3Files
 
 
 @pytest.fixture
@@ -307,12 +307,11 @@ def test_s3_is_retried_as_botocore_does(
     policies = Session().get_component("data_loader").load_data("_retry")
     assert policies["retry"]["__default__"]["max_attempts"] == 5
     assert (config.connect_timeout, config.read_timeout) == (10, 30)
-    assert s3_options("/tmp/lake") == {}
 
 
 def test_fsspecs_configuration_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 7}})
-    config = s3_options("s3://bucket")["config_kwargs"]
+    config = S3Files.at("s3://bucket").config_kwargs
     assert (config["read_timeout"], config["connect_timeout"]) == (7, 10)
 
 

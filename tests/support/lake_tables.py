@@ -80,11 +80,10 @@ class ParquetLake(Lake):
     def __init__(
         self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
     ) -> None:
-        from batchllm_operator.storage import s3
-
         self.address, self.staging = f"{uri}/{name}", f"{uri}/staging"
         self.folder = Folder.open(self.address)
-        self.commit = (Folder, "publish_file") if self.folder.is_local else (s3, "put_if")
+        is_local = self.folder.is_local
+        self.commit = (Folder, "publish_file") if is_local else (type(self.folder.fs), "put_if")
         self.read = (Folder, "find")
         self._num_files = 0
 

@@ -38,7 +38,7 @@ from batchllm_operator.lake.schema import fit_columns
 from batchllm_operator.lake.staging import StagedFile, Staging
 from batchllm_operator.lake.versioned import Change
 from batchllm_operator.spec import TableAddress
-from batchllm_operator.storage.s3 import storage_errors
+from batchllm_operator.storage.failures import storage_errors
 
 _NEWEST_FORMAT: Final = 2
 _REFUSALS: Final = (CommitFailedException, ForbiddenError, UnauthorizedError)

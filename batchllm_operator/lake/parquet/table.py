@@ -43,7 +43,8 @@ from batchllm_operator.lake.schema import StoredColumns, check_fit, merge_schema
 from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.lake.table import FolderTable, InputFile, Snapshot
 from batchllm_operator.spec import TableAddress
-from batchllm_operator.storage import Folder, s3
+from batchllm_operator.storage import Folder
+from batchllm_operator.storage.failures import http_status, is_unmet, storage_errors
 from batchllm_operator.streams import ahead
 
 DATA_FILE: Final = "data.parquet"
@@ -305,14 +306,14 @@ def replace_file(folder: Folder, source: Path, name: str, *, etag: Any) -> Refus
         if folder.is_local:
             folder.publish_file(source, name)
         else:
-            s3.put_if(folder.fs, folder.full_path(name), source, etag)
+            folder.fs.put_if(folder.full_path(name), source, etag)
         return None
     except StorageError as error:
         return RefusedCommit(str(error), error, may_repeat=False)
-    except s3.storage_errors() as error:
-        text, status = f"{folder.uri}/{name}: {error}", s3.http_status(error)
+    except storage_errors() as error:
+        text, status = f"{folder.uri}/{name}: {error}", http_status(error)
         # 404, too, where a file was expected.
-        if s3.is_unmet(error) or (status == 404 and etag is not None):
+        if is_unmet(error) or (status == 404 and etag is not None):
             return RefusedCommit(text, error)
         is_answered = status is not None and status < 500
         return RefusedCommit(text, error, may_arrive=not is_answered, may_repeat=False)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError
+from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError, TableError
 from batchllm_operator.lake.parquet.table import etag_of, replace_file
 from batchllm_operator.storage import Folder
-from batchllm_operator.storage.s3 import http_status
+from batchllm_operator.storage.failures import http_status
 
 IN_CLOUDS = pytest.mark.parametrize("lake_uri", ["gs", "azure"], indirect=True)
 
@@ -103,3 +103,14 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(MissingLibraryError, match=r"obstore.*extra `clouds`"):
         Folder.open("gs://lake/t")
+
+
+def test_azure_is_not_sent_a_file_that_it_would_refuse(tmp_path: Path) -> None:
+    """One request is at most 5,000 MiB; this one would fail for want of an account."""
+    from batchllm_operator.storage.clouds import ObjectStore
+
+    source = tmp_path / "data"
+    with source.open("wb") as file:
+        file.truncate((5000 << 20) + 1)
+    with pytest.raises(TableError, match=r"^az://lake/t/data: .* 5,000 MiB .*5\.24 GB.* Delta"):
+        ObjectStore("az").put_if("lake/t/data", source, None)
