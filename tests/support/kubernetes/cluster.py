@@ -25,7 +25,6 @@ from support.kubernetes.api_server import ApiServer
 from support.kubernetes.node_agent import NodeAgent
 from support.kubernetes.pod_worker import Image
 from support.kubernetes.proxy import Proxy
-from support.kubernetes.real_nodes import RealNodes
 
 T = TypeVar("T")
 _VERBS = ("create", "get", "list", "watch", "patch", "delete")
@@ -34,11 +33,10 @@ _RESOURCES = ("jobs", "pods", "pods/log", "pods/status", "secrets", "events", "c
 
 @dataclass(frozen=True)
 class Backend:
-    """Where tests find an API server: the double, or a real one, maybe with nodes of its own."""
+    """Where tests find an API server: the double, or a real one."""
 
     admin_kubeconfig: Path
     is_double: bool = False
-    has_nodes: bool = False
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +45,7 @@ def kubernetes_backend(
 ) -> Iterator[Backend]:
     """The API server that all tests share: the double, or a real one named by `--kubeconfig`."""
     if given := request.config.getoption("--kubeconfig"):
-        yield Backend(Path(given), has_nodes=request.config.getoption("--kube-nodes"))
+        yield Backend(Path(given))
         return
     server = ApiServer()
     path = tmp_path_factory.mktemp("api-server") / "kubeconfig"
@@ -92,8 +90,7 @@ class Cluster:
     """What a test has of the cluster.
 
     `kubeconfig` is for what is tested: it goes through `proxy`, with the rights of a user. `api`,
-    `batch` and `plain` go past the proxy, with an administrator's. `agent` plays the nodes; with
-    `has_nodes` the cluster's own run pods, and `agent` does to these what it can.
+    `batch` and `plain` go past the proxy, with an administrator's. `agent` plays the nodes.
     """
 
     def __init__(self, backend: Backend, folder: Path) -> None:
@@ -116,7 +113,10 @@ class Cluster:
             self.proxy = Proxy(backend.admin_kubeconfig)
             stack.callback(self.proxy.close)
             self.kubeconfig = self.proxy.write_kubeconfig(folder / "kubeconfig")
-            self.agent: Any = self._node_agent()
+            serves_logs = not backend.is_double
+            self.agent = NodeAgent(
+                backend.admin_kubeconfig, self.namespace, serves_logs=serves_logs
+            )
             stack.callback(self.agent.close)
             stack.callback(self._delete_all)
             self._stack = stack.pop_all()
@@ -124,12 +124,6 @@ class Cluster:
     def close(self) -> None:
         """Remove everything; raise what went wrong in the background."""
         self._stack.close()
-
-    def _node_agent(self) -> NodeAgent | RealNodes:
-        if self.backend.has_nodes:
-            return RealNodes(self.api, self.namespace, self.proxy)
-        admin, serves_logs = self.backend.admin_kubeconfig, not self.backend.is_double
-        return NodeAgent(admin, self.namespace, serves_logs=serves_logs)
 
     def allow_only(self, rules: list[dict[str, Any]]) -> None:
         """Give `kubeconfig` these rights, as a Role has them, and no others in the namespace.
