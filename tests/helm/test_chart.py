@@ -55,20 +55,6 @@ def test_all_checks_hold() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_objects_are_valid_in_both_versions(example: str) -> None:
-    objects = render(examples()[example])
-    assert [error for each in objects for error in errors_of(each)] == []
-    assert [error for each in pod_templates(objects) for error in errors_of(each)] == []
-
-
-def test_the_chart_is_of_the_packages_version() -> None:
-    metadata = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
-    assert metadata["appVersion"] == __version__
-    [container] = pods_of({})["nvidia"]["spec"]["containers"]
-    assert container["image"] == f"batchllm-cuda:{__version__}"
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
 def test_every_pod_is_confined(example: str) -> None:
     for spec in pod_specs(render(examples()[example])):
         pod = spec["securityContext"]
@@ -100,32 +86,21 @@ def test_every_image_is_pinned(example: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "resource", "image", "label"),
-    [
-        ("nvidia", "nvidia.com/gpu", "batchllm-cuda", "nvidia.com/gpu.present"),
-        ("amd", "amd.com/gpu", "batchllm-rocm", "feature.node.kubernetes.io/amd-gpu"),
-    ],
+    ("preset", "resource", "image"),
+    [("nvidia", "nvidia.com/gpu", "batchllm-cuda"), ("amd", "amd.com/gpu", "batchllm-rocm")],
 )
-def test_a_preset_asks_for_its_gpus_and_nodes(
-    preset: str, resource: str, image: str, label: str
-) -> None:
+def test_a_preset_asks_for_as_many_gpus(preset: str, resource: str, image: str) -> None:
     values = {"nvidia": {"enabled": False}, "amd": {"enabled": False}}
     pods = pods_of({"gpu": {**values, preset: {"enabled": True, "count": 4}}})
     assert set(pods) == {preset}
     spec = pods[preset]["spec"]
     [container] = spec["containers"]
-    assert container["name"] == "base"
     assert container["image"].startswith(f"{image}:")
     assert container["resources"]["limits"][resource] == "4"
     assert container["resources"]["requests"][resource] == "4"
-    assert set(container["resources"]["limits"]) == {resource, "memory"}
-    assert spec["nodeSelector"] == {label: "true"}
-    assert spec["tolerations"] == [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
     assert spec["serviceAccountName"] == "batchllm-gpu"
     assert spec["activeDeadlineSeconds"] == 86400
     assert spec["terminationGracePeriodSeconds"] == 330
-    groups = spec["securityContext"].get("supplementalGroups")
-    assert groups == ([44, 109] if preset == "amd" else None)
 
 
 @pytest.mark.parametrize(
@@ -155,23 +130,6 @@ def test_pods_need_no_writable_root() -> None:
     assert env["HOME"] == "/tmp"
     assert env["HF_HOME"] == "/models"
     assert env["HF_HUB_OFFLINE"] == "1"
-    caches = {name: env[name] for name in env if "CACHE" in name}
-    assert caches == {
-        "CUDA_CACHE_PATH": "/cache/cuda",
-        "NUMBA_CACHE_DIR": "/cache/numba",
-        "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
-        "TRITON_CACHE_DIR": "/cache/triton",
-        "VLLM_CACHE_ROOT": "/cache/vllm",
-        "XDG_CACHE_HOME": "/cache",
-    }
-
-
-def test_without_a_model_cache_pods_download() -> None:
-    pod = pods_of({})["nvidia"]
-    env = {each["name"]: each["value"] for each in pod["spec"]["containers"][0]["env"]}
-    assert env["HF_HOME"] == "/cache/huggingface"
-    assert "HF_HUB_OFFLINE" not in env
-    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {"shm", "scratch", "cache"}
 
 
 def test_own_variables_replace_the_charts() -> None:

@@ -261,30 +261,6 @@ def test_timing_without_a_gpu_is_refused(
     assert "needs a GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("compiling_s", "timing_s"), [(20.0, 70.0), (80.0, 30.0), (200.0, 30.0)])
-def test_compiling_counts_in_the_budget(
-    unknown_gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    compiling_s: float,
-    timing_s: float,
-) -> None:
-    clock = iter([1000.0, 1000.0 + compiling_s])
-    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
-    budgets = []
-
-    def note(
-        name: str, tried: dict[str, ArchConfig], *_: object, budget_s: float, raw: object
-    ) -> ArchConfig:
-        budgets.append(budget_s)
-        return next(iter(tried.values()))
-
-    monkeypatch.setattr(tune, "fastest", note)
-    entry = ["--head-dim", "64", "--kv-bits", "16", "--start-from", "sm90", "--step", "launch"]
-    assert tune.main([*entry, "--budget-s", "90", "--out", str(tmp_path / "a.json")]) == 0
-    assert budgets == [timing_s]
-
-
 def test_command_writes_settings_for_a_new_gpu(unknown_gpu: None, tmp_path: Path) -> None:
     out, raw = tmp_path / "sm100.json", tmp_path / "raw.json"
     entry = ["--head-dim", "64", "--kv-bits", "16", "--out", str(out), "--json", str(raw)]

@@ -30,7 +30,11 @@ def test_s3_compares(
     s3_bucket: str, source: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
     monkeypatch.setattr("batchllm_operator.storage.s3._PART_BYTES", part_bytes)
-    folder = Folder.open(f"{s3_bucket}/table")
+    check_compares(Folder.open(f"{s3_bucket}/table"), source)
+
+
+def check_compares(folder: Folder, source: Path) -> None:
+    """A file is replaced only if it is the one that was seen."""
     data = os.urandom(13 << 20)
     source.write_bytes(data)
 
@@ -50,6 +54,7 @@ def test_s3_compares(
     assert folder.read_bytes("data") == b"second"
     folder.remove("data")
     assert replace(etag) == "changed"
+    assert list(folder.find()) == []
 
 
 def test_a_part_that_fails_leaves_no_upload(

@@ -67,7 +67,7 @@ def write_spec(folder: Path, num_shards: int | None) -> str:
 
 def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) -> None:
     counts = {"plan_uri": "s3://b/plan-1", "num_shards": 2}
-    generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1")
+    generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", num_workers="3")
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1")
     assert execute(generate, {"ti": TaskInstance()}) == counts
     report = BatchLLMReportOperator(task_id="r", plan_uri="s3://b/plan-1")

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
@@ -116,11 +115,3 @@ def test_a_look_lowers_and_raises_the_jobs_parallelism(
     seen: dict[str, Any] = {"num_pods": 3, "parallelism": 3, **end}
     is_whole = task.look({}, JobEnd(EndKind.PAUSED, **seen))
     assert (is_whole, numbers) == (result == {"num_finished": 3, "num_shards": 3}, scaled)
-
-
-def test_generate_runs_one_worker_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = {"plan_uri": "s3://b/plan-1", "num_shards": 2}
-    ran = record_runs(monkeypatch, result)
-    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", num_workers="3")
-    assert execute(task, {"ti": TaskInstance()}) == result
-    assert ran == [("run", "--plan", "s3://b/plan-1", "--owner", mock.ANY)]

@@ -15,11 +15,9 @@ import yaml
 from conftest import Batchllm, CommandOutcome
 from support.fake_job import DS, document_rows, job_fields, write_table
 
-from batchllm_operator.errors import SpecError
 from batchllm_operator.secrets import Masker
 from batchllm_operator.secrets.finding import holds_credentials
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.storage import Folder
 
 CANARY = "C4n4ry"
 REFUSED = "127.0.0.1:1"  # nobody listens there
@@ -416,9 +414,3 @@ def test_masking_takes_no_time_for_long_texts(bomb: str) -> None:
     """A second, where an expression that backtracks, or reads a text again, would take hours."""
     Masker()(bomb * 10**5)
     holds_credentials(f"s3://{bomb * 10**5}")
-
-
-def test_a_folder_with_credentials_is_never_opened() -> None:
-    with pytest.raises(SpecError, match="holds credentials") as caught:
-        Folder.open(f"s3://key:{CANARY}@bucket/lake")
-    assert CANARY not in str(caught.value)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lake.test_swap import check_compares
 
 from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError, TableError
-from batchllm_operator.lake.parquet.table import etag_of, replace_file
 from batchllm_operator.storage import Folder
 from batchllm_operator.storage.failures import http_status
 
@@ -19,27 +19,7 @@ IN_CLOUDS = pytest.mark.parametrize("lake_uri", ["gs", "azure"], indirect=True)
 
 @IN_CLOUDS
 def test_a_file_is_replaced_if_it_is_the_one_that_was_seen(lake_uri: str, tmp_path: Path) -> None:
-    folder, source = Folder.open(lake_uri), tmp_path / "source"
-    data = os.urandom(13 << 20)
-    source.write_bytes(data)
-
-    def replace(version: Any) -> str:
-        refused = replace_file(folder, source, "data", etag=version)
-        if refused is None:
-            return "done"
-        assert not refused.may_arrive
-        return "changed" if refused.may_repeat else "failed"
-
-    assert [replace(None), replace(None)] == ["done", "changed"]
-    assert folder.read_bytes("data") == data
-    with folder.open_file("data") as file:
-        seen = etag_of(file)
-    source.write_bytes(b"second")
-    assert [replace(seen), replace(seen)] == ["done", "changed"]
-    assert folder.read_bytes("data") == b"second"
-    folder.remove("data")
-    assert replace(seen) == "changed"
-    assert list(folder.find()) == []  # nothing was tried with other files
+    check_compares(Folder.open(lake_uri), tmp_path / "source")
 
 
 @IN_CLOUDS
