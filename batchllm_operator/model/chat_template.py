@@ -1,13 +1,8 @@
 """Chats to texts by a model's chat template, as vLLM's `LLM.chat` gives them to it."""
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.spec import PromptSpec
@@ -46,7 +41,7 @@ class ChatTemplate:
             self.source: str = tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         except ValueError as error:
             raise ModelError(f"model {path}: {error}") from error
-        self._takes_parts = takes_parts(self.source)
+        self.takes_parts = self._shows_texts_of_parts()
         self._knows_developers = any(f"{quote}developer{quote}" in self.source for quote in "'\"")
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
@@ -56,13 +51,7 @@ class ChatTemplate:
         date, and `ds` isn't one.
         """
         try:
-            texts: list[str] = self._tokenizer.apply_chat_template(
-                [self._given(chat) for chat in chats],
-                tokenize=False,
-                add_generation_prompt=True,
-                strftime_now=self._format_date,
-                **self._arguments,
-            )
+            texts = self._apply([self._given(chat) for chat in chats])
         except ModelError:
             raise
         # A template is a program of the model's: it may fail in any way at a chat that it isn't
@@ -75,6 +64,28 @@ class ChatTemplate:
             ) from error
         return [text + self._answer_prefix for text in texts]
 
+    def _apply(self, chats: Sequence[Sequence[Message]]) -> list[str]:
+        texts: list[str] = self._tokenizer.apply_chat_template(
+            chats,
+            tokenize=False,
+            add_generation_prompt=True,
+            strftime_now=self._format_date,
+            **self._arguments,
+        )
+        return texts
+
+    def _shows_texts_of_parts(self) -> bool:
+        """Whether the template writes the text of each part of a content, and not the list itself.
+
+        vLLM decides by a loop over the content (`_detect_content_format`): the same for a model's.
+        """
+        part = {"type": "text", "text": "text-of-a-part", "rest": "rest-of-a-part"}
+        try:
+            [text] = self._apply([[{"role": "user", "content": [part]}]])
+        except Exception:  # noqa: BLE001 - see `render`
+            return False
+        return part["text"] in text and part["rest"] not in text
+
     def _given(self, chat: Sequence[Message]) -> list[Message]:
         """The messages in the form that the template reads."""
         messages: list[Message] = [{**m, "content": self._content(m)} for m in chat]
@@ -85,7 +96,7 @@ class ChatTemplate:
     def _content(self, message: Message) -> object:
         content = message.get("content", [])
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not self._takes_parts:
+        if not self.takes_parts:
             return "\n".join(part["text"] for part in parts if part["text"])
         return "\n".join(_texts(parts)) if message["role"] == "tool" else parts
 
@@ -117,91 +128,3 @@ def _without_developers(chat: Sequence[Message]) -> Iterator[Message]:
 
 def _texts(content: str | list[dict[str, str]]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
-
-
-# Whether a template reads the content of a message as a text, or as a list of parts, by the rules
-# of vLLM's `_detect_content_format`.
-
-
-def takes_parts(template: str) -> bool:
-    """Whether the template loops over the parts of a message's content."""
-    try:
-        root = _ENVIRONMENT.parse(template)
-    except TemplateError:  # rendering tells why
-        return False
-    loops, chats = list(root.find_all(nodes.For)), _names_of_chat(root)
-    messages = {
-        loop.target.name
-        for loop in loops
-        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in chats)
-    }
-    parameters: dict[int, Set[str]] = {}  # of macros, by each loop in them
-    for macro in root.find_all(nodes.Macro):
-        names = frozenset(_content_parameters(root, macro, messages))
-        parameters |= {id(loop): names for loop in macro.find_all(nodes.For)}
-    return any(
-        any(_reads(loop.iter, name, "content") for name in messages)
-        or (
-            isinstance(loop.iter, nodes.Name)
-            and loop.iter.name in parameters.get(id(loop), {"content"})
-        )
-        for loop in loops
-    )
-
-
-class _Generation(Extension):
-    """transformers' tag around what a model has said."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-)
-
-
-def _names_of_chat(root: nodes.Template) -> set[str]:
-    """`messages`, and variables that are set to it or to a part of it."""
-    names, size = {"messages"}, 0
-    while size < len(names):
-        size = len(names)
-        for assigned in root.find_all(nodes.Assign):
-            target, value = assigned.target, assigned.node
-            if isinstance(target, nodes.Name) and any(_reads(value, name) for name in names):
-                names.add(target.name)
-    return names
-
-
-def _content_parameters(
-    root: nodes.Template, macro: nodes.Macro, messages: Set[str]
-) -> Iterator[str]:
-    """The macro's parameters that are given the content of a message."""
-    own = [parameter.name for parameter in macro.args]
-    for call in root.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            given = [*zip(own, call.args, strict=False)]
-            given += [(keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in own]
-            for name, value in given:
-                if any(_reads(value, message, "content") for message in messages):
-                    yield name
-
-
-def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether it is a variable, or a key of one, maybe filtered, tested or cut."""
-    while isinstance(node, nodes.Filter | nodes.Test) or (
-        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
-    ):
-        node = node.node
-    if key is not None:
-        match node:
-            case nodes.Getitem(node=owner, arg=nodes.Const(value=read)) if read == key:
-                node = owner
-            case nodes.Getattr(node=owner, attr=read) if read == key:
-                node = owner
-            case _:
-                return False
-    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
