@@ -16,10 +16,11 @@ _MAX_IN_RUN_ID: Final = 150  # of the 250 characters that a run id may have
 def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
-    With the schedule `PartitionedAssetTimetable(assets=...)` Airflow itself makes a run for each `partition_key`, which is the partition. With a schedule of assets, an
-    event names its partition in `extra["ds"]`, as those of `BatchLLMCommitOperator` do. Airflow
-    gives several events to one run, and may leave others until the next event. So a run that has
-    events starts a run of the same DAG for each partition, once, and skips the tasks that follow.
+    With the schedule `PartitionedAssetTimetable(assets=...)` Airflow itself makes a run for each
+    `partition_key`, which is the partition. With a schedule of assets, an event names its partition
+    in `extra["ds"]`, as those of `BatchLLMCommitOperator` do. Airflow gives several events to one
+    run, and may leave others until the next event. So a run that has events starts a run of the
+    same DAG for each partition, once, and skips the tasks that follow.
     By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a logical date.
 
     Returns the partition of the run, as `batchllm_task_group(..., ds=...)` takes it. `group_id` is

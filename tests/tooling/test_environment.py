@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENGINES = ("cpu", "compat")
 AIRFLOW = "airflow32"
-NAMES = (*ENGINES, *AIRFLOWS, "docs")
+NAMES = (*ENGINES, AIRFLOW, "docs")
 
 
 def load_script() -> ModuleType:
