@@ -108,10 +108,13 @@ def test_a_template_that_renders_to_no_number_fails_the_task(
 def test_a_look_lowers_and_raises_the_jobs_parallelism(
     monkeypatch: pytest.MonkeyPatch, result: Any, end: dict[str, int], scaled: list[Any]
 ) -> None:
+    """Kueue would stop all pods of a Job in a queue, and queue it again."""
     monkeypatch.setattr(BatchLLMCommandOperator, "run_verify", lambda *_: result)
-    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/p", num_workers=3, gpu="amd")
-    numbers: list[Any] = []
-    monkeypatch.setattr(task, "scale", lambda *given: numbers.append(given))
+    given: dict[str, Any] = {"plan_uri": "s3://b/p", "num_workers": 3, "gpu": "amd"}
     seen: dict[str, Any] = {"num_pods": 3, "parallelism": 3, **end}
-    is_whole = task.look({}, JobEnd(EndKind.PAUSED, **seen))
-    assert (is_whole, numbers) == (result == {"num_finished": 3, "num_shards": 3}, scaled)
+    for queue_name, expected in ((None, scaled), ("gpus", [])):
+        task = BatchLLMGenerateOperator(task_id="g", queue_name=queue_name, **given)
+        numbers: list[Any] = []
+        monkeypatch.setattr(task, "scale", lambda *number: numbers.append(number))  # noqa: B023
+        is_whole = task.look({}, JobEnd(EndKind.PAUSED, **seen))
+        assert (is_whole, numbers) == (result == {"num_finished": 3, "num_shards": 3}, expected)

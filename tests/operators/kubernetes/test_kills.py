@@ -7,13 +7,8 @@ from support.task_runs import TaskInstance
 
 @in_triggerer
 def test_a_task_that_the_user_marks_leaves_no_job(shards: Shards) -> None:
-    check_no_job_left(shards, "failed")
-
-
-def check_no_job_left(shards: Shards, state: str | None) -> None:
-    """A task's Job goes when the user marks the task `state`, or clears it (None)."""
     run, _ = shards.at_work()
-    run.kill(state)
+    run.kill("failed")
     assert run.failure() is not None
     shards.check_nothing_left()
     before = shards.parts()

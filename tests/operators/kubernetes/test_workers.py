@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.providers.common.compat.sdk import AirflowFailException
 from support.kubernetes.pod_worker import Image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance
@@ -141,32 +141,6 @@ def test_waiting_pods_are_removed_when_the_running_ones_have_all_that_is_left(
 
 
 @in_triggerer
-def test_a_job_in_a_queue_is_not_scaled(shards: Shards, lake: Lake) -> None:
-    """Kueue would stop all of its pods, and queue it again."""
-    node = {"node_selector": {"kubernetes.io/os": "linux"}}
-    shards.cluster.agent.set_capacity({"nvidia.com/gpu": "2"})
-    wanted = [3]
-
-    def make() -> BatchLLMGenerateOperator:
-        return shards.task(
-            gpu="nvidia", queue_name="gpus", **SOON | {"num_workers": wanted[0]}, **node
-        )
-
-    run = shards.start_task(make)
-    job = shards.job()
-    admitted = {"spec": {"suspend": False}}
-    shards.cluster.batch.patch_namespaced_job(job.metadata.name, job.metadata.namespace, admitted)
-    shards.wait(lambda: len(running(shards)) == 2, "two pods")
-    lake.says = lambda: OTHERS_DO
-    wanted[0] = 2
-    check_looks(shards, lake)
-    assert (shards.job().spec.parallelism, shards.job().spec.completions) == (3, 3)
-    lake.says = lambda: DONE
-    assert run.wait() == DONE
-    shards.check_nothing_left()
-
-
-@in_triggerer
 def test_a_job_is_scaled_when_the_number_of_workers_changes(shards: Shards, lake: Lake) -> None:
     wanted = [2]
 
@@ -200,37 +174,4 @@ def test_a_look_that_fails_does_not_end_the_task(shards: Shards, lake: Lake) -> 
     shards.wait(lambda: len(looked) > 2, "looks at the lake")
     lake.says = lambda: DONE
     assert run.wait() == DONE
-    shards.check_nothing_left()
-
-
-@in_triggerer
-def test_a_job_that_ends_while_a_shard_is_free_fails_the_try_and_the_next_makes_another(
-    shards: Shards, lake: Lake
-) -> None:
-    shards.cluster.agent.add_image("job:1", Image(command=["true"]))
-    error = shards.start(num_workers=2).failure()
-    assert isinstance(error, AirflowException) and not isinstance(error, AirflowFailException)
-    assert FREE in str(error)
-    shards.check_nothing_left()
-    num_looks = lake.num_looks
-    lake.says = lambda: FREE if lake.num_looks == num_looks else DONE  # before the Job, and after
-    assert shards.start(TaskInstance(try_number=2), num_workers=2).wait() == DONE
-
-
-@in_triggerer
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_a_job_is_adopted_whatever_the_number_of_workers_is_now(
-    shards: Shards, lake: Lake, num_workers: int
-) -> None:
-    run = shards.start(num_workers=2)
-    shards.pod_names(2)
-    before = shards.job().metadata.uid
-    shards.wait(lambda: run.is_deferred, "the trigger")
-    run.kill("running")
-    run.join()
-    again = shards.start(TaskInstance(try_number=2), **SOON | {"num_workers": num_workers})
-    shards.pod_names(num_workers)
-    assert shards.job().metadata.uid == before
-    lake.says = lambda: DONE
-    assert again.wait() == DONE
     shards.check_nothing_left()

@@ -4,7 +4,6 @@ import re
 from datetime import timedelta
 
 import pytest
-from airflow.providers.common.compat.sdk import AirflowFailException
 from operators.kubernetes.test_generate import check_adopted
 from support.fork_server import ForkServer
 from support.kubernetes.cluster import python_image
@@ -101,58 +100,10 @@ def test_an_image_that_is_pushed_in_time(shards: Shards, commands: ForkServer) -
 
 
 @in_triggerer
-def test_an_image_name_that_is_none_is_not_tried_again(shards: Shards) -> None:
-    shards.plan()
-    error = shards.start(image="Not An Image").failure()
-    assert isinstance(error, AirflowFailException) and "InvalidImageName" in str(error)
-    shards.check_nothing_left()
-
-
-@in_triggerer
 def test_a_secret_that_is_not_there(shards: Shards) -> None:
     shards.plan()
     task = shards.start(secret_names=["absent"], stuck_timeout=timedelta(seconds=0.3))
     assert 'CreateContainerConfigError): secret "absent" not found' in str(task.failure())
-    shards.check_nothing_left()
-
-
-@in_triggerer
-def test_a_container_that_does_not_come_up(shards: Shards) -> None:
-    shards.plan()
-    shards.cluster.agent.hold_images("job:1")
-    error = shards.start(start_timeout=timedelta(seconds=0.3)).failure()
-    assert "no pod started in time (start_timeout)" in str(error)
-    shards.check_nothing_left()
-
-
-@in_triggerer
-def test_it_waits_for_a_gpu_no_longer_than_allowed(shards: Shards) -> None:
-    shards.plan()
-    error = shards.start(
-        gpu="nvidia",
-        node_selector={"kubernetes.io/os": "linux"},
-        queue_timeout=timedelta(seconds=0.5),
-    ).failure()
-    assert "no pod found room in time (queue_timeout)" in str(error)
-    assert "Insufficient nvidia.com/gpu" in str(error)
-    shards.check_nothing_left()
-
-
-@in_triggerer
-def test_a_quota_that_stays_full(shards: Shards) -> None:
-    shards.plan()
-    shards.cluster.set_quota({"pods": "0"})
-    error = shards.start(queue_timeout=timedelta(seconds=0.3)).failure()
-    assert "no pod found room in time (queue_timeout)" in str(error)
-    assert "exceeded quota: quota" in str(error)
-    shards.check_nothing_left()
-
-
-@in_triggerer
-def test_a_deadline_ends_a_job_that_does_not_end(shards: Shards) -> None:
-    shards.plan(delay_s=1.0)
-    error = shards.start(active_deadline_seconds=1).failure()
-    assert "ran longer than active_deadline_seconds" in str(error)
     shards.check_nothing_left()
 
 

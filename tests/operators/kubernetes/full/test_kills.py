@@ -11,7 +11,6 @@ from airflow.providers.common.compat.sdk import (
 )
 from airflow.sdk.execution_time.timeout import timeout
 from operators.kubernetes.test_generate import check_adopted
-from operators.kubernetes.test_kills import check_no_job_left
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
@@ -37,14 +36,6 @@ def test_a_job_goes_however_long_its_trigger_takes(shards: Shards) -> None:
     shards.check_nothing_left()
 
 
-@in_worker
-def test_the_end_of_a_worker_in_the_last_try_leaves_no_job(shards: Shards) -> None:
-    run, _ = shards.at_work(TaskInstance(try_number=3, max_tries=2))
-    run.kill("running")
-    run.failure()
-    shards.check_nothing_left()
-
-
 @in_triggerer
 def test_a_deferral_that_airflow_ends_itself_leaves_no_job(shards: Shards) -> None:
     run, _ = shards.at_work(delay_s=0.15)
@@ -56,15 +47,6 @@ def test_a_deferral_that_airflow_ends_itself_leaves_no_job(shards: Shards) -> No
     shards.check_nothing_left()
 
 
-@in_triggerer
-def test_a_task_that_is_marked_before_it_is_deferred_leaves_no_job(shards: Shards) -> None:
-    """Airflow refuses the deferral then, and only logs that."""
-    shards.plan(delay_s=0.1)
-    error = shards.start(TaskInstance(state="failed")).failure()
-    assert "was killed" in str(error)
-    shards.check_nothing_left()
-
-
 @in_worker
 def test_a_task_that_is_marked_while_no_answer_comes_leaves_no_job(shards: Shards) -> None:
     """Airflow kills the process five seconds later: the first request has to be the right one."""
@@ -73,11 +55,6 @@ def test_a_task_that_is_marked_while_no_answer_comes_leaves_no_job(shards: Shard
     run.kill("failed")
     assert "was killed" in str(run.failure())
     shards.check_nothing_left()
-
-
-@in_worker
-def test_a_task_that_the_user_clears_leaves_no_job(shards: Shards) -> None:
-    check_no_job_left(shards, None)
 
 
 @in_triggerer
@@ -145,18 +122,6 @@ def test_a_job_that_does_other_work_is_replaced_once_its_pods_are_gone(shards: S
     assert all(len(names) <= 1 for names in seen), "two sets of pods at a time"
     assert [*jobs.values()] == [job.metadata.name] * 2
     shards.check_whole()
-
-
-@in_worker
-def test_a_task_that_is_killed_while_its_job_waits_for_a_quota(shards: Shards) -> None:
-    shards.plan()
-    shards.cluster.set_quota({"pods": "0"})
-    run = shards.start()
-    shards.job()
-    shards.wait_until_watched(run)
-    run.kill("failed")
-    assert "was killed" in str(run.failure())
-    shards.check_nothing_left()
 
 
 def test_the_tasks_timeout_ends_the_job(shards: Shards) -> None:
