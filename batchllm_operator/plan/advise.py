@@ -9,7 +9,8 @@ Pieces change places; head, separators and tail stay:
 Text between two columns is split at its first line breaks: the text before them belongs to the
 first column, the text after them to the second. Without a line break, its leading marks and spaces
 are the separator. A closing tag always belongs to the column before it. The result reads well for
-usual templates, and is always shown to the user.
+usual templates, and is always shown to the user. Where each column has a label, the columns are
+tried as `prompt.fields`, too.
 """
 
 import json
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from string import Formatter
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -31,17 +32,26 @@ from batchllm_operator.plan.rows.input_checks import (
     describe_empty,
     open_input,
 )
+from batchllm_operator.plan.rows.ordering import choose_orders, with_orders
 from batchllm_operator.plan.rows.reading import tokenize
 from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
-from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec import JobSpec, PromptSpec
+from batchllm_operator.spec.prompt import (
+    MAX_FIELDS,
+    FieldsSpec,
+    literal_template,
+    with_places,
+)
 from batchllm_operator.stored_plan.stored_plan import check_partition
 
 _SAMPLE_ROWS: Final = 2000
 _MAX_PERMUTED: Final = 4  # 24 orders
 _CLOSING_TAG: Final = re.compile(r"(?:\s*</[^<>]*>)?")
 _LINE_BREAKS: Final = re.compile(r"\s*\n\s*")
+_LABELLED: Final = re.compile(r"[^{}]{1,40}[:>]\s*\{[^{}]+\}(\s*</[^<>]*>)?")
+_END: Final = "\n"  # of a field
 _MARKS: Final = re.compile(r"[\W_]*")
 
 
@@ -51,6 +61,8 @@ class Alternative:
 
     template: str
     columns: tuple[str, ...]
+    fields: dict[str, Any] | None
+    """`prompt.fields`, where each row has them in an order of its own."""
     saving_ratio: float
     """That of one engine with unbounded memory."""
     is_given: bool
@@ -73,7 +85,8 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = _SAMPLE_ROWS) -> Advice
 
     The sample is the first rows of the table that the filter keeps. So neighbouring rows are
     sampled together, and sharing between distant rows is missed. Up to four columns are tried in
-    every order; of more, each is tried in the first place.
+    every order; of more, each is tried in the first place. Columns that carry their names are also
+    tried in an order by row.
 
     Raises:
         SpecError, TableError, ModelError: as `plan_job`.
@@ -120,19 +133,44 @@ def _try_orders(
     adapters: RowAdapters | None,
 ) -> list[Alternative]:
     """The savings of each order, the given one first; may raise `TokenIdsDifferError`."""
-    orders = dict(column_orders(spec.prompt.template or ""))
     alternatives: list[Alternative] = []
+    orders = list(_alternatives(spec.prompt))
     with Progress("try column orders", len(orders), unit="orders") as progress:
-        for template, columns in orders.items():
-            prompt = spec.prompt.model_copy(update={"template": template})
+        for prompt, columns in orders:
             other = spec.model_copy(update={"prompt": prompt})
-            tables = [made.tokens for made in tokenize(other, sample, [tokenizer], adapters)]
+            chosen = None if prompt.fields is None else choose_orders(other, sample)
+            progress.advance(1)
+            if alternatives and chosen is not None and chosen.num_orders == 1:
+                continue  # one of the others, under other labels
+            rows = with_orders(sample, chosen)
+            tables = [made.tokens for made in tokenize(other, rows, [tokenizer], adapters)]
             prompts = (table.prompt(idx) for table in tables for idx in range(len(table)))
             tokens, merge = TokenTable.from_lists(prompts), spec.sampling.is_greedy
-            saving = optimal_saving_ratio(tokens, block_size_of(spec), merge=merge)
-            alternatives.append(Alternative(template, columns, saving, is_given=not alternatives))
-            progress.advance(1)
+            alternatives.append(
+                Alternative(
+                    str(prompt.template),
+                    columns,
+                    prompt.fields.model_dump(mode="json") if prompt.fields else None,
+                    optimal_saving_ratio(tokens, block_size_of(spec), merge=merge),
+                    is_given=not alternatives,
+                )
+            )
     return alternatives
+
+
+def _alternatives(prompt: PromptSpec) -> Iterator[tuple[PromptSpec, tuple[str, ...]]]:
+    """Prompts to compare, the given one first, with their columns."""
+    template = str(prompt.template)
+    fielded = fields_of(template)
+    if prompt.fields is not None:
+        yield prompt, prompt.fields.columns
+        template = with_places(template, {"fields": "".join(prompt.fields.templates)})
+        fielded = None
+    for other, columns in dict(column_orders(template)).items():
+        yield prompt.model_copy(update={"template": other, "fields": None}), columns
+    if fielded is not None:
+        update = dict(zip(("template", "fields"), fielded, strict=True))
+        yield prompt.model_copy(update=update), fielded[1].columns
 
 
 def format_advice(advice: Advice) -> str:
@@ -144,6 +182,8 @@ def format_advice(advice: Advice) -> str:
     ]
     for alternative in advice.alternatives:
         template = json.dumps(alternative.template, ensure_ascii=False)
+        if alternative.fields is not None:
+            template += f"  fields: {json.dumps(alternative.fields, ensure_ascii=False)}"
         note = "  (as given)" if alternative.is_given else ""
         lines.append(f"{alternative.saving_ratio:7.1%}  {template}{note}")
     if len(advice.alternatives) == 1:
@@ -156,16 +196,40 @@ def column_orders(template: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
     All orders of up to 4 columns, else each column first. A column counts as often as it is placed.
     """
+    taken_apart = _take_apart(template)
+    if taken_apart is None:
+        yield template, ()
+        return
+    head, pieces, separators, columns = taken_apart
+    for order in _orders(len(pieces)):
+        inner = (pieces[idx] + after for idx, after in zip(order, separators, strict=True))
+        yield head + "".join(inner), tuple(columns[idx] for idx in order)
+
+
+def fields_of(template: str) -> tuple[str, FieldsSpec] | None:
+    """A template with its columns as fields, and these; None unless each column has a label."""
+    taken_apart = _take_apart(template)
+    if taken_apart is None:
+        return None
+    head, pieces, separators, columns = taken_apart
+    can_be_fields = all(map(_LABELLED.fullmatch, pieces)) and "fields" not in columns
+    if not can_be_fields or not 1 < len(set(columns)) == len(columns) <= MAX_FIELDS:
+        return None
+    template = f"{head}{{fields}}{separators[-1].removeprefix(_END)}"
+    return template, FieldsSpec(order="by_row", columns=columns)
+
+
+def _take_apart(template: str) -> tuple[str, list[str], list[str], tuple[str, ...]] | None:
+    """The fixed head, the pieces, what follows each, and their columns; None without columns."""
     placed: list[tuple[str, str]] = []  # (text before, column)
     text = ""
     for literal, name, *_ in Formatter().parse(template):
-        text += literal.replace("{", "{{").replace("}", "}}")
+        text += literal_template(literal)
         if name is not None:
             placed.append((text, name))
             text = ""
     if not placed:
-        yield template, ()
-        return
+        return None
     head, label = _split_head(placed[0][0])
     pieces, separators = [], []
     for (_, name), (between, _) in pairwise(placed):
@@ -176,9 +240,7 @@ def column_orders(template: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     closing = _closing(text)
     pieces.append(f"{label}{{{placed[-1][1]}}}{closing}")
     separators.append(text.removeprefix(closing))
-    for order in _orders(len(pieces)):
-        inner = (pieces[idx] + after for idx, after in zip(order, separators, strict=True))
-        yield head + "".join(inner), tuple(placed[idx][1] for idx in order)
+    return head, pieces, separators, tuple(name for _, name in placed)
 
 
 def _orders(num_pieces: int) -> Iterator[tuple[int, ...]]:

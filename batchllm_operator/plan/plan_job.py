@@ -17,7 +17,7 @@ import numpy as np
 from batchllm_operator.answers import NOTHING_PLANNED
 from batchllm_operator.cost import Work
 from batchllm_operator.errors import SpecError, StorageError
-from batchllm_operator.lake import Publication
+from batchllm_operator.lake import Publication, joined
 from batchllm_operator.plan.earlier_answers import EarlierAnswers, num_repeated_tokens
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import estimate_work
@@ -26,6 +26,7 @@ from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
 from batchllm_operator.plan.planned_range import PlannedRange
 from batchllm_operator.plan.published import PublishedAnswers
 from batchllm_operator.plan.rows.keys import check_keys
+from batchllm_operator.plan.rows.ordering import choose_orders, read_columns
 from batchllm_operator.plan.rows.reading import Rows, read_rows
 from batchllm_operator.prefixes import PromptStore, imbalance, sort_prompts
 from batchllm_operator.prefixes.sharing import merged
@@ -234,7 +235,12 @@ def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) ->
         budget = budget.holding(reuse.num_bytes)
     if not (spec.input.filter or given.snapshot.conditions):  # which may skip any number of rows
         budget.check(num_asks)
-    rows = Rows(prompts, reuse)
+    orders = None
+    if spec.prompt is not None and spec.prompt.fields is not None:
+        scan = given.table.scan(given.snapshot, read_columns(spec), spec.input.filter)
+        orders = choose_orders(spec, joined(scan), budget)
+        budget = budget.holding(orders.orders.nbytes)
+    rows = Rows(prompts, reuse, orders)
     earlier = None
     if rounds := given.earlier.rounds:
         rounds[-1].plan.mark_committing()  # `gc` spares it

@@ -18,6 +18,9 @@ from batchllm_operator.prefixes.cuts import cut_into_shards as cut_into_shards
 from batchllm_operator.prefixes.cuts import imbalance as imbalance
 from batchllm_operator.prefixes.cuts import split_groups as split_groups
 from batchllm_operator.prefixes.exact import choose_prefixes as choose_prefixes
+from batchllm_operator.prefixes.field_orders import ORDERING_BYTES as ORDERING_BYTES
+from batchllm_operator.prefixes.field_orders import FieldOrders as FieldOrders
+from batchllm_operator.prefixes.field_orders import hash_texts as hash_texts
 from batchllm_operator.prefixes.order import BY_RATIO as BY_RATIO
 from batchllm_operator.prefixes.order import order_groups_by_subtree as order_groups_by_subtree
 from batchllm_operator.prefixes.order import prefix_sharing_groups as prefix_sharing_groups

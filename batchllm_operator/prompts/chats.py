@@ -25,9 +25,9 @@ from batchllm_operator.prompts.values import (
     text_column,
 )
 from batchllm_operator.row_error import RowError
-from batchllm_operator.spec import PromptSpec
+from batchllm_operator.spec import PromptSpec, template_columns
 from batchllm_operator.spec.limits import shown
-from batchllm_operator.spec.prompt import SYSTEM_ROLES, Role
+from batchllm_operator.spec.prompt import SYSTEM_ROLES, FieldsSpec, Role, Turn
 
 INVALID_MESSAGES: Final = "invalid_messages"
 Messages = list[dict[str, Any]]
@@ -67,8 +67,8 @@ class ChatRenderer:
         self._control, self._chat = control or ControlTokens(), chat
         self._column, self._head = prompt.messages or "", system_message(prompt)
         self._turns = [
-            (turn.role, PromptRenderer(PromptSpec(template=turn.template, constant=True), control))
-            for turn in prompt.turns or ()
+            (turn.role, PromptRenderer(_prompt_of(turn, prompt.fields), control))
+            for turn in prompt.turns
         ]
 
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
@@ -141,6 +141,12 @@ class ChatRenderer:
                 refusal = f"the model's chat template refuses them: {reason}"
                 errors[row] = RowError(INVALID_MESSAGES, refusal)
         return texts
+
+
+def _prompt_of(turn: Turn, fields: FieldsSpec | None) -> PromptSpec:
+    places = template_columns(turn.template)
+    fields = fields if "fields" in places else None
+    return PromptSpec(template=turn.template, fields=fields, constant=True)
 
 
 def _as_text(messages: Messages) -> str:

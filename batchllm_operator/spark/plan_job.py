@@ -63,6 +63,8 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
         raise SpecError(
             "reuse_outputs: isn't for planner.engine: spark yet; leave it out, or plan locally"
         )
+    if spec.prompt is not None and spec.prompt.fields is not None:
+        raise SpecError("prompt.fields: isn't for planner.engine: spark yet; plan locally")
     given = find_given(spec, ds)
     warn_of_doubled_start(given.spec, sample_tokens(given.spec, given.tokenizer), given.tokenizer)
     staging = Staging.beside(spec, ds)

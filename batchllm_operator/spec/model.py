@@ -139,6 +139,8 @@ class JobSpec(AnswerSpec):
                 )
             if name in (*_OF_RUN, self.input.partition_column):
                 yield f"{where}: is the name of another column of the output; choose another"
+            if section.fields is not None:
+                yield f"{where}.fields: is for a job of one prompt"
             if section.task in ("embed", "pool"):
                 yield (
                     f"{where}.task: {section.task} takes an engine of its own; give it a job of its"

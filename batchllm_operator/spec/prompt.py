@@ -1,13 +1,13 @@
 """The section of a spec that says how a row becomes a prompt."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from string import Formatter
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from batchllm_operator.spec.fields import NonEmpty, OfOutput, OfPlan, Section, by_name
+from batchllm_operator.spec.fields import NonEmpty, OfOutput, OfPlan, Section, by_name, distinct
 from batchllm_operator.spec.limits import check_values
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
@@ -47,6 +47,21 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(name) for _, name, *_ in places))
 
 
+def with_places(template: str, texts: Mapping[str, str]) -> str:
+    """The template with other templates in some of its places, by their names."""
+    made = ""
+    for literal, name, *_ in Formatter().parse(template):
+        made += literal_template(literal)
+        if name is not None:
+            made += texts.get(name, f"{{{name}}}")
+    return made
+
+
+def literal_template(text: str) -> str:
+    """The template of a constant text."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 def _parsed(value: object) -> Any:
     """A value, given as it is or as JSON text, as which it is stored.
 
@@ -84,6 +99,8 @@ def _as_tools(value: object) -> str | None:
     return json.dumps(tools, ensure_ascii=False) if tools else None
 
 
+MAX_FIELDS: Final = 16
+_Few = Field(min_length=1, max_length=MAX_FIELDS)
 Cut = Literal["end", "middle", "start"]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 _Arguments = Annotated[
@@ -105,6 +122,39 @@ class Turn(Section):
     """Who speaks."""
     template: OfPlan[Template]
     """Its text, with places as in `prompt.template`."""
+
+
+FIELD_ORDERS: Final = "{fields}"
+"""A column of rows beside the table's: the numbers of their fields, in order."""
+
+
+class FieldsSpec(Section):
+    """Fields of a prompt that carry their names, so that they may stand in any order."""
+
+    order: OfPlan[Literal["by_row"]]
+    """`by_row`: the plan chooses an order for each row, so that prompts share as many tokens as
+    possible."""
+    columns: OfPlan[Annotated[tuple[NonEmpty, ...], _Few, distinct("column")]]
+    """At most 16, as `prompt.template` names them."""
+    render: OfPlan[Template] = "{name}: {value}\n"
+    """How a field is written: `{name}` is its column's name, `{value}` the row's value."""
+
+    def _faults(self) -> Iterator[str]:
+        if set(template_columns(self.render)) != {"name", "value"}:
+            yield "render: must have the places {name} and {value}, and no others"
+        if "fields" in self.columns:
+            yield "columns: rename the column 'fields', as {fields} is the place of them all"
+        for column in self.columns:
+            if set("{}!:") & set(column):
+                yield f"columns: a template can't place {column!r}, because of its {{, }}, ! or :"
+
+    @property
+    def templates(self) -> list[str]:
+        """A template for each field."""
+        return [
+            with_places(self.render, {"name": literal_template(name), "value": f"{{{name}}}"})
+            for name in self.columns
+        ]
 
 
 class PromptSpec(Section):
@@ -141,6 +191,11 @@ class PromptSpec(Section):
     """Functions that the model may call, as in OpenAI's API: a list of
     `{type: function, function: {name, description, parameters}}`. The chat template describes them;
     the answer's text is kept as it is. Stored as JSON text, which may be given as well."""
+    fields: OfPlan[FieldsSpec | None] = None
+    """Columns that stand together at the place `{fields}` of `template`, or of one of `turns`, each
+    row's in an order of its own: `{order: by_row, columns: [title, brand, review]}`. The order
+    depends on the other rows, too, so a row may have another one in a later partition, where
+    `reuse_outputs` then doesn't know its prompt. With it, no column can be called `fields`."""
     answer_prefix: OfPlan[NonEmpty | None] = None
     """Constant text with which the assistant's answer begins (braces are literal), such as
     `"Category:"`: it follows the chat template's text, and the model continues it, so answers don't
@@ -193,6 +248,9 @@ class PromptSpec(Section):
             yield "system: the first of turns is one already; leave one of them out"
         if self.truncate and self.messages is not None:
             yield "truncate: cuts columns of template and turns; messages are whole"
+        names = [name for form in self._forms for _, name, *_ in Formatter().parse(form)]
+        if self.fields is not None and names.count("fields") != 1:
+            yield f"fields: {self.field} must have one place {{fields}} for them"
         if absent := sorted(self.truncate.keys() - set(self.columns)):
             yield f"truncate: {self.field} places no column {absent[0]!r}"
         if not self.columns and not self.constant:
@@ -218,8 +276,16 @@ class PromptSpec(Section):
         return self.special_tokens or ("text" if self.chat_template else "keep")
 
     @property
-    def _templates(self) -> list[str]:
+    def _forms(self) -> list[str]:
         return [self.template or "", *(turn.template for turn in self.turns)]
+
+    @property
+    def _templates(self) -> list[str]:
+        """With the fields, in the order of their columns."""
+        if self.fields is None:
+            return self._forms
+        texts = {"fields": "".join(self.fields.templates)}
+        return [with_places(form, texts) for form in self._forms]
 
     @property
     def literals(self) -> list[str]:

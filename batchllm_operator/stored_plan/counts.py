@@ -144,6 +144,14 @@ class PlanCounts(Frozen):
     """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
     num_truncated_rows: Count = 0
     """Rows of which a value was cut; see `prompt.truncate`."""
+    num_field_orders: Count = 0
+    """Orders in which the fields of rows stand; see `prompt.fields`."""
+    num_field_bytes: Count = 0
+    """Text of the fields of all rows."""
+    num_shared_field_bytes: Count = 0
+    """What of it an earlier row has with the same fields before it."""
+    num_single_order_bytes: Count = 0
+    """The same if all rows had the best single order."""
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[PlanCounts]) -> PlanCounts:

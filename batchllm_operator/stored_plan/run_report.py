@@ -20,6 +20,7 @@ _FIGURES: Final = {
 _OF_PLAN: Final = {
     *("num_duplicate_rows", "num_reused_rows", "num_control_rows", "num_truncated_rows"),
     *("num_requests", "num_groups", "num_shared_groups", "num_logical_tokens"),
+    *("num_field_orders", "num_field_bytes", "num_shared_field_bytes", "num_single_order_bytes"),
 }
 _MOST_BINS: Final = 1000
 

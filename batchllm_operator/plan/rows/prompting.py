@@ -24,7 +24,7 @@ from batchllm_operator.prompts import (
 )
 from batchllm_operator.row_error import RowError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.spec.prompt import Cut
+from batchllm_operator.spec.prompt import FIELD_ORDERS, Cut
 
 _MOST_PROMPTS: Final = 64  # that are looked at for a doubled control token
 _PATIENT_ROUNDS: Final = 4
@@ -60,7 +60,7 @@ class Prompter:
         self._adapters = adapters and replace(adapters, tokenizer=tokenizer)
         self._renderer = tokenizer.renderer(spec.prompt)
         adapter = filter(None, [spec.model.adapter_column])
-        self._columns = list(dict.fromkeys((*spec.prompt.columns, *adapter)))
+        self._columns = {*spec.prompt.columns, *adapter, FIELD_ORDERS}
         self._most = tokenizer.max_prompt_len
         if self._cuts and not spec.is_pooled:
             room = min(spec.sampling.max_tokens, tokenizer.max_model_len // 2)
@@ -147,7 +147,8 @@ class Prompter:
 
     def _shortened(self, rows: pa.RecordBatch, prompts: Prompts, long: Int64s) -> dict[int, Int32s]:
         """Ids of shorter prompts for those at `long`, as far as they can be cut."""
-        row_idxs, rows = prompts.rendered.idxs[long], rows.select(self._columns)
+        row_idxs = prompts.rendered.idxs[long]
+        rows = rows.select([name for name in rows.schema.names if name in self._columns])
         sources: _Texts = {
             name: text_column(rows.column(name)).texts.take(pa.array(row_idxs)).to_pylist()
             for name in self._cuts

@@ -19,8 +19,9 @@ from batchllm_operator.lake import StoredColumns, joined
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.asking import Asker, taken, woven
+from batchllm_operator.plan.rows.ordering import order_counts, with_orders
 from batchllm_operator.plan.rows.prompting import warn_of_doubled_start
-from batchllm_operator.prefixes import PromptStore, TokenTable
+from batchllm_operator.prefixes import FieldOrders, PromptStore, TokenTable
 from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import Tokenizer
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
-NO_ROWS: Final = dict.fromkeys(
+NO_ROWS: Final = order_counts() | dict.fromkeys(
     ("num_rows", "num_unasked_rows", "num_control_rows", "num_truncated_rows"), 0
 )
 """Fields of `PlanCounts` that pieces add to."""
@@ -51,6 +52,8 @@ class Rows:
     """Prompts of rows that don't reuse an output."""
     reuse: Reuse | None = None
     """Has the prompts of all rows, and takes out those that reuse an output; None without reuse."""
+    orders: FieldOrders | None = None
+    """Of the rows' fields; None if they stand in the template's order."""
     _counts: Counter[str] = field(default_factory=lambda: Counter(NO_ROWS))
     _row_idxs: list[Int64s] = field(default_factory=list)
     _estimates: list[Int64s] = field(default_factory=list)
@@ -61,7 +64,8 @@ class Rows:
         num_reused = 0 if self.reuse is None else self.reuse.num_rows
         num_asked = self._counts["num_rows"] - self._counts["num_unasked_rows"]
         num_rejected = num_asked - num_reused - len(self.prompts)
-        return {**self._counts, "num_rejected_rows": num_rejected, "num_reused_rows": num_reused}
+        others = {"num_rejected_rows": num_rejected, "num_reused_rows": num_reused}
+        return {**self._counts, **others, **order_counts(self.orders)}
 
     def row_idxs(self) -> Int64s:
         """The row of each prompt: int64 [num_prompts]."""
@@ -97,6 +101,7 @@ def read_rows(given: Given, rows: Rows, path: Path, earlier: EarlierAnswers | No
     ):
         # Reading, tokenizing and keeping run side by side: memory holds three batches.
         batches = checked(spec, joined(scanned), given.where, stored=given.stored)
+        batches = with_orders(batches, rows.orders)
         made = tokenize(spec, batches, given.tokenizers, given.adapters, rows.reuse, earlier)
 
         def keep(piece: Tokenized) -> int:
@@ -141,7 +146,7 @@ class Tokenized:
     """Prompts of some rows, a piece of a batch."""
 
     counts: Mapping[str, int]
-    """As `NO_ROWS`: all rows, those that aren't asked, those that spell a control token, those of
+    """Of `NO_ROWS`: all rows, those that aren't asked, those that spell a control token, those of
     which a value was cut."""
     tokens: TokenTable
     row_idxs: Int64s
