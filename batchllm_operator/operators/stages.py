@@ -106,7 +106,8 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
     """Builds the prefix plan of a job for one partition of its input table.
 
     Runs `batchllm plan`, in the worker or, with `runner="kubernetes"`, in the pod of a Job that
-    needs no GPU. Planning the same partition again gives the same plan.
+    needs no GPU. Planning the same partition again gives the same plan or, once it is finished, the
+    next round's.
 
     XComs: `plan_uri` is the plan's URI, `plan` the URI and all counts, `num_workers` how many
     workers share it, for `BatchLLMGenerateOperator`: at most as many as there are shards.
