@@ -35,7 +35,8 @@ def test_answers_are_those_of_a_job_for_each_prompt(real: Demo) -> None:
     num_alone = 0
     for name, fields in PROMPTS.items():
         own = ("sampling", "task", "labels", "response_format")
-        changes = {key: fields[key] for key in own if key in fields}
+        changes: dict[str, Any] = {"sampling": {"max_tokens": 1}}
+        changes |= {key: fields[key] for key in own if key in fields}
         prompt = {"system": None, "template": fields["template"]}
         single = real.run_job(f"single-{name}", prompt=prompt, max_failed_fraction=0.5, **changes)
         num_alone += single.report["num_computed_tokens"]
@@ -50,7 +51,7 @@ def test_answers_are_those_of_a_job_for_each_prompt(real: Demo) -> None:
                     wanted = pytest.approx(wanted, abs=1e-4)
                 assert found[column] == wanted, (name, column)
     report = together.report
-    assert report["num_computed_tokens"] < 0.5 * num_alone
+    assert report["num_computed_tokens"] < 0.6 * num_alone
     by_prompt = [prompt["num_computed_tokens"] for prompt in report["prompts"].values()]
     assert sum(by_prompt) == report["num_computed_tokens"]
     assert report["achieved_saving_ratio"] == report["planned_saving_ratio"]

@@ -41,7 +41,7 @@ def alone(spec: JobSpec, name: str) -> JobSpec:
 
 def asks_of(plan: StoredPlan) -> list[tuple[list[int], list[int]]]:
     """Token ids and asks of each request, in the plan's order."""
-    found = []
+    found = list[tuple[list[int], list[int]]]()
     for shard_idx in range(len(plan.manifest.shards)):
         with plan.open_shard(shard_idx) as file:
             table = file.read(["prompt_token_ids", "row_idxs"])
