@@ -21,11 +21,11 @@ from batchllm_operator.lake import (
     open_table,
 )
 from batchllm_operator.model import check_weights, with_models_sampling
-from batchllm_operator.plan.earlier_answers import Earlier, find_earlier, pinned_input
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_lengths import Learned
 from batchllm_operator.plan.planned_range import RangePlanner
+from batchllm_operator.plan.rounds import Earlier, find_earlier, pinned_input
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.input_checks import (
     check_columns,

@@ -18,13 +18,13 @@ from batchllm_operator.answers import NOTHING_PLANNED
 from batchllm_operator.cost import Work
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.lake import Publication, joined
-from batchllm_operator.plan.earlier_answers import EarlierAnswers, num_repeated_tokens
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
 from batchllm_operator.plan.planned_range import PlannedRange
 from batchllm_operator.plan.published import PublishedAnswers
+from batchllm_operator.plan.rounds import EarlierAnswers, num_repeated_tokens
 from batchllm_operator.plan.rows.keys import check_keys
 from batchllm_operator.plan.rows.ordering import choose_orders, read_columns
 from batchllm_operator.plan.rows.reading import Rows, read_rows

@@ -22,7 +22,7 @@ from batchllm_operator.lake import (
     open_table,
     row_condition,
 )
-from batchllm_operator.plan.earlier_answers import answers_schema
+from batchllm_operator.plan.rounds import answers_schema
 from batchllm_operator.prompts import has_messages, has_text
 from batchllm_operator.spec import JobSpec, PromptSpec
 from batchllm_operator.spec.rounds import compared

@@ -32,8 +32,8 @@ from batchllm_operator.stored_plan.row_keys import shown_key
 from batchllm_operator.streams import ahead, one_ahead
 
 if TYPE_CHECKING:
-    from batchllm_operator.plan.earlier_answers import EarlierAnswers
     from batchllm_operator.plan.given import Given
+    from batchllm_operator.plan.rounds import EarlierAnswers
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
