@@ -15,15 +15,17 @@ from support.prompts_job import rows_by_key, several
 from support.staged_job import Engines
 
 from batchllm_operator.answers.fakes import digest_of, fake_text
+from batchllm_operator.commit import commit_run as commit_module
 from batchllm_operator.commit.commit_run import commit_run
 from batchllm_operator.commit.failed_rows import find_failed_rows
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, SpecError, TableError
 from batchllm_operator.inspect.gc import find_garbage
 from batchllm_operator.inspect.verify import verify_worker
+from batchllm_operator.plan import plan_job as plan_module
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report import format_plan, format_status, format_summary
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.shards.job_status import read_status
+from batchllm_operator.shards.job_status import newest_plan_uri, read_status
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.run_report import RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -196,6 +198,25 @@ def test_a_run_that_is_stopped_in_the_second_round_goes_on_there(spec: JobSpec) 
     run_worker(first, start=engines)
     assert engines.num_answers == 0
     commit_run(run_round(spec))
+    assert texts(spec) == by_hand(document_rows())
+
+
+def test_a_plan_or_a_commit_that_is_stopped_is_made_again(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run_round(spec)
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
+        patch.setattr(plan_module, "complete", lambda *_: stop())
+        plan_job(spec, DS)
+    assert newest_plan_uri(spec, DS) == first.folder.uri
+    run_round(spec)
+    last = run_round(spec)
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
+        patch.setattr(commit_module, "_publish", lambda *_: stop())
+        commit_run(last)
+    assert first.superseded_by() == last.manifest.plan_id
+    assert plan_job(spec, DS).manifest == last.manifest
+    commit_run(last)
     assert texts(spec) == by_hand(document_rows())
 
 
