@@ -68,6 +68,26 @@ def test_one_command_goes_through_all_rounds(job: JobFolder, commands: ForkServe
     assert "round 2 of 2, 12/12 (100 %) rows, committed" in status.stdout
 
 
+def test_one_prompt_is_asked_again_by_command(job: JobFolder, commands: ForkServer) -> None:
+    spec = yaml.safe_load(Path(job.write_spec("job")).read_text())
+    del spec["prompt"], spec["sampling"]
+    path, result = job.path / "job.yaml", job.path / "result.json"
+    arguments = ["job", "--job", str(path), "--ds", DS, "--result", str(result)]
+    published = []
+    for template, only in (("{document}", []), ("{query}", ["--only", "topic"])):
+        spec["prompts"] = {"topic": {"template": template}, "title": {"template": "{document}"}}
+        path.write_text(yaml.safe_dump(spec))
+        done = commands.run(CLI, [*arguments, *only])
+        assert done.returncode == 0, done.stderr
+        published.append(job.published("job"))
+    assert "12 rows published, 0 of 24 answers failed" in done.stdout
+    figures = json.loads(result.read_bytes())
+    assert (figures["num_reused_rows"], figures["num_requests"]) == (12, 3)
+    for before, after in zip(*published, strict=True):
+        assert after["title"] == before["title"]
+        assert after["topic"]["generated_text"] != before["topic"]["generated_text"]
+
+
 def test_a_shard_that_fails_ends_the_job_with_its_reason_and_exit_code(
     job: JobFolder, commands: ForkServer
 ) -> None:
