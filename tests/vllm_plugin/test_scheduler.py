@@ -1,12 +1,16 @@
 """The group scheduler, step by step; `EngineSteps` checks who holds what after every step."""
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.engine_steps import BLOCK_SIZE, EngineSteps
 from support.levels import examples
 
+from batchllm_operator.vllm_plugin.scheduler.groups import Member
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.projection import Growth
 
 NO_PACE = SchedulerSettings(pace=False)
 
@@ -106,6 +110,26 @@ def test_without_a_prefix_cache_nothing_is_taken_to_be_shared() -> None:
 
 
 # Memory
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_blocks_of_a_request_are_projected_once_if_all_goes_as_expected(
+    lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projected: list[str] = []
+    growth_from = Member.growth_from
+
+    def counting(self: Member, *args: Any) -> Growth:
+        projected.append(self.request.request_id)
+        return growth_from(self, *args)
+
+    monkeypatch.setattr(Member, "growth_from", counting)
+    engine = EngineSteps(num_blocks=100, chunk=512, lag=lag, settings=NO_PACE)
+    for group_id in range(3):
+        engine.add_group(group_id, 2, prefix=32, distinct=16, output=20)
+    engine.run()
+    assert engine.num_steps < 64, "estimates would be counted again"
+    assert sorted(projected) == sorted(engine.finished)
 
 
 def test_what_ends_soon_makes_room_for_what_grows_late() -> None:

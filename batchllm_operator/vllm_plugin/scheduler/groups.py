@@ -127,7 +127,7 @@ class Member:
         longest = self.estimates.rather_long(self.estimate, request.max_tokens)
         if longest <= num_output:
             longest = self.estimates.extended(num_output, request.max_tokens)
-        end = start + math.ceil((longest - num_output) / tokens_per_step) + delay
+        end = start + 1 + math.ceil((longest - num_output - 1) / tokens_per_step) + delay
         num_tokens = request.num_tokens + on_its_way
         return Growth(start, end, num_tokens, self.group.num_blocks, tokens_per_step)
 

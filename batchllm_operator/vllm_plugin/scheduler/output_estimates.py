@@ -21,22 +21,10 @@ class OutputEstimates:
         self._prior_requests = prior_requests
         self._num_known = 0
         self._num_tokens = self._estimated = self._ratios = self._squares = 0.0
-
-    @property
-    def scale(self) -> float:
+        self.scale = 1.0
         """Factor from given estimates to expected lengths."""
-        if self._num_known == 0:
-            return 1.0
-        prior = self._prior_requests * self._estimated / self._num_known
-        return (self._num_tokens + prior) / (self._estimated + prior)
-
-    @property
-    def deviation(self) -> float:
+        self.deviation = _PRIOR_DEVIATION
         """Standard deviation of the ratios."""
-        squares = self._prior_requests * _PRIOR_DEVIATION**2
-        if self._num_known:
-            squares += max(0.0, self._squares - self._ratios**2 / self._num_known)
-        return math.sqrt(squares / (self._prior_requests + self._num_known))
 
     def rather_long(self, given: int, most: int) -> int:
         """One standard deviation above the expected length; at least 1, and at most `most`."""
@@ -55,3 +43,8 @@ class OutputEstimates:
         self._num_tokens += num_tokens - learned_before
         self._ratios += ratio - before
         self._squares += ratio**2 - before**2
+        prior = self._prior_requests * self._estimated / self._num_known
+        self.scale = (self._num_tokens + prior) / (self._estimated + prior)
+        squares = self._prior_requests * _PRIOR_DEVIATION**2
+        squares += max(0.0, self._squares - self._ratios**2 / self._num_known)
+        self.deviation = math.sqrt(squares / (self._prior_requests + self._num_known))

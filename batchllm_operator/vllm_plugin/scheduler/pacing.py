@@ -23,6 +23,7 @@ step's time, in which the device is busy with the step before.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add, sub
 from typing import Final, NamedTuple
 
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
@@ -66,8 +67,7 @@ class Waiting(NamedTuple):
 
     def plus(self, other: Waiting, sign: int = 1) -> Waiting:
         """The sums with other requests, or without them with a `sign` of -1."""
-        pairs = zip(self, other, strict=True)
-        return Waiting._make(mine + sign * theirs for mine, theirs in pairs)
+        return Waiting._make(map(add if sign > 0 else sub, self, other))
 
     def average(
         self, scale: float, block_size: int, tokens_per_step: float = 1.0

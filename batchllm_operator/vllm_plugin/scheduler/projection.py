@@ -7,12 +7,10 @@ when others have ended.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-_FIRST_STEPS: Final = 1024
 
 
 class Growth(NamedTuple):
@@ -34,7 +32,8 @@ class BlockProjection:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._blocks = np.zeros(_FIRST_STEPS, dtype=np.int64)  # by step
+        self._blocks = np.zeros(0, dtype=np.int64)  # by step
+        self._filled = self._blocks  # blocks that so many tokens fill
         self.now = 0  # the current step
         self._end = 1  # no blocks from this step on
         self._num_held = 0
@@ -48,7 +47,7 @@ class BlockProjection:
         """Add a request's blocks from now on, or remove them with a `sign` of -1."""
         if self.now < growth.end:
             ahead = self._until(growth.end)
-            ahead += sign * self._of(growth)
+            (np.add if sign > 0 else np.subtract)(ahead, self._of(growth), out=ahead)
 
     def hold(self, num_blocks: int, until: int | None, begin: int = 0) -> None:
         """Add blocks in those of the steps [begin, until) that aren't over.
@@ -69,24 +68,27 @@ class BlockProjection:
 
         While it runs, it adds `num_blocks` for others to share.
         """
-        most = int(self._until(max(self._end, self.now + 1)).max())  # after it has ended
+        most = 0
         if self.now < growth.end:
-            with_it = self._until(growth.end) + self._of(growth)
-            most = max(most, int(with_it.max()) + num_blocks)
-        return most + self._num_held
+            most = int((self._until(growth.end) + self._of(growth)).max()) + num_blocks
+        after = self._blocks[max(growth.end, self.now) : self._end]
+        return max(most, int(after.max(initial=0))) + self._num_held
 
     def _of(self, growth: Growth) -> NDArray[np.int64]:
         """Blocks of a request in each step from now to its end."""
-        steps = np.arange(self.now - growth.start, growth.end - growth.start)
-        np.maximum(steps, 0, out=steps)
-        if growth.tokens_per_step != 1.0:
-            steps = np.ceil(steps * growth.tokens_per_step).astype(np.int64)
-        steps += growth.num_tokens + self._block_size - 1
-        return np.asarray(steps // self._block_size - growth.num_shared_blocks)
+        begin, end = self.now - growth.start, growth.end - growth.start
+        whole, part = divmod(growth.num_tokens - 1, self._block_size)
+        num_own = whole + 1 - growth.num_shared_blocks
+        if growth.tokens_per_step == 1.0 and begin >= 0:
+            return self._filled[begin + part : end + part] + num_own
+        steps = np.maximum(np.arange(begin, end), 0)
+        tokens = np.ceil(steps * growth.tokens_per_step).astype(np.int64) + part
+        return np.asarray(tokens // self._block_size + num_own)
 
     def _until(self, end: int) -> NDArray[np.int64]:
         """The blocks of the steps from now to `end`, to be changed."""
         self._end = max(self._end, end)
         if end > len(self._blocks):
             self._blocks = np.append(self._blocks, np.zeros(end, dtype=np.int64))
+            self._filled = np.arange(len(self._blocks) + self._block_size) // self._block_size
         return self._blocks[self.now : end]

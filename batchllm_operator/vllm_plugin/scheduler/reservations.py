@@ -13,7 +13,7 @@ from batchllm_operator.vllm_plugin.scheduler.groups import Group, Member
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 from batchllm_operator.vllm_plugin.scheduler.output_estimates import OutputEstimates
 from batchllm_operator.vllm_plugin.scheduler.pacing import AverageRequest, Waiting
-from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection
+from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection, Growth
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -127,7 +127,7 @@ class Reservations:
     def num_to_prefill(self, request: Request) -> int:
         """Tokens of a waiting request without KV in the cache."""
         group = self._entries[request.request_id].group
-        num_found = group.num_blocks - self._num_new_blocks(group, request)
+        num_found = group.num_blocks - self._num_new_blocks(group)
         if group.num_counted and not group.is_complete:
             num_found = 0  # its leader went before the end of the prefix
         return request.num_tokens - num_found * self._size
@@ -142,28 +142,21 @@ class Reservations:
         shared = group.num_blocks * self._size if group.num_running > 1 else 0
         return max(request.num_computed_tokens - shared, 0)
 
-    def peak_with(self, request: Request, start: int) -> int:
-        """Peak of blocks in use from now on, if the request is prefilled by step `start`."""
-        entry = self._entries[request.request_id]
-        num_prefix_blocks = self._num_new_blocks(entry.group, request)
-        return self.projection.peak_with(
-            entry.growth_from(start, self._speed, self._delay), num_prefix_blocks
-        )
+    def growth_of(self, request: Request, start: int) -> Growth:
+        """Its blocks if it is prefilled by step `start`."""
+        return self._entries[request.request_id].growth_from(start, self._speed, self._delay)
 
-    def reserve(self, request: Request, start: int) -> None:
-        """Reserve blocks for a request that will be prefilled by step `start`: first, or again."""
-        entry = self._entries[request.request_id]
-        if entry.growth is None:
-            self._admit(entry)
-        else:
-            self.projection.add(entry.growth, sign=-1)
-        self._count(entry, start)
-        entry.group.bound_in(self.projection)
+    def peak_with(self, request: Request, growth: Growth) -> int:
+        """Peak of blocks in use from now on, if a waiting request has this growth."""
+        group = self._entries[request.request_id].group
+        return self.projection.peak_with(growth, self._num_new_blocks(group))
 
-    def _admit(self, entry: Member) -> None:
+    def admit(self, request: Request, growth: Growth) -> None:
+        """Reserve blocks for a waiting request."""
+        entry = self._entries[request.request_id]
         group = entry.group
         if not group.num_counted and group.num_blocks:
-            group.num_counted = self._num_new_blocks(group, entry.request)
+            group.num_counted = self._num_new_blocks(group)
             self.projection.hold(group.num_counted, until=None)
             self._latest = group
         if group.num_blocks and not group.is_complete:
@@ -171,6 +164,18 @@ class Reservations:
         group.num_running += 1
         group.num_waiting -= 1
         self._waiting = self._waiting.plus(entry.share, -1)
+        self._count(entry, growth)
+        group.bound_in(self.projection)
+
+    def move(self, request: Request, start: int) -> None:
+        """Reserve an admitted request's blocks afresh: it will be prefilled by step `start`."""
+        entry = self._entries[request.request_id]
+        assert entry.growth is not None
+        if entry.growth.start == self.projection.now and not request.is_prefill_chunk:
+            return  # this step prefills it, as expected
+        self.projection.add(entry.growth, sign=-1)
+        self._count(entry, self.growth_of(request, start))
+        entry.group.bound_in(self.projection)
 
     def requeue(self, request: Request) -> bool:
         """Give an admitted request's blocks back: it waits again. False if it has waited before."""
@@ -226,11 +231,10 @@ class Reservations:
         """Move to a step, and extend running requests that should have ended by now."""
         self.projection.now = step
         for entry in self._ends.pop(step, ()):
-            if entry.growth is None or entry.growth.end > step:
-                continue
-            if entry.request.request_id not in prefilling:
-                entry.learn()
-            self.reserve(entry.request, max(step, entry.growth.start))
+            if entry.growth is not None and entry.growth.end <= step:
+                if entry.request.request_id not in prefilling:
+                    entry.learn()
+                self.move(entry.request, max(step, entry.growth.start))
         if step % _RECOUNT_STEPS == 0:
             self._recount()
 
@@ -238,15 +242,11 @@ class Reservations:
         """Count everything again with the current estimates; steps may also have been missed."""
         self.projection.clear()
         self._ends.clear()
-        starts = {
-            name: entry.growth.start
-            for name, entry in self._entries.items()
-            if entry.growth is not None
-        }
-        for name in starts:
-            self._entries[name].group.last_end = 0
-        for name, start in starts.items():
-            self._count(self._entries[name], max(self.projection.now, start))
+        starts = [(each, each.growth.start) for each in self._entries.values() if each.growth]
+        for entry, _ in starts:
+            entry.group.last_end = 0
+        for entry, start in starts:
+            self._count(entry, self.growth_of(entry.request, max(self.projection.now, start)))
         for group in self._groups.values():
             if group.num_counted and group.counted_until is not None:
                 group.counted_until = group.last_end
@@ -270,11 +270,11 @@ class Reservations:
         """Tokens per step of a decoding request."""
         return self._num_tokens / self._num_steps if self._has_drafts else 1.0
 
-    def _count(self, entry: Member, start: int) -> None:
+    def _count(self, entry: Member, growth: Growth) -> None:
         """Count a request's blocks in the projection, which doesn't have them."""
         if entry.growth is None or entry.growth.start > self.projection.now:
-            entry.begun = start
-        growth = entry.growth = entry.growth_from(start, self._speed, self._delay)
+            entry.begun = growth.start
+        entry.growth = growth
         self.projection.add(growth)
         self._ends[growth.end].append(entry)
         entry.group.last_end = max(entry.group.last_end, growth.end)
@@ -290,13 +290,12 @@ class Reservations:
 
     # Blocks of a prefix.
 
-    def _num_new_blocks(self, group: Group, request: Request) -> int:
+    def _num_new_blocks(self, group: Group) -> int:
         """Blocks of the prefix that a member would bring into memory."""
         if group.num_counted:
             return 0
         latest = self._latest.block_hashes if self._latest and self._latest.num_counted else ()
-        prefix = request.block_hashes[: group.num_blocks]
-        return group.num_blocks - _num_common(latest, prefix)
+        return group.num_blocks - _num_common(latest, group.block_hashes)
 
     def _pin(self, group: Group, request: Request) -> None:
         num_computed = request.num_computed_tokens // self._size

@@ -29,6 +29,7 @@ from batchllm_operator.vllm_plugin.compat import is_ready
 from batchllm_operator.vllm_plugin.scheduler.held_slots import HeldSlots
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace
+from batchllm_operator.vllm_plugin.scheduler.projection import Growth
 from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
 from batchllm_operator.vllm_plugin.scheduler.step import StepState
 
@@ -76,10 +77,9 @@ class BatchLLMScheduler(AsyncScheduler):
         if settings.memory_threshold is not None:
             num_planned = int(num_blocks * settings.memory_threshold)
         self._num_blocks = max(1, num_planned)
-        self.chunk_size = self._limit
+        chunk_size = settings.chunk_size if is_chunked else None
+        self.chunk_size = min(self._limit, chunk_size or self._limit)
         """Most tokens of a step."""
-        if settings.chunk_size is not None and is_chunked:
-            self.chunk_size = min(self._limit, settings.chunk_size)
         self._step = 0
         self._reservations = Reservations(self, settings.num_requests)
         self._pace = Pace(self._num_blocks, self.chunk_size, settings.step_cost)
@@ -172,13 +172,16 @@ class BatchLLMScheduler(AsyncScheduler):
             if not is_ready(request):
                 not_ready.append(self.waiting.pop_request())
                 continue
-            if (self.running or admitted) and not self._may_run(request, adapters):
+            if (self.running or admitted) and not self._may_begin(request, adapters):
+                break
+            num_tokens = self._reservations.num_to_prefill(request)
+            growth = self._growth_of(request, num_tokens)
+            if (self.running or admitted) and not self._has_room_for(request, growth):
                 break
             admitted.add_request(self.waiting.pop_request())
             if request.lora_request is not None:
                 adapters.add(request.lora_request.lora_int_id)
-            num_tokens = self._reservations.num_to_prefill(request)
-            self._reservations.reserve(request, self._start_of(num_tokens))
+            self._reservations.admit(request, growth)
             now.num_prefill_ahead += num_tokens
             now.prefill(request, num_tokens, most)
         for request in reversed(not_ready):
@@ -186,26 +189,23 @@ class BatchLLMScheduler(AsyncScheduler):
         now.admitted = list(admitted)
         return admitted
 
-    def _may_run(self, request: Request, adapters: set[int]) -> bool:
-        """Whether a request may run beside others, which have these LoRA adapters."""
+    def _may_begin(self, request: Request, adapters: set[int]) -> bool:
+        """Whether a request may begin beside others, which have these LoRA adapters."""
         if self.lora_config is not None and request.lora_request is not None:
             wanted = adapters | {request.lora_request.lora_int_id}
             if len(wanted) > self.lora_config.max_loras:
                 return False  # vLLM would let later ones pass it
-        has_prefix = self._reservations.may_begin(request, self._now.prefilled)
-        return has_prefix and self._has_room_for(request)
+        return self._reservations.may_begin(request, self._now.prefilled)
 
     def _requeue(self, waiting: RequestQueue) -> None:
         """Put what didn't get into the step back in front of the waiting requests."""
-        left, self.waiting = self.waiting, waiting
-        admitted, self._now.admitted = self._now.admitted, []
-        for request in admitted:
-            if request.status == RequestStatus.RUNNING:
-                self._now.admitted.append(request)
-            else:
+        now, left, self.waiting = self._now, self.waiting, waiting
+        for request in now.admitted:
+            if request.status != RequestStatus.RUNNING:
                 self._reservations.requeue(request)
+        now.admitted = [each for each in now.admitted if each.status == RequestStatus.RUNNING]
         for request in reversed(list(left)):
-            self._now.num_preempted += self._note_preempted(request)
+            now.num_preempted += self._note_preempted(request)
             self.waiting.prepend_request(request)
 
     def _note_preempted(self, request: Request) -> bool:
@@ -213,15 +213,14 @@ class BatchLLMScheduler(AsyncScheduler):
         self._prefilling.pop(request.request_id, None)
         return self._reservations.requeue(request)
 
-    def _has_room_for(self, request: Request) -> bool:
-        start = self._start_of(self._reservations.num_to_prefill(request))
-        peak = self._reservations.peak_with(request, start)
+    def _has_room_for(self, request: Request, growth: Growth) -> bool:
+        peak = self._reservations.peak_with(request, growth)
         return peak + self._num_unplanned <= self._num_blocks
 
-    def _start_of(self, num_tokens: int) -> int:
-        """Step by which so many tokens are prefilled, after all prefill ahead of them."""
-        ahead = self._now.num_prefill_ahead + num_tokens - self._now.prefill_budget
-        return self._step + self._num_steps(max(0, ahead))
+    def _growth_of(self, request: Request, num_tokens: int) -> Growth:
+        """The blocks of a request whose `num_tokens` are prefilled after all that are ahead."""
+        ahead = max(0, self._now.num_prefill_ahead + num_tokens - self._now.prefill_budget)
+        return self._reservations.growth_of(request, self._step_after(ahead))
 
     # Before vLLM's own step.
 
@@ -276,7 +275,8 @@ class BatchLLMScheduler(AsyncScheduler):
         size = self.block_size
         num_missing = -(-first.num_tokens // size) - first.num_computed_tokens // size
         free = self._pool.get_num_free_blocks()
-        if num_missing * self._num_kv_groups > free or not self._has_room_for(first):
+        growth = self._growth_of(first, self._reservations.num_to_prefill(first))
+        if num_missing * self._num_kv_groups > free or not self._has_room_for(first, growth):
             self._reservations.unpin_all(but=first)
 
     def _limit_tokens(self) -> None:
@@ -311,21 +311,21 @@ class BatchLLMScheduler(AsyncScheduler):
             prefix = self._reservations.num_prefix_tokens(request)
             now.count_prefill(request.num_computed_tokens - num_tokens, num_tokens, prefix)
             self._prefilling.pop(request.request_id, None)
-            num_steps = 1  # this step gives it a token
+            start = self._step + 1  # this step gives it a token
             if request.is_prefill_chunk:
                 self._prefilling[request.request_id] = request
                 now.num_prefill_ahead += request.num_tokens - request.num_computed_tokens
-                num_steps = self._num_steps(now.num_prefill_ahead)
-            self._reservations.reserve(request, self._step + num_steps)
+                start = self._step_after(now.num_prefill_ahead)
+            self._reservations.move(request, start)
         self._pace.used(now.num_prefill_tokens)
         self._reservations.unpin_taken_over()
         now.num_used_blocks = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
         num_planned = self._reservations.projection.num_blocks()
         self._num_unplanned = max(0, now.num_used_blocks // self._num_kv_groups - num_planned)
 
-    def _num_steps(self, num_tokens: int) -> int:
-        """Steps after this one that so many tokens of prefill take."""
-        return -(-num_tokens // self._now.later_prefill_budget)
+    def _step_after(self, num_tokens: int) -> int:
+        """Step by which so many tokens are prefilled that this one doesn't prefill."""
+        return self._step - -num_tokens // self._now.later_prefill_budget
 
     def _row(self, output: SchedulerOutput, begun_at: float) -> StepRow:
         now, self._started_at = self._now, self._started_at or begun_at
