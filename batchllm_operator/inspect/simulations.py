@@ -1,12 +1,14 @@
 """Simulates a plan's shard or made-up requests, with vLLM's scheduler, step by step."""
 
+from __future__ import annotations
+
 import io
 import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +29,9 @@ from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.workload import Shape, Workload
 from batchllm_operator.stored_plan.shard_files import ADAPTER_FIELD
-from batchllm_operator.stored_plan.stored_plan import StoredPlan
+
+if TYPE_CHECKING:
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 DEFAULT_POLICIES: Final = ("stock_shuffled", "stock_sorted", "batchllm")
 ALL_POLICIES: Final = "all"
@@ -84,6 +88,8 @@ def shard_to_simulate(
         ModelError: the model's shape is unknown.
         SpecError: the table of GPUs is broken, or lacks the GPU.
     """
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan  # made-up requests need none
+
     plan = StoredPlan.open(plan_uri)
     workload = _read_workload(plan, shard_idx)
     spec, estimate = plan.manifest.spec, plan.manifest.estimate

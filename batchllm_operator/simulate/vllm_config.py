@@ -13,9 +13,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if os.environ["VLLM_LOGGING_LEVEL"].upper() == "ERROR":
     logging.getLogger("vllm").setLevel(logging.ERROR)
-# vLLM imports it to resample audio, and does without: a tenth of the time of all imports.
-if "scipy.signal" not in sys.modules:
-    sys.modules["scipy.signal"] = None  # type: ignore[assignment]
+# vLLM does without these: they resample audio, decode videos, and compile models.
+if _spared := {"scipy.signal", "cv2", "torch._inductor.lowering"} - sys.modules.keys():
+    sys.modules.update(dict.fromkeys(_spared))  # type: ignore[arg-type]
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
 from vllm import ModelRegistry
@@ -28,8 +29,9 @@ from batchllm_operator.simulate.machine import Machine, Policy
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
-if sys.modules.get("scipy.signal") is None:
-    del sys.modules["scipy.signal"]
+for _name in _spared:
+    del sys.modules[_name]
+os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 
 class _Model(torch.nn.Module):
