@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,27 @@ def test_a_command_stopped_among_its_imports_ends_without_a_traceback(tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*COMMAND, "schema"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_first_process_of_a_container_stops_for_a_signal_that_comes_among_its_imports(
+    tmp_path: Path,
+) -> None:
+    """The kernel drops signals that such a process neither handles nor blocks."""
+    as_first = ["unshare", "--pid", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*as_first, "true"]).returncode:
+        pytest.skip("this machine or user can't make namespaces of processes")
+    (tmp_path / "argparse.py").write_text(
+        "import os, signal, sys\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"sys.path.remove({str(tmp_path)!r})\n"
+        "del sys.modules['argparse']\n"
+        "import argparse\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*as_first, *COMMAND, "schema"], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, ""), done.stderr
 
 
 def test_two_signals_at_once_stop_a_command_without_a_complaint(

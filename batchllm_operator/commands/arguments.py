@@ -96,7 +96,7 @@ def add_worker(command: argparse.ArgumentParser) -> None:
         type=number(int, 0),
         default=0,
         metavar="I",
-        help="its number among them (default: 0)",
+        help="its number among them, from 0 (default: 0); one from N on only helps the others",
     )
     command.add_argument(
         "--num-workers",
