@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.prompts_job import several
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.model import ModelFiles, with_models_sampling
@@ -106,6 +107,19 @@ def test_values_of_the_spec_win(tmp_path: Path) -> None:
     found = chosen(folder, given).sampling
     assert (found.temperature, found.max_tokens, found.stop) == (0.0, 50, (".",))
     assert (found.top_p, found.min_p) == (0.8, 0.1)
+
+
+def test_each_prompt_has_its_own(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", OWN)
+    prompts = {
+        "drawn": {"template": "{document}", "sampling": "model"},
+        "greedy": {"template": "{query}", "sampling": {"max_tokens": 4}},
+        "judged": {"template": "{query}", "task": "classify", "labels": ["a", "b"]},
+    }
+    spec = with_models_sampling(several(tmp_path, prompts), ModelFiles(str(folder)))
+    drawn, greedy, judged = (question.sampling for question in spec.questions)
+    assert {name: getattr(drawn, name) for name in OWN} == OWN
+    assert (greedy, judged) == (SamplingSpec(max_tokens=4), SamplingSpec(max_tokens=1))
 
 
 def test_older_models_say_it_in_their_config(tmp_path: Path) -> None:
