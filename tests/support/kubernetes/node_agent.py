@@ -88,10 +88,6 @@ class NodeAgent:
         for name in self._nodes:
             self.api.patch(_node_path(name), {"spec": {"unschedulable": True}})
 
-    def release_scheduling(self) -> None:
-        for name in self._nodes:
-            self.api.patch(_node_path(name), {"spec": {"unschedulable": None}})
-
     def add_node(self, name: str) -> None:
         self._nodes[name] = dict(_CAPACITY)
         node = {"apiVersion": "v1", "kind": "Node", "spec": {}, "status": self._status(name)}
