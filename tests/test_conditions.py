@@ -70,7 +70,8 @@ def test_rows_meet_conditions_as_a_scan_has_them() -> None:
     where = "prompts.summary.when: table t"
 
     def meeting(text: str) -> list[bool]:
-        return rows_meeting(where, parsed(text), rows).tolist()
+        meets: list[bool] = rows_meeting(where, parsed(text), rows).tolist()
+        return meets
 
     assert meeting("n >= 2") == [False, True, False, True]
     assert meeting("topic.label == 'a'") == [True, False, True, False]
