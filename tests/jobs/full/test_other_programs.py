@@ -1,7 +1,5 @@
 """DuckDB and polars write the inputs, with the types that they have, and read the outputs."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from support.lake_tables import LAKES
 
 from batchllm_operator.plan.plan_job import plan_job
 
-PROGRAMS = Path(__file__).parents[3] / "build/other-programs"
+pytestmark = pytest.mark.usefixtures("programs")
 COLUMNS = {
     "tinyint": "i::UTINYINT",
     "price": "i::DECIMAL(38, 3)",
@@ -25,15 +23,6 @@ COLUMNS = {
     "flag": "i > 3",
 }
 NUM_ROWS = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs() -> None:
-    if not PROGRAMS.exists():
-        if "CI" in os.environ:
-            pytest.fail(f"there is no {PROGRAMS}: make test-rest makes it")
-        pytest.skip(f"there is no {PROGRAMS}: run `make build/other-programs`")
-    sys.path.append(str(PROGRAMS))
 
 
 def query() -> str:
