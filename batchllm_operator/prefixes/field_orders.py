@@ -21,7 +21,7 @@ from batchllm_operator.prefixes.jit import Int32s, Int64s, compiled
 
 ORDERING_BYTES: Final = 48
 """Most memory per field of a row, at the peak."""
-_MAX_SORTED_ROWS: Final = 1 << 24
+_MAX_SEARCHED_ROWS: Final = 1 << 25
 _BEAM: Final = 70  # exact for up to eight fields
 _FNV_PRIME = np.uint64(0x100000001B3)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -62,11 +62,14 @@ class FieldOrders:
         single = _best_single(hashes, lengths)
         saved = _saved(hashes, lengths, single)
         table = FieldTable.of(hashes, lengths)
+        scratch, shared = Scratch.of(table), saved
         orders = np.empty((num_rows, num_fields), dtype=np.uint8)
-        scratch = Scratch.of(table)
-        shared = int(grow_orders(table, np.array(single, dtype=np.int64), orders, scratch))
-        if shared <= saved:
-            orders[:], shared = single, saved
+        orders[:] = single
+        for by_mean in (False, True):
+            grown = np.empty_like(orders)
+            more = grow_orders(table, np.array(single, np.int64), by_mean, grown, scratch)
+            if more > shared:
+                orders, shared = grown, int(more)
         places = np.arange(num_fields, dtype=np.uint64) * np.uint64(4)
         numbers = (orders.astype(np.uint64) << places).sum(axis=1, dtype=np.uint64)
         num_bytes = int(lengths.sum(dtype=np.int64))
@@ -103,8 +106,8 @@ def _best_single(hashes: Hashes, lengths: Int32s) -> tuple[int, ...]:
     them, or the best of each size.
     """
     num_fields = len(hashes)
-    num_sorts = min(1 << num_fields, _BEAM * num_fields**2)
-    hashes = hashes[:, : _MAX_SORTED_ROWS // num_sorts]
+    num_sets = min(1 << num_fields, _BEAM * num_fields**2)
+    hashes = hashes[:, : _MAX_SEARCHED_ROWS // num_sets]
     lengths = lengths[: hashes.shape[1]]
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for _ in range(num_fields):
@@ -136,8 +139,20 @@ def _saved(hashes: Hashes, lengths: Int32s, order: Sequence[int]) -> int:
     return saved
 
 
+@compiled
 def _repeated(keys: Hashes, lengths: Int32s) -> Int64s:
     """Sums of the lengths of rows whose key an earlier row has: [num_fields]."""
-    firsts = np.unique(keys, return_index=True)[1]
-    sums: Int64s = lengths.sum(axis=0, dtype=np.int64) - lengths[firsts].sum(axis=0, dtype=np.int64)
+    size = 2
+    while size < 2 * len(keys):
+        size *= 2
+    slots = np.zeros(size, dtype=np.uint64)  # 0 is free
+    sums = np.zeros(lengths.shape[1], dtype=np.int64)
+    for row in range(len(keys)):
+        key = keys[row] | np.uint64(1)
+        place = np.int64(key >> np.uint64(16)) & (size - 1)
+        while slots[place] != 0 and slots[place] != key:
+            place = (place + 1) & (size - 1)
+        if slots[place] == key:
+            sums += lengths[row]
+        slots[place] = key
     return sums

@@ -82,8 +82,16 @@ class Scratch(NamedTuple):
 
 
 @compiled
-def grow_orders(table: FieldTable, single: Int64s, orders: NDArray[np.uint8], node: Scratch) -> int:
-    """Write an order for each row; returns the bytes that they save."""
+def grow_orders(
+    table: FieldTable, single: Int64s, by_mean: bool, orders: NDArray[np.uint8], node: Scratch
+) -> int:
+    """Write an order for each row; returns the bytes that they save.
+
+    Args:
+        single: the order of what isn't shared.
+        by_mean: see `_score`.
+        orders: [num_rows, num_fields].
+    """
     num_rows, num_fields = table.values.shape
     nodes = [(np.int64(0), np.int64(num_rows), (1 << num_fields) - 1, 0)]
     saved = 0
@@ -105,7 +113,7 @@ def grow_orders(table: FieldTable, single: Int64s, orders: NDArray[np.uint8], no
                 _complete(orders, row, depth, free, single)
             continue
         num_found = _count(table, rows, free, node)
-        _take(table, num_found, free, single, node)
+        _take(table, num_found, free, single, by_mean, node)
         children = _split(rows, begin, num_found, node)
         for value, first, last in children:
             field = table.fields[value]
@@ -186,31 +194,33 @@ def _count(table: FieldTable, rows: Int32s, free: int, node: Scratch) -> int:
 
 
 @compiled
-def _score(table: FieldTable, value: np.int64, node: Scratch) -> np.int64:
-    """What the rows of a value save that aren't taken: between their sum and their mean.
+def _score(table: FieldTable, value: np.int64, by_mean: bool, node: Scratch) -> np.int64:
+    """What the rows of a value save that aren't taken: their mean, or between their sum and it.
 
-    By the sum, a short value of many rows would split the long ones of few rows; by the mean, a
-    few rows would leave the many.
+    By the sum alone, a short value of many rows would split the long ones of few rows.
     """
     if node.left[value] == 0:
         return np.int64(0)
     score = (node.left[value] - 1) * node.weight[value]
     if node.is_open[value]:
         score += table.lengths[node.first[value], table.fields[value]]
-    return np.int64(score * 1024 / np.sqrt(node.left[value]))
+    left = float(node.left[value])
+    return np.int64(score * 1024 / (left if by_mean else np.sqrt(left)))
 
 
 @compiled
-def _take(table: FieldTable, num_found: int, free: int, single: Int64s, node: Scratch) -> None:
+def _take(
+    table: FieldTable, num_found: int, free: int, single: Int64s, by_mean: bool, node: Scratch
+) -> None:
     """Choose the value that each row of a node begins with, where that saves something."""
     heap = [(np.int64(0), np.int64(-1))]
     for value in node.found[:num_found]:
         if node.total[value] > 1:
-            heap.append((-_score(table, value, node), np.int64(value)))
+            heap.append((-_score(table, value, by_mean, node), np.int64(value)))
     heapq.heapify(heap)
     while len(heap):
         known, value = heapq.heappop(heap)
-        score = np.int64(0) if value < 0 else _score(table, value, node)
+        score = np.int64(0) if value < 0 else _score(table, value, by_mean, node)
         if score == 0:
             continue
         if score != -known:  # rows were taken, or there are some to join
@@ -234,7 +244,7 @@ def _take(table: FieldTable, num_found: int, free: int, single: Int64s, node: Sc
         if not node.is_open[head]:
             node.is_open[head] = True
             if node.left[head]:
-                heapq.heappush(heap, (-_score(table, head, node), head))
+                heapq.heappush(heap, (-_score(table, head, by_mean, node), head))
 
 
 @compiled
