@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from batchllm_operator.prefixes.field_tree import FieldTable, Scratch, grow_orders
 from batchllm_operator.prefixes.jit import Int32s, Int64s, compiled
 
-ORDERING_BYTES: Final = 48
+ORDERING_BYTES: Final = 64
 """Most memory per field of a row, at the peak."""
 _MAX_SEARCHED_ROWS: Final = 1 << 25
 _BEAM: Final = 70  # exact for up to eight fields
