@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Final
 
 from batchllm_operator import __version__, standard_streams
-from batchllm_operator.commands import arguments, reports, stages, tools
+from batchllm_operator.commands import arguments, reports, run_batch, stages, tools
 from batchllm_operator.errors import (
     ERROR_MARK,
     BatchLLMError,
@@ -42,6 +42,7 @@ _COMMANDS: Final[Mapping[str, tuple[_AddArguments, _Run]]] = {
     "verify": (stages.add_verify_arguments, stages.verify),
     "commit": (stages.add_commit_arguments, stages.commit),
     "report": (reports.add_report_arguments, reports.report),
+    "run-batch": (run_batch.add_run_batch_arguments, run_batch.run_batch),
     "simulate": (tools.add_simulate_arguments, tools.simulate),
     "status": (reports.add_status_arguments, reports.status),
     "failed": (reports.add_failed_arguments, reports.failed),
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     args, unknown = _parser().parse_known_args(argv)
+    if "others" in args:
+        args.others = unknown
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
@@ -87,7 +90,7 @@ def _main(argv: Sequence[str] | None) -> int:
             say(f"{ERROR_MARK}{error}")
             return ExitCode.FAILURE
     try:
-        if unknown:
+        if unknown and "others" not in args:
             raise arguments.UsageError(f"unrecognized arguments: {' '.join(unknown)}")
         with _stopping_on_signals():
             result = args.command(args)

@@ -798,7 +798,8 @@ NEUTRAL = {
     *("planner.link_bytes_per_s", "on_empty", "max_failed_fraction"),
 }
 OF_OUTPUT = {
-    *("task", "labels", "response_format", "embedding.normalize", "embedding.dimensions"),
+    *("task", "labels", "response_format", "request"),
+    *("embedding.normalize", "embedding.dimensions"),
     *("prompt.chat_template_kwargs", "prompt.tools"),  # a reasoning parser reads these
     *("model.trust_remote_code", "model.reasoning_parser"),
     *("engine.backend", "engine.dtype", "engine.batch_invariant", "engine.extra_args"),

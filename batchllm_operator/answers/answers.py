@@ -14,6 +14,7 @@ from batchllm_operator.answers.generated import (
     ChoiceAnswers,
     LogprobAnswers,
     ReasoningAnswers,
+    ResponseAnswers,
     SampleAnswers,
 )
 from batchllm_operator.answers.kind import (
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 KINDS: Final[tuple[type[AnswerKind], ...]] = (
     *(LabelAnswers, VectorAnswers, TypedAnswers, ChoiceAnswers),
-    *(SampleAnswers, ReasoningAnswers, LogprobAnswers),
+    *(SampleAnswers, ReasoningAnswers, ResponseAnswers, LogprobAnswers),
 )
 """All kinds. A new one is a class of this room, and its fields and rules in `spec/`."""
 

@@ -1,5 +1,6 @@
 """What a job asks for beside one free text: a form, several samples, reasoning, probabilities."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ TOKENS_FIELD: Final = pa.field("token_logprobs", pa.list_(pa.float64()))
 _TOKEN: Final = pa.struct([("token", pa.string()), ("logprob", pa.float64())])
 TOP_FIELD: Final = pa.field("top_logprobs", pa.list_(pa.list_(_TOKEN)))
 """Of the likeliest tokens in each place, the likeliest first."""
+RESPONSE_FIELD: Final = pa.field("response", pa.string())
+"""The body of a response of OpenAI's API, as JSON."""
 MEAN_FIELD: Final = pa.field("mean_logprob", pa.float64())
 
 
@@ -88,6 +91,26 @@ class ReasoningAnswers(AnswerKind):
 
     def fake(self, prompt: FakePrompt) -> dict[str, Any]:
         return {REASONING_FIELD.name: "reasoning of " + fakes.fake_text(prompt.token_ids)}
+
+
+class ResponseAnswers(AnswerKind):
+    """Bodies of OpenAI's API, which vLLM's classes make; see `Responses`."""
+
+    raw_fields = fields = (RESPONSE_FIELD,)
+
+    @classmethod
+    def is_asked(cls, spec: JobSpec) -> bool:
+        return spec.request is not None
+
+    def fake(self, prompt: FakePrompt) -> dict[str, Any]:
+        text = fakes.fake_text(prompt.token_ids, prompt.num_characters)
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "text": text, "message": message, "finish_reason": "length"}
+        usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": 1}
+        usage["total_tokens"] = sum(usage.values())
+        is_chat = "/chat/" in json.loads(self._spec.request or "")["url"]
+        body = {"object": "chat.completion" if is_chat else "text_completion"}
+        return {RESPONSE_FIELD.name: json.dumps({**body, "choices": [choice], "usage": usage})}
 
 
 class LogprobAnswers(AnswerKind):

@@ -277,6 +277,8 @@ def _task_faults(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
             "retry_invalid: needs a response_format, and a sampling.temperature above 0 (greedy"
             " sampling would give the same answer again)"
         )
+    if spec.request is not None and (spec.task != "generate" or spec.response_format is not None):
+        yield "request: is for task: generate, and has a response_format of its own"
     if spec.task != "embed" and spec.embedding != EmbeddingSpec():
         yield "embedding is for task: embed"
     if not spec.is_pooled:
@@ -341,6 +343,8 @@ def _answer_columns(spec: JobSpec) -> Iterator[str]:
         yield "generated_texts"
     if spec.model.reasoning_parser is not None:
         yield "reasoning"
+    if spec.request is not None:
+        yield "response"
     if spec.sampling.logprobs is not None:
         yield from ("mean_logprob", "token_logprobs")
         if spec.sampling.logprobs:

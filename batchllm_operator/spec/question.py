@@ -62,6 +62,10 @@ class AnswerSpec(Section):
     retry_invalid: OfPlan[int] = Field(default=0, ge=0, le=10)
     """How often a row is generated again, with another seed, while its answer is `invalid_output`.
     Needs a `response_format`, and a `temperature` above 0."""
+    request: OfOutput[NonEmpty | None] = None
+    """Parameters of a request to OpenAI's API, as JSON text with its `url`, which replace what
+    `sampling` says of them; the column `response` is the body of its answer. `batchllm run-batch`
+    sets it."""
 
     @property
     def answer_column(self) -> str:

@@ -65,14 +65,28 @@ def llm(job: Job, *, is_sorted: bool = False) -> None:
 
 def run_batch(job: Job) -> None:
     """`vllm run-batch`, whose prompts are messages: the template leaves them as they are."""
+    template = ["--chat-template", "{{ messages[0]['content'] }}"]
+
+    def messages(prompt: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": prompt}]}
+
+    _batch(job, ["vllm", "run-batch", *template], "/v1/chat/completions", messages)
+
+
+def our_batch(job: Job) -> None:
+    """`batchllm run-batch`, which takes prompts as they are, too."""
+    command = ["batchllm", "run-batch", "--work", f"{job.out}/work"]
+    _batch(job, command, "/v1/completions", lambda prompt: {"prompt": prompt})
+
+
+def _batch(job: Job, command: list[str], url: str, asked: Callable[[Any], dict[str, Any]]) -> None:
+    """Write the rows as a batch file, and become the command for it."""
     with Path(job.out, "batch").open("w", encoding="utf-8") as file:
         for row in job.rows():
-            messages = [{"role": "user", "content": row["prompt"]}]
-            body = {"model": job.model, "messages": messages, **job.sampling}
-            request = {"custom_id": row["id"], "method": "POST", "body": body}
-            file.write(json.dumps({**request, "url": "/v1/chat/completions"}) + "\n")
-    command = ["vllm", "run-batch", "-i", f"{job.out}/batch", "-o", f"{job.out}/texts/all.jsonl"]
-    command += ["--model", job.model, "--chat-template", "{{ messages[0]['content'] }}"]
+            body = {"model": job.model, **asked(row["prompt"]), **job.sampling}
+            request = {"custom_id": row["id"], "method": "POST", "url": url, "body": body}
+            file.write(json.dumps(request) + "\n")
+    command += ["-i", f"{job.out}/batch", "-o", f"{job.out}/texts/all.jsonl", "--model", job.model]
     for name, value in job.engine.items():
         command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     os.execvp(command[0], command)
@@ -166,6 +180,7 @@ CONTENDERS: Final[dict[str, Callable[[Job], None]]] = {
     "llm": llm,
     "llm_sorted": lambda job: llm(job, is_sorted=True),
     "run_batch": run_batch,
+    "our_batch": our_batch,
     "ray": ray_data,
     "daft": daft,
     "datatrove": datatrove,
@@ -188,8 +203,8 @@ def texts_of(out: Path) -> dict[str, str]:
 
 def _text(row: dict[str, Any]) -> str | None:
     if "response" in row:
-        choices = ((row["response"] or {}).get("body") or {}).get("choices")
-        text = choices[0]["message"]["content"] if choices else None
+        [choice] = ((row["response"] or {}).get("body") or {}).get("choices") or [{}]
+        text = choice.get("text", choice.get("message", {}).get("content"))
     else:
         text = row["generated_text"] if "generated_text" in row else row["text"]
     return None if text is None else str(text)

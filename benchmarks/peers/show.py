@@ -9,6 +9,7 @@ _LABELS: Final = {
     "llm": "LLM.generate, as given",
     "llm_sorted": "LLM.generate, sorted",
     "run_batch": "vllm run-batch",
+    "our_batch": "batchllm run-batch",
     "ray": "Ray Data LLM",
     "daft": "Daft, vllm-prefix-caching",
     "datatrove": "datatrove",

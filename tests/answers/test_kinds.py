@@ -20,7 +20,13 @@ from support.lake_tables import LAKES
 
 from batchllm_operator.answers import Answers, FakePrompt
 from batchllm_operator.answers.answers import KINDS
-from batchllm_operator.answers.fakes import digest_of, fake_logprobs, fake_text, fake_vector
+from batchllm_operator.answers.fakes import (
+    NUM_CHARACTERS,
+    digest_of,
+    fake_logprobs,
+    fake_text,
+    fake_vector,
+)
 from batchllm_operator.answers.vectors import FAKE_SIZE
 from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import open_table
@@ -96,6 +102,13 @@ def logprobs(prompt: list[int]) -> dict[str, Any]:
     return {"token_logprobs": values, "mean_logprob": mean, "top_logprobs": [top] * 4}
 
 
+def response(prompt: list[int]) -> dict[str, Any]:
+    spec, asked = asking("/lake", **CASES["responses"].fields), FakePrompt(prompt, NUM_CHARACTERS)
+    text, raw = Answers.of(spec).fake(asked)
+    assert json.loads(raw["response"])["choices"][0]["message"]["content"] == text
+    return raw
+
+
 def label_types(*names: str) -> dict[str, pa.DataType]:
     probabilities = pa.struct([(name, NUMBER) for name in names])
     kinds = {"label": pa.string(), "probability": NUMBER, "probabilities": probabilities}
@@ -168,6 +181,9 @@ CASES = {
         {"sampling": {"max_tokens": 4, "logprobs": 0}},
         {"mean_logprob": NUMBER, "token_logprobs": NUMBERS},
         logprobs,
+    ),
+    "responses": Case(
+        {"request": '{"url": "/v1/chat/completions"}'}, {"response": pa.string()}, response
     ),
     "reasoning": Case(
         {"model": {"path": "x", "reasoning_parser": "qwen3"}},

@@ -148,6 +148,7 @@ def test_every_output_column_is_listed_in_its_order() -> None:
         {"task": "pool"},
         {"sampling": {"n": 2, "temperature": 1.0}},
         {"model": {"path": "./m", "reasoning_parser": "qwen3"}, "sampling": {"logprobs": 1}},
+        {"request": "{}"},
     ]
     for fields in tasks:
         columns = parse_spec({**SMALLEST, **fields}, source="a job").output_columns

@@ -12,7 +12,7 @@ from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from batchllm_operator.answers import NOTHING_PLANNED, Answers, PlannedAnswers
-from batchllm_operator.answers.generated import REASONING_FIELD
+from batchllm_operator.answers.generated import REASONING_FIELD, RESPONSE_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.vllm.formats import structured_outputs
 from batchllm_operator.errors import SpecError, one_line
@@ -43,19 +43,26 @@ class VLLMAnswers:
         splitter: ReasoningSplitter | None = None,
     ) -> None:
         self._answers, self._splitter = Answers.of(spec, planned), splitter
-        self.num_samples = spec.sampling.n
+        self.num_samples, self._responses = spec.sampling.n, None
         self.params: SamplingParams | PoolingParams
         if spec.is_pooled:
             self.params = pooling_params(spec)
             return
         try:
-            self.params = sampling_params(
-                spec.sampling, planned.label_token_ids, spec.response_format
-            )
+            if spec.request is not None:
+                from batchllm_operator.engine.vllm.openai_responses import Responses
+
+                self._responses = Responses(spec)
+                params = self._responses.params
+            else:
+                params = sampling_params(
+                    spec.sampling, planned.label_token_ids, spec.response_format
+                )
         except ValueError as error:
             raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
         if splitter is not None:
-            splitter.adjust(self.params)
+            splitter.adjust(params)
+        self.params = params
 
     @classmethod
     def of_all(
@@ -111,6 +118,9 @@ class VLLMAnswers:
             except Exception as error:  # noqa: BLE001
                 return EngineOutput.failed(request, f"the reasoning parser: {one_line(error)}")
             raw[REASONING_FIELD.name], text = parts
+        if self._responses is not None:
+            reasoning = raw.get(REASONING_FIELD.name)
+            raw[RESPONSE_FIELD.name] = self._responses.body(request, completions, text, reasoning)
         num_output_tokens = sum(len(completion.token_ids) for completion in completions)
         counts = (len(request.prompt_token_ids), num_cached_tokens, num_output_tokens)
         reason = "length" if "length" in ends else "stop"
