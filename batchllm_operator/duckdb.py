@@ -16,9 +16,9 @@ from batchllm_operator.frames import generate
 
 _MACRO: Final = """
 CREATE OR REPLACE TEMP MACRO generate(
-    query, template := NULL, model := NULL, fields := {cache: NULL}
+    query, template := NULL, model := NULL, fields := {{cache: NULL}}
 ) AS TABLE FROM read_parquet(
-    _batchllm_answers(query, template, model, CAST(to_json(fields) AS VARCHAR))
+    {answers}(query, template, model, CAST(to_json(fields) AS VARCHAR))
 )
 """
 
@@ -46,6 +46,7 @@ def register(con: Any) -> None:
         return str(file)
 
     weakref.finalize(answers, shutil.rmtree, folder, ignore_errors=True)
+    name = f"_{folder.name.replace('-', '_')}"  # no connection takes a function's name twice
     kinds = {"parameters": ["VARCHAR"] * 4, "return_type": "VARCHAR"}
-    con.create_function("_batchllm_answers", answers, **kinds, null_handling="special")
-    con.execute(_MACRO)
+    con.create_function(name, answers, **kinds, null_handling="special")
+    con.execute(_MACRO.format(answers=name))

@@ -118,6 +118,7 @@ def test_an_error_in_sql_is_that_of_the_call(
     import duckdb
 
     register(con)
+    register(con)  # as where a notebook's cell runs again
     with pytest.raises(duckdb.Error, match=error):
         con.sql(f"FROM {CALL.replace(old, new)}").fetchall()
     assert con.sql("SELECT count(*) FROM docs").fetchall() == [(8,)]
