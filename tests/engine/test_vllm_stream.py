@@ -61,7 +61,8 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         super().__init__(fake_spec("/no/lake"), EngineJob(64))
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any], job: EngineJob) -> None:
-        self.llm_engine, self._splitters = self.llm, []
+        self.llm_engine = self.llm
+        self._splitters: list[None] = []
         self._adapters: dict[str, Any] = {}
 
 
