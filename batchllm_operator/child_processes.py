@@ -86,7 +86,7 @@ def run_command(arguments: Sequence[object], environment: Mapping[str, str]) -> 
             os.close(writing)
         try:
             said = _print_all(process, reading)
-        except BaseException:
+        except BaseException:  # whatever ends this: the command must not go on alone
             process.send_signal(signal.SIGINT)
             _print_all(process, reading)
             raise

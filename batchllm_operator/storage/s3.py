@@ -34,7 +34,7 @@ _proven: set[tuple[str | None, str, Condition]] = set()
 
 
 class S3Files(S3FileSystem):  # type: ignore[misc]  # s3fs ships no types
-    """s3fs's file system, which also writes files that nobody else may have written."""
+    """s3fs's file system, with conditional writes."""
 
     @classmethod
     def at(cls, uri: str, **options: Any) -> Self:
