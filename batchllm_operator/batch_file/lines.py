@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -144,10 +145,12 @@ class LineReader:
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
     """The lines that aren't empty; of longer ones than a limit, the beginning."""
-    while line := file.readline(_MAX_LINE_BYTES):
+    # A store's own `readline` takes no limit.
+    reader = io.BufferedReader(file)  # type: ignore[type-var]
+    while line := reader.readline(_MAX_LINE_BYTES):
         rest = line
         while len(rest) == _MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(_MAX_LINE_BYTES)
+            rest = reader.readline(_MAX_LINE_BYTES)
         if line := line.strip():
             yield line
 
