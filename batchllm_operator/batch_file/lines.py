@@ -147,12 +147,15 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
     """The lines that aren't empty; of longer ones than a limit, the beginning."""
     # A store's own `readline` takes no limit.
     reader = io.BufferedReader(file)  # type: ignore[type-var]
-    while line := reader.readline(_MAX_LINE_BYTES):
-        rest = line
-        while len(rest) == _MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = reader.readline(_MAX_LINE_BYTES)
-        if line := line.strip():
-            yield line
+    try:
+        while line := reader.readline(_MAX_LINE_BYTES):
+            rest = line
+            while len(rest) == _MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = reader.readline(_MAX_LINE_BYTES)
+            if line := line.strip():
+                yield line
+    finally:
+        reader.detach()
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
