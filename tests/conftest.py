@@ -73,6 +73,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Which cluster tests of pods use: by default a double of one."""
     group = parser.getgroup("kubernetes")
     group.addoption("--kubeconfig", metavar="FILE", help="use this cluster, not the double")
+    group.addoption(
+        "--kube-nodes",
+        action="store_true",
+        help="that cluster has nodes, which run on this machine",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -27,7 +27,7 @@ def pod_arguments(cluster: Cluster, lake: Path) -> dict[str, Any]:
         "poll_interval": 0.1,
         "max_restarts": 0,
         "cpu": "10m",
-        "memory": "64Mi",
+        "memory": "2Gi" if cluster.backend.has_nodes else "64Mi",
         "termination_grace_period": 40,
         "pod_template_dict": {
             "spec": {

@@ -146,7 +146,7 @@ def test_the_last_lines_of_a_failed_pod_are_logged_where_they_stay(
     ],
 )
 def test_what_a_pod_lacks_is_named_and_a_retry_goes_on(shards: Shards, how: str, said: str) -> None:
-    shards.plan(delay_s=0.05)
+    shards.plan(delay_s=1.0 if shards.cluster.backend.has_nodes else 0.05)
     template = shards.pod_arguments()["pod_template_dict"]
     scratch = {"name": "scratch", "emptyDir": {"sizeLimit": "2Mi"}}
     template["spec"]["volumes"].append(scratch)

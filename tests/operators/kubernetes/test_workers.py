@@ -74,7 +74,7 @@ def test_the_workers_of_one_job_run_the_shards_of_a_plan(shards: Shards) -> None
 @in_triggerer
 def test_a_workers_next_pod_goes_on_where_it_was_lost(shards: Shards) -> None:
     """Its own attempt, which gave a sign a moment ago, doesn't count as another's."""
-    shards.plan(delay_s=0.05)
+    shards.plan(delay_s=1.0 if shards.cluster.backend.has_nodes else 0.05)
     run = shards.start()
     name = shards.pod()
     before = shards.wait_for_parts(1)

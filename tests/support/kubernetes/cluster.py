@@ -25,6 +25,7 @@ from support.kubernetes.api_server import ApiServer
 from support.kubernetes.node_agent import NodeAgent
 from support.kubernetes.pod_worker import Image
 from support.kubernetes.proxy import Proxy
+from support.kubernetes.real_nodes import RealNodes
 
 T = TypeVar("T")
 _VERBS = ("create", "get", "list", "watch", "patch", "delete")
@@ -33,10 +34,11 @@ _RESOURCES = ("jobs", "pods", "pods/log", "pods/status", "secrets", "events", "c
 
 @dataclass(frozen=True)
 class Backend:
-    """Where tests find an API server: the double, or a real one."""
+    """Where tests find an API server: the double, or a real one, maybe with nodes of its own."""
 
     admin_kubeconfig: Path
     is_double: bool = False
+    has_nodes: bool = False
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +47,7 @@ def kubernetes_backend(
 ) -> Iterator[Backend]:
     """The API server that all tests share: the double, or a real one named by `--kubeconfig`."""
     if given := request.config.getoption("--kubeconfig"):
-        yield Backend(Path(given))
+        yield Backend(Path(given), has_nodes=request.config.getoption("--kube-nodes"))
         return
     server = ApiServer()
     path = tmp_path_factory.mktemp("api-server") / "kubeconfig"
@@ -90,7 +92,8 @@ class Cluster:
     """What a test has of the cluster.
 
     `kubeconfig` is for what is tested: it goes through `proxy`, with the rights of a user. `api`,
-    `batch` and `plain` go past the proxy, with an administrator's. `agent` plays the nodes.
+    `batch` and `plain` go past the proxy, with an administrator's. `agent` plays the nodes; with
+    `has_nodes` the cluster's own run pods, and `agent` does to these what it can.
     """
 
     def __init__(self, backend: Backend, folder: Path) -> None:
@@ -113,10 +116,7 @@ class Cluster:
             self.proxy = Proxy(backend.admin_kubeconfig)
             stack.callback(self.proxy.close)
             self.kubeconfig = self.proxy.write_kubeconfig(folder / "kubeconfig")
-            serves_logs = not backend.is_double
-            self.agent = NodeAgent(
-                backend.admin_kubeconfig, self.namespace, serves_logs=serves_logs
-            )
+            self.agent: Any = self._node_agent()
             stack.callback(self.agent.close)
             stack.callback(self._delete_all)
             self._stack = stack.pop_all()
@@ -124,6 +124,12 @@ class Cluster:
     def close(self) -> None:
         """Remove everything; raise what went wrong in the background."""
         self._stack.close()
+
+    def _node_agent(self) -> NodeAgent | RealNodes:
+        if self.backend.has_nodes:
+            return RealNodes(self.api, self.namespace, self.proxy)
+        admin, serves_logs = self.backend.admin_kubeconfig, not self.backend.is_double
+        return NodeAgent(admin, self.namespace, serves_logs=serves_logs)
 
     def allow_only(self, rules: list[dict[str, Any]]) -> None:
         """Give `kubeconfig` these rights, as a Role has them, and no others in the namespace.

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from support.kubernetes.api_client import ApiClient
 from support.kubernetes.api_server import write_kubeconfig
 from support.kubernetes.http_server import HttpServer, Request
-from support.kubernetes.objects import ApiError, Target, forbidden
+from support.kubernetes.objects import ApiError, Object, Target, forbidden
 
 
 class Proxy:
     """Passes requests on with an administrator's credentials, until `close`.
 
     Its own user has one token, `token`, which tests may change, and every right that isn't denied.
+    `on_job` may change a Job that is being created.
     """
 
     def __init__(self, kubeconfig: Path) -> None:
         self._api = ApiClient(kubeconfig)
         self.token = secrets.token_urlsafe(16)
+        self.on_job: Callable[[Object], None] | None = None
         self._is_down = False
         self._delay_s = 0.0
         self._denied: set[tuple[str, str]] = set()
@@ -77,6 +81,9 @@ class Proxy:
         target = Target.of(request.command, request.path)
         if target is not None:
             self._check(target)
+        if self.on_job and target and (target.verb, target.resource) == ("create", "jobs"):
+            self.on_job(job := json.loads(request.body))
+            request.body = json.dumps(job).encode()
         kind = request.headers.get("Content-Type", "")
         answer = self._api.send(request.command, request.path, request.body or None, kind)
         if target is not None and (target.verb, target.resource) in self._losses:
