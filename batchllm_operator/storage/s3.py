@@ -12,8 +12,8 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import fsspec
+import s3fs  # first, so that where it is missing it is named
 from botocore.exceptions import BotoCoreError
-from s3fs import S3FileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.storage.failures import Condition, http_status, is_unmet
@@ -33,7 +33,7 @@ _proven: set[tuple[str | None, str, Condition]] = set()
 """Endpoint, bucket and condition."""
 
 
-class S3Files(S3FileSystem):  # type: ignore[misc]  # s3fs ships no types
+class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs ships no types
     """s3fs's file system, with conditional writes."""
 
     @classmethod
