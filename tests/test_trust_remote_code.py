@@ -1,6 +1,7 @@
 """Code that a model brings along runs only if the spec says so, and then the log says so."""
 
 import ast
+import contextlib
 import json
 import logging
 import sys
@@ -12,7 +13,8 @@ from prompts.test_tokenizer import build_tokenizer
 from support.fake_job import fake_spec
 
 import batchllm_operator
-from batchllm_operator.errors import ModelError
+from batchllm_operator.engine.vllm.openai_requests import ServedModel, parse_arguments
+from batchllm_operator.errors import ModelError, SpecError
 from batchllm_operator.plan.estimate import find_target
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import JobSpec, ModelSpec
@@ -94,8 +96,25 @@ def test_code_of_a_trusted_model_runs_and_the_log_says_so(
     assert warning.message == f"model {model}: runs code of its own (trust_remote_code)"
 
 
+@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize("model", ["config"], indirect=True)
+def test_code_of_a_batch_files_model_runs_only_by_vllms_argument(
+    model: Path, is_trusted: bool
+) -> None:
+    arguments = ["--trust-remote-code"] if is_trusted else []
+    with contextlib.suppress(SpecError):  # the model has no layers
+        ServedModel({"model": str(model), **parse_arguments(arguments)})
+    assert (model.parent / "it ran").exists() == is_trusted
+
+
 LOADERS = {"from_pretrained", "EngineArgs", "LLM", "LLMEngine", "ModelConfig", "AsyncEngineArgs"}
-LOADERS |= {"get_config", "get_tokenizer", "from_config", "pipeline"}
+LOADERS |= {
+    "get_config",
+    "get_tokenizer",
+    "cached_tokenizer_from_config",
+    "from_config",
+    "pipeline",
+}
 
 
 def test_each_place_that_loads_a_model_takes_it_from_the_spec() -> None:
@@ -117,6 +136,8 @@ def test_each_place_that_loads_a_model_takes_it_from_the_spec() -> None:
     assert found == {
         ("engine/vllm/engine.py", "EngineArgs"),
         ("engine/vllm/formats.py", "get_tokenizer"),
+        ("engine/vllm/openai_requests.py", "AsyncEngineArgs"),
+        ("engine/vllm/openai_requests.py", "cached_tokenizer_from_config"),
         ("model/tokenizer.py", "from_pretrained"),
         ("simulate/vllm_config.py", "ModelConfig"),
     }

@@ -93,13 +93,17 @@ class Section(BaseModel):
                 raise TypeError(f"{cls.__name__}.{name}: mark it as OfOutput, OfPlan or Neutral")
 
     def settings(self, decided: Decides) -> dict[str, Any]:
-        """The fields that decide this, as JSON's values; what decides an output decides a plan."""
+        """The fields that decide this, as JSON's values; what decides an output decides a plan.
+
+        A field that is None isn't there: a release that adds one leaves the identities of jobs that
+        don't set it as they are.
+        """
         stored, chosen = self.model_dump(mode="json"), dict[str, Any]()
         for name in stored:
             value, field = getattr(self, name), type(self).model_fields[name]
             if isinstance(value, Section):
                 chosen[name] = value.settings(decided)
-            elif decided in (_decided(field) or Decides(0)):
+            elif value is not None and decided in (_decided(field) or Decides(0)):
                 chosen[name] = stored[name]
         return chosen
 

@@ -113,7 +113,6 @@ class ServedModel:
         except (ValueError, TypeError, OSError) as error:
             raise SpecError(f"vLLM refuses the arguments: {one_line(error)}") from error
         self.names: list[str] = arguments.get("served_model_name") or [arguments["model"]]
-        self._num_padding: int | None = None  # tokens that vLLM counts between query and document
         self._is_pooled = self._config.runner_type == "pooling"
 
     def asked(self, url: str, body: Mapping[str, Any]) -> Asked:
@@ -150,7 +149,7 @@ class ServedModel:
     def _scores(self, body: Mapping[str, Any]) -> Asked:
         """The similarities of queries and documents, each of which is embedded."""
         from vllm.entrypoints.pooling.scoring.protocol import ScoreRequest
-        from vllm.tokenizers import get_tokenizer
+        from vllm.tokenizers import cached_tokenizer_from_config
 
         config = self._config
         if config.score_type != "bi-encoder":
@@ -160,9 +159,9 @@ class ServedModel:
         queries, documents = _texts(request.data_1, "queries"), _texts(request.data_2, "documents")
         if len(queries) not in (1, len(documents)):
             raise ValueError("there must be one query, or as many as documents")
-        if self._num_padding is None:
-            self._num_padding = int(get_tokenizer(config.tokenizer).pad_token_id is not None)
-        rest = {"has_one_query": len(queries) == 1, "num_padding": self._num_padding}
+        # What vLLM counts between a query and a document.
+        num_padding = int(cached_tokenizer_from_config(config).pad_token_id is not None)
+        rest = {"has_one_query": len(queries) == 1, "num_padding": num_padding}
         return Asked({**_vector(request), **rest}, [*queries, *documents], request.model)
 
     def _text(self, request: Any, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
