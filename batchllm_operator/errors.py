@@ -53,21 +53,24 @@ class BatchLLMError(Exception):
 
 
 class InvalidError(BatchLLMError):
-    """What the user gave is wrong: a retry won't help."""
+    """Base of errors that a retry won't mend; an argument is wrong: follow the message."""
 
     exit_code = ExitCode.INVALID
 
 
 class SpecError(InvalidError):
-    """The job spec is wrong: unknown field, bad value, secret in the file."""
+    """The spec has an unknown field, a bad value or a secret: mend the named field."""
 
 
 class TableError(InvalidError):
-    """A lake table is absent, unreadable, or lacks a column."""
+    """A table is absent, unreadable, or lacks a column; its types or partitioning don't fit.
+
+    Mend the table, name another column, or cast it in a view.
+    """
 
 
 class MissingLibraryError(InvalidError):
-    """A required library isn't installed."""
+    """A library isn't installed: install the extra that the message names."""
 
     @classmethod
     def of(cls, error: ModuleNotFoundError, what: str) -> MissingLibraryError:
@@ -86,23 +89,35 @@ class MissingLibraryError(InvalidError):
 
 
 class KeyColumnError(TableError):
-    """The key columns don't identify rows: a duplicate or a null key."""
+    """The key has a null, or the same values in two rows.
+
+    Name columns that identify a row in `input.key`.
+    """
 
 
 class ModelError(InvalidError):
-    """The model or tokenizer can't be loaded, or doesn't fit the spec."""
+    """The model, its tokenizer or an adapter can't be loaded, or doesn't fit the spec.
+
+    The message names the file or the setting.
+    """
 
 
 class PlanError(InvalidError):
-    """A plan is absent, corrupted, foreign, or of another version."""
+    """A plan is absent, damaged, foreign, or of another version: plan again."""
 
 
 class DamagedFileError(PlanError):
-    """A file in the lake isn't what was written there."""
+    """A file in the lake isn't what was written there.
+
+    Plan or run again; look at the storage.
+    """
 
 
 class EmptyPartitionError(BatchLLMError):
-    """The partition has no rows and the spec says `on_empty: fail`."""
+    """The partition is absent or has no rows, and the spec says `on_empty: fail`.
+
+    Check `--ds` and `input.partition_column`: the message names partitions that are near.
+    """
 
     exit_code = ExitCode.EMPTY
 
@@ -110,6 +125,7 @@ class EmptyPartitionError(BatchLLMError):
 class FailedRowsError(BatchLLMError):
     """More rows (`num_rows`) failed than `max_failed_fraction` allows; nothing was published.
 
+    `batchllm failed` lists them: mend them, or raise the limit.
     `kinds` has an `ErrorKind` for each of the most frequent kinds.
     """
 
@@ -121,39 +137,54 @@ class FailedRowsError(BatchLLMError):
 
 
 class IncompleteRunError(BatchLLMError):
-    """Some rows have no output yet; run the named shards, then commit again."""
+    """Rows have no output yet: run the named shards, then commit again."""
 
     exit_code = ExitCode.INCOMPLETE
 
 
 class ConflictError(BatchLLMError):
-    """Another client has published the partition meanwhile; our outputs were not published."""
+    """Another client has published the partition meanwhile, so our outputs weren't.
+
+    Plan again, if this job's outputs should win.
+    """
 
     exit_code = ExitCode.CONFLICT
 
 
 class CommitUnknownError(BatchLLMError):
-    """The answer to a commit was lost: it may have happened. Commit again to find out."""
+    """The answer to a commit was lost.
+
+    Commit again: it finds out whether the first one happened.
+    """
 
 
 class FencedError(BatchLLMError):
-    """A later attempt at the same shard has taken over; this one must stop."""
+    """A later attempt has taken over the shard: this one stops, the other one goes on."""
 
 
 class StorageError(BatchLLMError):
-    """Reading or writing the lake failed for a reason outside this package."""
+    """Reading or writing the lake failed.
+
+    Check network, credentials and disk, then repeat the command.
+    """
 
 
 class EngineError(BatchLLMError):
-    """The inference engine can't start, or died and couldn't be restarted."""
+    """The engine can't start, or died and couldn't be restarted.
+
+    Read the lines above it: often memory, or an argument that vLLM refuses.
+    """
 
 
 class RunaheadError(EngineError):
-    """The replicas of a chain can't, or can no longer, hand KV to each other."""
+    """Replicas can't, or can no longer, hand KV to each other.
+
+    Each computes prefixes by itself; the log says why.
+    """
 
 
 class Interrupted(KeyboardInterrupt):
-    """The command was asked to stop by a signal. A note says what is kept of a run.
+    """A signal asked the command to stop: give it again. A note says what is kept of a run.
 
     A `KeyboardInterrupt`, so that no `except Exception` swallows it.
     """

@@ -193,30 +193,40 @@ class RunReport(StoredJson):
     report_uri: str
     model: str
     committed_at: AwareDatetime
+    """When the outputs were published."""
     plan: PlanCounts
     """What the plan counts. Tokens and ratios exclude reused rows."""
     done: Counts
     """What the shards' parts count. `engine_s` is without engine starts, and without parts that an
     interruption dropped."""
     errors_by_kind: dict[str, Count]
+    """Failed rows by kind."""
     errors: tuple[ErrorKind, ...] = ()
-    """By frequency, descending."""
+    """The most frequent kinds, each with rows, keys and an example."""
     bill: Bill
+    """GPU seconds, price of an hour, prediction."""
     num_shards: Count
     shards: tuple[ShardRun, ...] = ()
+    """What each has done, attempts, GPU seconds, and the worker that finished it."""
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
-    """Of the shards or workers that took longest, longest first; none with vLLM's own scheduler."""
+    """Token batches of the three shards or workers that took longest; none with vLLM's own
+    scheduler."""
     sharing: PlanSharing
+    """Histograms of prefix lengths and share degrees; the ten groups that save most."""
     num_workers: Count = 0
     """Workers that have finished a shard, by number and host; lacks those without progress."""
     answers: AnswerSummary = AnswerSummary()
-    """Empty if the job asks for texts only."""
+    """Over the rows without an error: rows by label or choice (`counts`), means of probabilities,
+    scores and log-probabilities (`means`), the labels' `prior` where they are calibrated, and what
+    makes them doubtful (`warnings`). Empty if the job asks for texts only."""
     prompts: dict[str, PromptRun] = Field(default_factory=dict)
-    """By name; empty for a job of one."""
+    """Of several prompts, what each took, and what a job of its own would compute
+    (`num_alone_tokens`)."""
     num_rounds: Count = Field(default=1, exclude_if=lambda num: num == 1)
     num_repeated_tokens: Count = Field(default=0, exclude_if=lambda num: not num)
-    """See `PlanManifest`; of all rounds."""
+    """Prompt tokens that later rounds computed again."""
     sample_rows: tuple[SampleRow, ...] = ()
+    """The first three with a text."""
 
     @property
     def page_uri(self) -> str:

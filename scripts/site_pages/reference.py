@@ -1,8 +1,11 @@
-"""The reference, generated from the code: job spec, commands, errors, metrics, chart values."""
+"""What pages show of the code: spec, commands, errors, report, metrics, chart, decisions."""
 
 import argparse
+import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, Final, NamedTuple
@@ -15,6 +18,7 @@ from batchllm_operator.metrics import ShardCollector
 from batchllm_operator.spec import Decides, JobSpec
 from batchllm_operator.spec.fields import MAX_COUNT, Section
 from batchllm_operator.spec.question import QuestionSpec
+from batchllm_operator.stored_plan.run_report import RunReport
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 EXAMPLES: Final = ROOT / "docs" / "reference" / "examples.yaml"
@@ -188,11 +192,36 @@ def options_of(command: argparse.ArgumentParser) -> list[argparse.Action]:
     return [each for each in command._actions if each.help not in hidden]
 
 
-def error_classes() -> Iterator[type[BaseException]]:
-    """All that errors.py defines."""
-    for each in vars(errors).values():
-        if isinstance(each, type) and issubclass(each, BaseException):
-            yield each
+def error_classes() -> str:
+    """All that errors.py defines, by its docstrings up to what programs read of an error."""
+    lines = ["| error | code | cause, and what to do |", "|---|---|---|"]
+    for name, each in vars(errors).items():
+        if isinstance(each, type) and issubclass(each, BaseException) and each is not BaseException:
+            code = getattr(each, "exit_code", None)
+            text = " ".join((each.__doc__ or "").partition("\n    `kinds`")[0].split())
+            lines.append(f"| `{name}` | {'130, 143' if code is None else code} | {text} |")
+    return "\n".join(lines)
+
+
+def report() -> str:
+    """The fields of report.json that have a docstring."""
+    lines = ["| field | meaning |", "|---|---|"]
+    [of_class] = ast.parse(inspect.getsource(RunReport)).body
+    for field, text in pairwise(of_class.body):  # type: ignore[attr-defined]
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            meaning = " ".join(ast.literal_eval(text.value).split())
+            lines.append(f"| `{ast.unparse(field.target)}` | {meaning} |")
+    return "\n".join(lines)
+
+
+def decisions() -> str:
+    """A link to each decision by its title."""
+    pages = sorted((ROOT / "docs" / "adr").glob("0*.md"))
+    titles = (page.read_text(encoding="utf-8").partition("\n")[0] for page in pages)
+    return "\n".join(
+        f"- [{title.removeprefix('# ')}]({page.name})"
+        for title, page in zip(titles, pages, strict=True)
+    )
 
 
 def metrics() -> str:
@@ -215,6 +244,9 @@ def chart() -> str:
 GENERATED: Final[Mapping[str, Callable[[], str]]] = {
     "spec": spec,
     "commands": commands,
+    "errors": error_classes,
+    "report": report,
+    "decisions": decisions,
     "metrics": metrics,
     "chart": chart,
 }
