@@ -1,5 +1,6 @@
 """Forms of answers that vLLM's backends take or refuse, at plan and when an engine starts."""
 
+import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,10 @@ def test_dates_in_yaml_stay_dates(model: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(yaml.SafeLoader.yaml_constructors, "tag:yaml.org,2002:timestamp", dates)
     check_format(spec_of(model, {"type": "regex", "regex": "[0-9]{4}"}))
     assert yaml.safe_load("2026-01-31") == date(2026, 1, 31)
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_parameters_of_a_request_are_those_that_vllm_makes_of_it(url: str) -> None:
+    request = json.dumps({"url": url, "stop": ["\n"], "logit_bias": {"5": 1.0}})
+    params = vllm_answers.VLLMAnswers(fake_spec("/lake", request=request)).params
+    assert (params.stop, params.logit_bias) == (["\n"], {5: 1.0})

@@ -36,8 +36,8 @@ class Responses:
         given = json.loads(spec.request)
         url = given.pop("url")
         self._is_chat = url == CHAT
-        empty = {"messages": [{"role": "user", "content": ""}], "prompt": ""}
-        self._request = KINDS[url].model_validate({**empty, **given})
+        some = {"messages": [{"role": "user", "content": "-"}], "prompt": "-"}
+        self._request = KINDS[url].model_validate({**some, **given})
         # What the request leaves out is the model's, which the spec has.
         self.params: SamplingParams = self._request.to_sampling_params(
             spec.sampling.max_tokens, spec.sampling.model_dump(exclude={"stop_token_ids"})
