@@ -27,7 +27,9 @@ def markdown(report: dict[str, Any]) -> str:
     head, lines = _HEAD, []
     for found in report["results"]:
         cells = [f"{_LABELS[found['name']]} {found['version'] or ''}".rstrip()]
-        if "killed" in found:
+        if found.get("code"):
+            cells += [f"exit code {found['code']:.0f}", *[""] * 6]
+        elif "killed" in found:
             head = _HEAD_OF_STOPS
             cells += [_null(found["null"]), _killed(found["killed"])]
         else:
