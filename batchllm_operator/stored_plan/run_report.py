@@ -202,10 +202,11 @@ class RunReport(StoredJson):
     errors_by_kind: dict[str, Count]
     """Failed rows by kind."""
     errors: tuple[ErrorKind, ...] = ()
-    """The most frequent kinds, each with rows, keys and an example."""
+    """The twenty most frequent kinds, each with rows, keys and an example."""
     bill: Bill
     """GPU seconds, price of an hour, prediction."""
     num_shards: Count
+    """Shards of the plan."""
     shards: tuple[ShardRun, ...] = ()
     """What each has done, attempts, GPU seconds, and the worker that finished it."""
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
@@ -223,6 +224,7 @@ class RunReport(StoredJson):
     """Of several prompts, what each took, and what a job of its own would compute
     (`num_alone_tokens`)."""
     num_rounds: Count = Field(default=1, exclude_if=lambda num: num == 1)
+    """Of several prompts."""
     num_repeated_tokens: Count = Field(default=0, exclude_if=lambda num: not num)
     """Prompt tokens that later rounds computed again."""
     sample_rows: tuple[SampleRow, ...] = ()
