@@ -6,6 +6,9 @@ INVALID_OUTPUT: Final = "invalid_output"
 """The kind of the error of an answer that can't be used."""
 
 SKIPPED: Final = "skipped"
+REPETITION: Final = "repetition"
+ANSWERED: Final = ("ok", "cut_off")
+"""Values of an answer's `status` with which it is used."""
 
 
 class RowError(NamedTuple):

@@ -3,6 +3,7 @@
 from batchllm_operator.prompts.chats import has_messages as has_messages
 from batchllm_operator.prompts.chats import sample_chat as sample_chat
 from batchllm_operator.prompts.prompt_encoder import TokenIdsDifferError as TokenIdsDifferError
+from batchllm_operator.prompts.template import NULL_VALUE as NULL_VALUE
 from batchllm_operator.prompts.template import PromptRenderer as PromptRenderer
 from batchllm_operator.prompts.template import RenderedPrompts as RenderedPrompts
 from batchllm_operator.prompts.tokenizer import PROMPT_TOO_LONG as PROMPT_TOO_LONG

@@ -63,11 +63,12 @@ class ChatRenderer:
         prompt: PromptSpec,
         control: ControlTokens | None = None,
         chat: ChatTemplate | None = None,
+        fills_nulls: bool = False,
     ) -> None:
         self._control, self._chat = control or ControlTokens(), chat
         self._column, self._head = prompt.messages or "", system_message(prompt)
         self._turns = [
-            (turn.role, PromptRenderer(_prompt_of(turn, prompt.fields), control))
+            (turn.role, PromptRenderer(_prompt_of(turn, prompt.fields), control, None, fills_nulls))
             for turn in prompt.turns
         ]
 

@@ -58,7 +58,8 @@ class RenderedPrompts(NamedTuple):
 class PromptRenderer:
     """Renders the template of a spec over batches of rows, for a model with control tokens.
 
-    The prompts may go through its chat template, each as a user's message.
+    The prompts may go through its chat template, each as a user's message. With `fills_nulls`, null
+    is the empty text.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class PromptRenderer:
         prompt: PromptSpec,
         control: ControlTokens | None = None,
         chat: ChatTemplate | None = None,
+        fills_nulls: bool = False,
     ) -> None:
         assert prompt.template is not None
+        self._fills_nulls = fills_nulls
         self._chat, self._chat_head = chat, system_message(prompt)
         head = "" if prompt.chat_template else (prompt.system or "")
         self._head_bytes = len(head.encode())
@@ -90,6 +93,7 @@ class PromptRenderer:
         control_rows: set[int] = set()
         for name in self._columns:
             texts, within = text_column(batch.column(name)), name in self._within
+            texts = texts.filled() if self._fills_nulls else texts
             values[name], spelling = self._control.in_column(texts, within=within)
             control_rows |= spelling
         texts = self._join(values, batch)

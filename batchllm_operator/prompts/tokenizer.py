@@ -128,10 +128,12 @@ class Tokenizer:
         """See `PromptEncoder.library`."""
         return self._encoder.library
 
-    def renderer(self, prompt: PromptSpec) -> PromptRenderer | ChatRenderer:
+    def renderer(
+        self, prompt: PromptSpec, *, fills_nulls: bool = False
+    ) -> PromptRenderer | ChatRenderer:
         """Makes the texts for `encode` by a prompt that is the spec's, but for columns' order."""
         kind = ChatRenderer if prompt.is_chat else PromptRenderer
-        return kind(prompt, self.control_tokens, self.chat)
+        return kind(prompt, self.control_tokens, self.chat, fills_nulls)
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text, special tokens included.

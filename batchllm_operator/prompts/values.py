@@ -4,6 +4,8 @@ It depends on no locale, time zone or setting of Arrow. Values that are equal in
 table (32 or 64 bits, dictionaries, milliseconds or nanoseconds) have equal texts.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from bisect import bisect_right
@@ -49,6 +51,10 @@ class TextColumn(NamedTuple):
 
     texts: pa.LargeStringArray
     faults: dict[int, NoTextError]
+
+    def filled(self) -> TextColumn:
+        """The same, with the empty text for null."""
+        return self._replace(texts=_without(self.texts.fill_null(""), self.faults))
 
 
 def has_text(kind: pa.DataType) -> bool:

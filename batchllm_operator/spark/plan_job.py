@@ -118,7 +118,8 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         num_prompts = sum(result.planned.num_prompts for result in planned)
         row_counts = {name: sum(part.counts[name] for part in rows) for name in rows[0].counts}
         row_counts |= {"num_rows": numbers.num_rows, "num_reused_rows": 0}
-        row_counts["num_rejected_rows"] = numbers.num_rows - num_prompts
+        num_asked = numbers.num_rows - row_counts["num_unasked_rows"]
+        row_counts["num_rejected_rows"] = num_asked - num_prompts
         written = WrittenRows(
             Folder.open(staging.uri), [part.file.name for part in rows], spec.input.key, ()
         )

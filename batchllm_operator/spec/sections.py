@@ -103,6 +103,11 @@ class InputSpec(Section):
     filter: OfPlan[Conditions] = ()
     """What a row must meet to take part, as text (`"language == 'nl' and (votes > 3 or votes is
     null)"`) or as a list of conditions, which must all hold."""
+    on_null: OfPlan[Literal["reject", "skip", "empty"]] = Field(
+        default="reject", exclude_if=lambda value: value == "reject"
+    )
+    """A row with null in a column of its prompt fails (`reject`), isn't asked (`skip`: its `status`
+    is `skipped`, which is no failure), or has the empty text there (`empty`)."""
     bytes_as_text: OfPlan[bool] = False
     """Read columns of bytes as text, as Parquet files have it that don't say what it is. A row
     whose text for the prompt isn't UTF-8 fails."""

@@ -137,7 +137,8 @@ class PlanCounts(Frozen):
     num_exact_saved_tokens: Count
     """Tokens that the best single-level choice saves; the plan takes the better of the two."""
     num_unasked_rows: Count = Field(default=0, exclude_if=lambda num: not num)
-    """Rows that aren't asked: their condition doesn't hold, or theirs is another round."""
+    """Rows that aren't asked: their condition doesn't hold, a value is null (`input.on_null`), or
+    theirs is another round."""
     num_reused_rows: Count = 0
     """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
     num_control_rows: Count = 0

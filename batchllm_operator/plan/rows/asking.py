@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +15,10 @@ from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.prompting import Prompter
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prefixes.jit import Int64s
-from batchllm_operator.prompts import Tokenizer, length_fault
-from batchllm_operator.row_error import UNASKED, RowError
+from batchllm_operator.prompts import NULL_VALUE, Tokenizer, length_fault
+from batchllm_operator.row_error import ANSWERED, UNASKED, RowError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.rounds import answers_named
-
-_ANSWERED: Final = pa.array(["ok", "cut_off"])
-"""Values of an answer's `status`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,9 @@ class Asker:
             assert fault is not None, number
             faults[int(idxs[number])] = fault
         idxs, tokens = taken(idxs, tokens, fits)
+        skips = self._question.input.on_null == "skip"
+        nulls = [row for row, fault in faults.items() if skips and fault.kind == NULL_VALUE]
+        faults |= dict.fromkeys(nulls, UNASKED)
         estimates = _estimates(self._question, some)
         errors = {int(chosen[row]): fault for row, fault in faults.items()}
         if not is_whole:
@@ -89,7 +88,7 @@ class Asker:
             tokens=tokens,
             estimates=None if estimates is None else estimates[idxs],
             errors={row * self._num + self._number: error for row, error in errors.items()},
-            num_asked=len(chosen),
+            num_asked=len(chosen) - len(nulls),
             control_rows=made.rendered.control_rows,
             num_truncated=made.num_truncated,
             num_bytes=int(pc.sum(pc.binary_length(made.rendered.texts)).as_py() or 0),
@@ -99,7 +98,7 @@ class Asker:
         """The rows that meet the condition, and have the answers that it and the prompt need."""
         is_asked = rows_meeting(self._where, self._when, rows)
         for name in self._needed:
-            has_answer = pc.is_in(rows.column(f"{name}.status"), _ANSWERED)
+            has_answer = pc.is_in(rows.column(f"{name}.status"), pa.array(ANSWERED))
             is_asked &= has_answer.to_numpy(zero_copy_only=False)
         return np.flatnonzero(is_asked)
 

@@ -95,7 +95,10 @@ def _described(
     A row without a prompt shares nothing; `seed` differs by batch, for its hashes.
     """
     fields = _fields_of(spec)
-    texts = [text_column(batch.column(name)).texts for name in fields.columns]
+    columns = [text_column(batch.column(name)) for name in fields.columns]
+    if spec.input.on_null == "empty":
+        columns = [column.filled() for column in columns]
+    texts = [column.texts for column in columns]
     hashes = np.stack([_hashes(text, field) for field, text in enumerate(texts)])
     labels = [
         sum(len(text.encode()) for text, *_ in Formatter().parse(template))

@@ -58,7 +58,8 @@ class Prompter:
         self._cuts = spec.prompt.truncate
         self._tokenizer = tokenizer
         self._adapters = adapters and replace(adapters, tokenizer=tokenizer)
-        self._renderer = tokenizer.renderer(spec.prompt)
+        fills_nulls = spec.input.on_null == "empty"
+        self._renderer = tokenizer.renderer(spec.prompt, fills_nulls=fills_nulls)
         adapter = filter(None, [spec.model.adapter_column])
         self._columns = {*spec.prompt.columns, *adapter, FIELD_ORDERS}
         self._most = tokenizer.max_prompt_len
