@@ -35,14 +35,14 @@ class ExitCode(IntEnum):
     FAILURE = 1  # the engine, the machine or the storage failed: a retry may help
     INVALID = 2  # spec, table or plan is wrong: a retry won't help
     EMPTY = 3  # the partition has no rows and the spec says on_empty: fail
-    TOO_MANY_FAILED_ROWS = 4  # more than max_failed_fraction
+    REFUSED = 4  # too many rows failed, or the answers aren't as the spec expects
     INCOMPLETE = 5  # commit before every shard has finished
     CONFLICT = 6  # another client has published the partition meanwhile
     INTERRUPTED = 130  # 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
 
 
-FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS, ExitCode.CONFLICT)
+FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.REFUSED, ExitCode.CONFLICT)
 """Failures that a retry can't mend. An empty partition is not among them, as data may come late."""
 
 
@@ -125,15 +125,24 @@ class EmptyPartitionError(BatchLLMError):
 class FailedRowsError(BatchLLMError):
     """More rows (`num_rows`) failed than `max_failed_fraction` allows; nothing was published.
 
-    `batchllm failed` lists them: mend them, or raise the limit.
+    `batchllm failed` lists them: mend them, raise the limit, or `commit --accept`.
     `kinds` has an `ErrorKind` for each of the most frequent kinds.
     """
 
-    exit_code = ExitCode.TOO_MANY_FAILED_ROWS
+    exit_code = ExitCode.REFUSED
 
     def __init__(self, message: str, num_rows: int = 0, kinds: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.num_rows, self.kinds = num_rows, tuple(kinds)
+
+
+class ExpectationError(BatchLLMError):
+    """The answers aren't as the spec expects; nothing was published.
+
+    Look at the numbers that the message names: `commit --accept`, or change `expect` or the prompt.
+    """
+
+    exit_code = ExitCode.REFUSED
 
 
 class IncompleteRunError(BatchLLMError):

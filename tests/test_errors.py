@@ -21,7 +21,7 @@ CODES = {
     2: {"InvalidError", "SpecError", "TableError", "MissingLibraryError", "KeyColumnError"}
     | {"ModelError", "PlanError", "DamagedFileError"},
     3: {"EmptyPartitionError"},
-    4: {"FailedRowsError"},
+    4: {"FailedRowsError", "ExpectationError"},
     5: {"IncompleteRunError"},
     6: {"ConflictError"},
 }
@@ -41,7 +41,7 @@ def test_exit_codes_are_distinct_and_never_change() -> None:
         "FAILURE": 1,
         "INVALID": 2,
         "EMPTY": 3,
-        "TOO_MANY_FAILED_ROWS": 4,
+        "REFUSED": 4,
         "INCOMPLETE": 5,
         "CONFLICT": 6,
         "INTERRUPTED": 130,

@@ -795,7 +795,7 @@ NEUTRAL = {
     *("engine.tensor_parallel_size", "engine.replicas", "engine.scheduler", "engine.attention"),
     *("engine.profile", "planner.engine", "planner.spark.conf", "planner.target_gpu"),
     *("planner.gpu_table", "planner.memory_budget_bytes", "planner.runahead"),
-    *("planner.link_bytes_per_s", "on_empty", "max_failed_fraction"),
+    *("planner.link_bytes_per_s", "on_empty", "max_failed_fraction", "expect"),
 }
 OF_OUTPUT = {
     *("task", "labels", "response_format", "request"),

@@ -219,6 +219,11 @@ def verify(args: argparse.Namespace) -> Mapping[str, Any]:
 def add_commit_arguments(command: argparse.ArgumentParser) -> None:
     add_plan(command)
     add_engine(command)
+    command.add_argument(
+        "--accept",
+        action="store_true",
+        help="publish even if too many rows failed, or the answers aren't as the spec expects",
+    )
 
 
 def commit(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -231,9 +236,9 @@ def commit(args: argparse.Namespace) -> Mapping[str, Any]:
     if is_on_spark(args, StoredPlan.open(uri).manifest.spec):
         from batchllm_operator.spark.commit_run import commit_on_spark
 
-        report = commit_on_spark(uri)
+        report = commit_on_spark(uri, accept=args.accept)
     else:
-        report = commit_run(uri)
+        report = commit_run(uri, accept=args.accept)
     print_unmasked(
         f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
@@ -265,7 +270,7 @@ def job(args: argparse.Namespace) -> Mapping[str, Any]:
         _run_apart(planned["plan_uri"])
     uri = planned["plan_uri"]
     of_plan = argparse.Namespace(plan=uri, job=None, ds=None, on=None, compare=None, out=None)
-    commit(of_plan)
+    commit(argparse.Namespace(**vars(of_plan), accept=False))
     return {"num_shards": planned["num_shards"], **reports.report(of_plan)}
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from batchllm_operator.amounts import clipped
+from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.commit.failed_rows import find_errors
+from batchllm_operator.commit.gate import check, measure
 from batchllm_operator.commit.partition import write_partition
 from batchllm_operator.commit.report import describe_run, load_report, store_page
 from batchllm_operator.errors import (
@@ -51,17 +53,25 @@ _MAX_CHARS: Final = 2_000
 _log = logging.getLogger(__name__)
 
 
-def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = None) -> RunReport:
+def commit_run(
+    plan: str | Path | StoredPlan, write: WritePartition | None = None, *, accept: bool = False
+) -> RunReport:
     """Publish the outputs of a finished plan, all rows or nothing.
 
-    Committing a published plan again changes nothing. `write` writes the partition's rows, for
-    `LakeTable.publish`.
+    Committing a published plan again changes nothing.
+
+    Args:
+        plan: of the last round.
+        write: writes the partition's rows, for `LakeTable.publish`.
+        accept: whether to publish even if more rows failed than the spec allows, or the answers
+            aren't as it expects.
 
     Raises:
         PlanError: the plan is absent, corrupted or of another version, its parts don't have one
             output for each row, or a later plan has superseded it.
         IncompleteRunError: parts are missing; the message names the shards to run.
         FailedRowsError: more rows failed than the spec allows.
+        ExpectationError: the answers aren't as the spec expects.
         TableError: the output partition holds rows of another job or program, or the table lacks
             a column of the outputs, or has it with another type.
         ConflictError: another client has published the partition meanwhile; plan again to replace
@@ -70,7 +80,7 @@ def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = Non
     """
     plan = StoredPlan.open(plan)
     try:
-        return _commit(plan, write or write_partition)
+        return _commit(plan, write or write_partition, accept=accept)
     except BatchLLMError as error:
         try:
             _note_refusal(plan, error)
@@ -79,7 +89,7 @@ def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = Non
         raise
 
 
-def _commit(plan: StoredPlan, write: WritePartition) -> RunReport:
+def _commit(plan: StoredPlan, write: WritePartition, *, accept: bool) -> RunReport:
     manifest = plan.manifest
     spec = manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column, spec.output.target_file_bytes)
@@ -93,22 +103,23 @@ def _commit(plan: StoredPlan, write: WritePartition) -> RunReport:
     errors = find_errors(plan, [shard for each in rounds for shard in each.shards])
     if seen == plan.publication:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
-        return _write_report(rounds, table, errors)
+        return _write_report(rounds, table, errors, measure(plan, table, None))
     plan.check_current()
     num_rows = sum(each.plan.manifest.counts.num_asked_rows for each in rounds)
-    if are_too_many(spec, errors.num_rows, num_rows):
+    if not accept and are_too_many(spec, errors.num_rows, num_rows):
         raise too_many_failed(
             *(spec, num_rows, plan, errors),
             verdict="nothing was published",
-            cure="To publish all the same, raise max_failed_fraction in the spec, plan again and"
-            " commit: finished parts are kept",
+            cure=f"To publish all the same: `batchllm commit --plan {plan.folder.uri} --accept`",
         )
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write(plan, outputs_of(rounds), Path(spool), table)
+        expectations = () if isinstance(data, StagedRows) else measure(plan, table, data)
+        check(plan, expectations, accept=accept)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
-    return _write_report(rounds, table, errors)
+    return _write_report(rounds, table, errors, expectations)
 
 
 def _check_last(plan: StoredPlan) -> None:
@@ -167,11 +178,14 @@ def _publish(
 
 
 def _write_report(
-    rounds: Sequence[FinishedRound], table: LakeTable, errors: RowErrors
+    rounds: Sequence[FinishedRound],
+    table: LakeTable,
+    errors: RowErrors,
+    expectations: tuple[Measured, ...],
 ) -> RunReport:
     """Write the report and its page, and only then the note that the plan is committed."""
     plan, shards = rounds[-1].plan, rounds[-1].shards
-    report = describe_run(rounds, table, errors)
+    report = describe_run(rounds, table, errors, expectations)
     plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
     store_page(plan.folder, report)
     write_lengths(plan, shards)

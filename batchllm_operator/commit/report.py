@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchllm_operator.answers import Answers, PlannedAnswers
+from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.answers.kind import Parts
 from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import LakeTable
@@ -53,7 +54,12 @@ _TEXT: Final = "generated_text"
 _log = logging.getLogger(__name__)
 
 
-def describe_run(rounds: Sequence[FinishedRound], table: LakeTable, errors: RowErrors) -> RunReport:
+def describe_run(
+    rounds: Sequence[FinishedRound],
+    table: LakeTable,
+    errors: RowErrors,
+    expectations: tuple[Measured, ...],
+) -> RunReport:
     """The report of a job whose outputs are published, of all its rounds together.
 
     Shards are numbered through all rounds.
@@ -90,6 +96,7 @@ def describe_run(rounds: Sequence[FinishedRound], table: LakeTable, errors: RowE
         sharing=merged([each.sharing for each in manifests]) if manifests[1:] else manifest.sharing,
         num_workers=len(makers),
         answers=answers,
+        expectations=expectations,
         prompts=_prompts(rounds),
         num_rounds=len(rounds),
         num_repeated_tokens=sum(each.num_repeated_tokens for each in manifests),

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import pyarrow.compute as pc
+
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers, PlannedAnswers, plan_answers
+from batchllm_operator.answers.expectations import Tally, watched_columns
 from batchllm_operator.engine import check_arguments, check_format
-from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
+from batchllm_operator.errors import EmptyPartitionError, ExpectationError, SpecError, TableError
 from batchllm_operator.lake import (
     LakeTable,
     Snapshot,
@@ -36,6 +39,7 @@ from batchllm_operator.plan.rows.input_checks import (
 )
 from batchllm_operator.plan.rows.reading import rows_schema
 from batchllm_operator.prompts import Tokenizer, joint_fingerprint, load_tokenizers
+from batchllm_operator.row_error import SKIPPED
 from batchllm_operator.shards.buckets import output_schema
 from batchllm_operator.shards.parts import STATUS_COLUMN
 from batchllm_operator.shards.row_errors import (
@@ -46,7 +50,7 @@ from batchllm_operator.shards.row_errors import (
 )
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, errors_of
 from batchllm_operator.stored_plan.stored_plan import check_partition, check_publisher, job_folder
 
 if TYPE_CHECKING:
@@ -102,6 +106,7 @@ class Given:
         Raises:
             EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
             FailedRowsError: there are more such rows than the spec allows.
+            ExpectationError: there are so many that the answers can't be as it expects.
         """
         spec, num_rejected = self.spec, counts["num_rejected_rows"]
         num_rows = counts["num_rows"] - counts["num_unasked_rows"]
@@ -128,7 +133,25 @@ class Given:
                 cure="To generate for the other rows all the same, raise max_failed_fraction in the"
                 " spec, and plan again",
             )
+        _check_rejected(spec, written)
         warn_of_control_tokens(spec, counts["num_control_rows"])
+
+
+def _check_rejected(spec: JobSpec, written: WrittenRows) -> None:
+    """Raise `ExpectationError` if so many rows are rejected that commit would publish nothing."""
+    names = [f"{prompt}.{STATUS_COLUMN}" for prompt in spec.prompts] or [STATUS_COLUMN]
+    for number, name in enumerate(names):
+        if (expected := spec.expect.get(name)) is None:
+            continue
+        tally = Tally(expected)
+        for batch in written.row_batches([ERROR_COLUMN]):
+            kinds = pc.struct_field(errors_of(batch), "kind")[number :: len(names)]
+            asked = kinds.filter(pc.fill_null(pc.not_equal(kinds, SKIPPED), True))
+            tally.add(pc.if_else(asked.is_null(), "ok", "rejected"))  # at best
+        for each in tally.measured(name, None):
+            low, high = each.value is not None and each.value < (each.min or 0), not each.is_met
+            if (each.what == "values.ok" and low) or (each.what == "values.rejected" and high):
+                raise ExpectationError(f"{each}, even if all other rows are ok; no plan was made")
 
 
 def _versions(
@@ -169,6 +192,7 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     _check_response_format(spec, output)
     answers = tuple(map(plan_answers, spec.questions, tokenizers))
     columns = output_schema(spec, rows_schema(spec, snapshot.schema), answers)
+    watched_columns(spec, columns)
     stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     _check_nulls_fit(spec, stored)
     check_lengths(spec, tokenizer.max_model_len)
@@ -208,12 +232,14 @@ def _check_nulls_fit(spec: JobSpec, stored: StoredColumns) -> None:
             continue
         if spec.prompts:
             continue  # a struct is there in each row
-        if name == ERROR_COLUMN or spec.max_failed_fraction:
-            rows = "rows that don't fail" if name == ERROR_COLUMN else "rows that fail"
+        skips = spec.input.on_null == "skip"
+        if name == ERROR_COLUMN or spec.max_failed_fraction or skips:
+            rows = "rows that are skipped" if skips else "rows that fail"
+            rows = "rows that don't fail" if name == ERROR_COLUMN else rows
             raise TableError(
                 f"{stored.where}: column {name!r} may not be null, but {rows} have no value there;"
                 " let it be null in the table"
-                + ("" if name == ERROR_COLUMN else ", or set max_failed_fraction to 0")
+                + ("" if name == ERROR_COLUMN or skips else ", or set max_failed_fraction to 0")
             )
 
 

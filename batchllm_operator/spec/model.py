@@ -11,10 +11,11 @@ from pydantic import AfterValidator, Field, model_validator
 from batchllm_operator.secrets.finding import find_secrets
 from batchllm_operator.spec import rounds
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
+from batchllm_operator.spec.expect import Expectation
 from batchllm_operator.spec.fields import Decides, Neutral, OfPlan, by_name
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
-from batchllm_operator.spec.question import MAX_LABELS, AnswerSpec, QuestionSpec
+from batchllm_operator.spec.question import AnswerSpec, QuestionSpec
 from batchllm_operator.spec.response_format import JsonSchemaFormat
 from batchllm_operator.spec.sections import (
     EmbeddingSpec,
@@ -72,6 +73,12 @@ class JobSpec(AnswerSpec):
     max_failed_fraction: Neutral[float] = Field(default=0.05, ge=0.0, le=1.0)
     """If a larger share of the rows has an error instead of a text, no plan is made, a run stops,
     and the commit is refused. Raising it and planning again keeps what was generated."""
+    expect: Neutral[Annotated[dict[str, Expectation], AfterValidator(by_name)]] = Field(
+        default_factory=dict, exclude_if=lambda expect: not expect
+    )
+    """What must hold of the answers, by output column (`prompt.column` of several prompts). Where
+    it doesn't, `commit` publishes nothing (exit code 4), and keeps what was generated. All but the
+    shares of `status` are of rows whose `status` is `ok` or `cut_off`."""
     reuse_outputs: OfPlan[bool] = False
     """Take outputs from what the job has committed before, where a row's prompt, the model and the
     sampling are the same: from the partition itself, or the latest before it (by name). Only with
@@ -262,7 +269,7 @@ class JobSpec(AnswerSpec):
 def _task_faults(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
     """The fields that don't go with the task; `kept` are columns beside those of the answers."""
     if spec.task == "classify":
-        yield from _of_classify(spec)
+        yield from spec.classify_faults()
     elif spec.labels or spec.label_values or spec.calibrate:
         yield "labels, label_values and calibrate are for task: classify"
     if spec.model.reasoning_parser is not None and (spec.task != "generate" or spec.sampling.n > 1):
@@ -279,6 +286,8 @@ def _task_faults(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
         )
     if spec.request is not None and (spec.task != "generate" or spec.response_format is not None):
         yield "request: is for task: generate, and has a response_format of its own"
+    if spec.input.on_null == "empty" and spec.prompt.messages is not None:
+        yield "input.on_null: prompt.messages has no empty text; write reject or skip"
     if spec.task != "embed" and spec.embedding != EmbeddingSpec():
         yield "embedding is for task: embed"
     if not spec.is_pooled:
@@ -291,19 +300,6 @@ def _task_faults(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
         yield (
             f"planner.estimated_output_tokens: task {spec.task} generates no tokens; leave it out"
         )
-
-
-def _of_classify(spec: JobSpec) -> Iterator[str]:
-    if not 2 <= len(spec.labels) <= MAX_LABELS:
-        yield f"labels: task classify needs from 2 to {MAX_LABELS}"
-    if len(set(spec.labels.values())) < len(spec.labels):
-        yield "labels: two of them have the same answer"
-    if len(set(map(str.casefold, spec.labels))) < len(spec.labels):
-        yield "labels: two of them differ by case only, which few readers tell apart"
-    if spec.label_values and set(spec.label_values) != set(spec.labels):
-        yield "label_values: must have a number for each of labels, and no others"
-    if spec.sampling != SamplingSpec(max_tokens=1):
-        yield ("sampling: task classify reads the probabilities of one token; leave sampling out")
 
 
 def _of_response_format(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:

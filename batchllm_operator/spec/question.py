@@ -1,5 +1,6 @@
 """How a prompt is answered: of a job, or of each of its prompts."""
 
+from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -71,6 +72,19 @@ class AnswerSpec(Section):
     def answer_column(self) -> str:
         """The column that is the answer itself."""
         return "label" if self.task == "classify" else "generated_text"
+
+    def classify_faults(self) -> Iterator[str]:
+        """What is wrong with the fields of task classify."""
+        if not 2 <= len(self.labels) <= MAX_LABELS:
+            yield f"labels: task classify needs from 2 to {MAX_LABELS}"
+        if len(set(self.labels.values())) < len(self.labels):
+            yield "labels: two of them have the same answer"
+        if len(set(map(str.casefold, self.labels))) < len(self.labels):
+            yield "labels: two of them differ by case only, which few readers tell apart"
+        if self.label_values and set(self.label_values) != set(self.labels):
+            yield "label_values: must have a number for each of labels, and no others"
+        if self.sampling != SamplingSpec(max_tokens=1):
+            yield "sampling: task classify reads one token's probabilities; leave sampling out"
 
     @model_validator(mode="before")
     @classmethod

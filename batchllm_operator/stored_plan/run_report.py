@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
+from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.row_error import INVALID_OUTPUT
 from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, PlanCounts, Seconds
@@ -19,6 +20,7 @@ _FIGURES: Final = {
 }
 _OF_PLAN: Final = {
     *("num_duplicate_rows", "num_reused_rows", "num_control_rows", "num_truncated_rows"),
+    "num_unasked_rows",
     *("num_requests", "num_groups", "num_shared_groups", "num_logical_tokens"),
     *("num_field_orders", "num_field_bytes", "num_shared_field_bytes", "num_single_order_bytes"),
 }
@@ -220,6 +222,8 @@ class RunReport(StoredJson):
     """Over the rows without an error: rows by label or choice (`counts`), means of probabilities,
     scores and log-probabilities (`means`), the labels' `prior` where they are calibrated, and what
     makes them doubtful (`warnings`). Empty if the job asks for texts only."""
+    expectations: tuple[Measured, ...] = ()
+    """What the spec's `expect` bounds, as the answers have it, and those of earlier partitions."""
     prompts: dict[str, PromptRun] = Field(default_factory=dict)
     """Of several prompts, what each took, and what a job of its own would compute
     (`num_alone_tokens`)."""

@@ -16,6 +16,7 @@ from pydantic import ByteSize
 from batchllm_operator import cli, errors
 from batchllm_operator.metrics import ShardCollector
 from batchllm_operator.spec import Decides, JobSpec
+from batchllm_operator.spec.expect import Bounds
 from batchllm_operator.spec.fields import MAX_COUNT, Section
 from batchllm_operator.spec.question import QuestionSpec
 from batchllm_operator.stored_plan.run_report import RunReport
@@ -54,7 +55,8 @@ class SpecField(NamedTuple):
 def spec_fields() -> Iterator[SpecField]:
     """All fields of the job spec, sections after the fields of the section that has them.
 
-    Those of `prompts` are the fields of other sections, where they are explained.
+    Those of `prompts` are the fields of other sections, where they are explained; `Bounds` are
+    explained by the texts of the fields that have them.
     """
     schema = JobSpec.model_json_schema()
     classes = {cls.__name__: cls for cls in _subclasses(Section)}
@@ -71,8 +73,9 @@ def spec_fields() -> Iterator[SpecField]:
             spec_field = SpecField(section, field, of_field, field in required, decides)
             yield spec_field
             for other in dict.fromkeys(re.findall(r"#/\$defs/(\w+)", str(of_field))):
-                if other in classes and classes[other] is not QuestionSpec:
-                    todo.append((spec_field.path, other, schema["$defs"][other]))
+                if other in classes and classes[other] not in (QuestionSpec, Bounds):
+                    below = ".COLUMN" if "additionalProperties" in of_field else ""
+                    todo.append((spec_field.path + below, other, schema["$defs"][other]))
 
 
 def _subclasses(cls: type[Section]) -> Iterator[type[Section]]:
@@ -106,6 +109,8 @@ def examples() -> dict[str, Any]:
 
 def has(example: object, path: str) -> bool:
     name, _, rest = path.partition(".")
+    if name == "COLUMN" and isinstance(example, dict):
+        return any(has(each, rest) for each in example.values())
     if isinstance(example, list):
         return any(has(each, path) for each in example)
     if not isinstance(example, dict) or name not in example:

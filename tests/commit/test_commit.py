@@ -200,7 +200,7 @@ def test_too_many_failed_rows_publish_nothing(
         "3 of 15 rows failed, 20.0 % (2 engine_error, 1 null_value)",
         f"max_failed_fraction {allowed} allows; nothing was published",
         "First engine_error: row_key d1-q1: 'engine_error: ",
-        "raise max_failed_fraction in the spec, plan again",
+        f"To publish all the same: `batchllm commit --plan {plan.folder.uri} --accept`",
     ):
         assert said in str(refused.value)
     assert not (tmp_path / "out" / f"ds={DS}").exists()

@@ -118,7 +118,7 @@ def test_the_commands_end_with_the_exit_code_of_a_refused_commit(
     strict = job.write_spec("strict")
     for command in ("plan", "job"):
         done = batchllm(command, "--job", strict, "--ds", DS)
-        assert done.code == ExitCode.TOO_MANY_FAILED_ROWS
+        assert done.code == ExitCode.REFUSED
         assert "1 of 12 rows failed, 8.3 % (1 null_value)" in done.err
         assert not (tmp_path / "strict").exists()
     form = {name: value for name, value in INVALID.items() if name != "engine"}
@@ -126,6 +126,6 @@ def test_the_commands_end_with_the_exit_code_of_a_refused_commit(
     lax = job.write_spec("lax", max_failed_fraction=0.5, engine=engine, **form)
     assert batchllm("plan", "--job", lax, "--ds", DS).code == 0
     done = batchllm("run", "--job", lax, "--ds", DS, "--worker", 0, "--num-workers", 1)
-    assert done.code == ExitCode.TOO_MANY_FAILED_ROWS
+    assert done.code == ExitCode.REFUSED
     assert "7 of 12 rows failed" in done.err
     assert "6 of the plan's 11 rows are finished and kept" in done.err

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import yaml
@@ -19,6 +19,7 @@ from site_pages import hooks, reference
 from batchllm_operator import errors
 from batchllm_operator.cli import main
 from batchllm_operator.spec import JobSpec, load_spec, parse_spec
+from batchllm_operator.spec.expect import Bounds
 from batchllm_operator.spec.model import _AFTER
 from batchllm_operator.spec.question import QuestionSpec
 
@@ -77,9 +78,11 @@ def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for other in models_of(field.annotation):
-            if other is QuestionSpec:  # has the fields of a prompt and of answers
+            # The one has the fields of a prompt and of answers, the other those of a number.
+            if other in (QuestionSpec, Bounds):
                 continue
-            yield from paths_of(other, f"{prefix}{name}.")
+            column = "COLUMN." if get_origin(field.annotation) is dict else ""
+            yield from paths_of(other, f"{prefix}{name}.{column}")
 
 
 # The reference

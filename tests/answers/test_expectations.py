@@ -1,0 +1,120 @@
+"""Numbers that a spec bounds, from batches as they come: those of all rows together."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchllm_operator.answers import expectations
+from batchllm_operator.answers.expectations import Distinct, Numbers, Tally
+from batchllm_operator.spec.expect import Expectation
+
+ANY = {"min": 0}
+TEXTS = st.lists(st.lists(st.none() | st.text("ab \n\u00e9", max_size=3), max_size=6), max_size=5)
+NUMBERS = st.lists(st.lists(st.none() | st.integers(-3, 9), max_size=6), max_size=5)
+
+
+def measured(expected: dict[str, Any], batches: Sequence[pa.Array]) -> dict[str, float | None]:
+    tally = Tally(Expectation.model_validate(expected))
+    for batch in batches:
+        tally.add(batch)
+    return {each.what: each.value for each in tally.measured("column", None)}
+
+
+def quantile(values: list[int], share: float) -> int | None:
+    return sorted(values)[max(1, math.ceil(share * len(values))) - 1] if values else None
+
+
+@given(TEXTS)
+def test_shares_and_lengths_of_texts_are_those_of_all_rows(batches: list[list[str | None]]) -> None:
+    expected = {
+        **dict.fromkeys(("missing", "empty", "duplicate"), ANY),
+        "values": {"a": ANY, "absent": ANY},
+        "matches": {"^a": ANY, "b$": ANY},
+        "quantiles": {"p0": ANY, "p50": ANY, "p75": ANY, "p100": ANY},
+    }
+    found = measured(expected, [pa.array(batch, pa.string()) for batch in batches])
+    rows = [value for batch in batches for value in batch]
+    texts = [value for value in rows if value is not None]
+
+    def share(number: int, of: list[Any]) -> float | None:
+        return number / len(of) if of else None
+
+    assert found == {
+        "missing": share(rows.count(None), rows),
+        "empty": share(sum(not text.strip() for text in texts), texts),
+        "duplicate": pytest.approx(share(len(texts) - len(set(texts)), texts)),
+        "values.a": share(texts.count("a"), texts),
+        "values.absent": share(0, texts),
+        "matches.^a": share(sum(text.startswith("a") for text in texts), texts),
+        "matches.b$": share(sum(bool(re.search(r"b\Z", text)) for text in texts), texts),
+        **{f"quantiles.p{q}": quantile([*map(len, texts)], q / 100) for q in (0, 50, 75, 100)},
+    }
+
+
+@given(NUMBERS)
+def test_ranges_and_quantiles_of_numbers_are_those_of_all_rows(
+    batches: list[list[int | None]],
+) -> None:
+    expected = {"range": {"min": 0, "max": 5}, "quantiles": {"p99.9": ANY}, "values": {"3": ANY}}
+    found = measured(expected, [pa.array(batch, pa.int32()) for batch in batches])
+    numbers = [value for batch in batches for value in batch if value is not None]
+    assert found == {
+        "values.3": numbers.count(3) / len(numbers) if numbers else None,
+        "quantiles.p99.9": max(numbers, default=None),
+        "range.min": min(numbers, default=None),
+        "range.max": max(numbers, default=None),
+    }
+
+
+@given(TEXTS, TEXTS)
+def test_drift_is_half_the_sum_of_differences(
+    ours: list[list[str | None]], theirs: list[list[str | None]]
+) -> None:
+    tallies, shares = [], []
+    for batches in (ours, theirs):
+        tallies.append(Tally(Expectation.model_validate({"drift": {"max": 0.5}})))
+        for batch in batches:
+            tallies[-1].add(pa.array(batch, pa.string()))
+        counts = Counter(value for batch in batches for value in batch if value is not None)
+        shares.append({value: number / counts.total() for value, number in counts.items()})
+    [drift] = tallies[0].measured("column", tallies[1])
+    ours_by, theirs_by = shares
+    if not ours_by or not theirs_by:
+        assert drift.value is None and drift.is_met
+        return
+    names = ours_by.keys() | theirs_by.keys()
+    wanted = sum(abs(ours_by.get(n, 0) - theirs_by.get(n, 0)) for n in names) / 2
+    assert drift.value == pytest.approx(wanted)
+    assert drift.is_met == (drift.value <= 0.5)
+
+
+def test_an_infinite_number_is_outside_of_a_range() -> None:
+    tally = Tally(Expectation.model_validate({"range": {"min": -100, "max": 0}}))
+    tally.add(pa.array([-1.5, -math.inf]))
+    low, high = tally.measured("mean_logprob", None)
+    assert (low.is_met, high.is_met, high.value) == (False, True, -1.5)
+
+
+def test_memory_is_bounded_and_errors_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in (("DIGESTS", 1 << 12), ("NUMBERS", 64), ("VALUES", 3)):
+        monkeypatch.setattr(expectations, f"_MOST_{name}", most)
+    distinct, numbers = Distinct(), Numbers()
+    for start in range(0, 100_000, 1000):
+        distinct.add(pa.array([f"text {n // 2}" for n in range(start, start + 1000)]))
+        numbers.add(pa.array(range(start, start + 1000)))
+    assert distinct.number == pytest.approx(50_000, rel=0.1)
+    assert len(distinct._kept) <= 1 << 12
+    assert len(numbers._counts) <= 64
+    for share in (1, 50, 99):
+        assert 0 <= share * 1000 - numbers.quantile(f"p{share}") <= numbers._step
+    found = measured(
+        {"values": {"late": ANY}}, [pa.array(list("abcdef")), pa.array(["late", "late"])]
+    )
+    assert found == {"values.late": 0.25}
