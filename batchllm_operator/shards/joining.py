@@ -14,7 +14,7 @@ from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.errors import IncompleteRunError, PlanError
 from batchllm_operator.lake import published_schema
-from batchllm_operator.row_error import INVALID_OUTPUT, SKIPPED
+from batchllm_operator.row_error import INVALID_OUTPUT, REPETITION, SKIPPED
 from batchllm_operator.shards.buckets import (
     Outputs,
     output_schema,
@@ -220,6 +220,7 @@ def _outcomes(
         "rejected": pc.is_valid(rejected),
         INVALID_OUTPUT: pc.equal(pc.struct_field(errors, "kind"), INVALID_OUTPUT),
         "failed": pc.is_valid(failed),
+        REPETITION: pc.equal(outputs["finish_reason"], REPETITION),
         "cut_off": pc.and_(is_cut_off, pa.scalar(question.ends_answers)),
     }
     status = pc.case_when(pc.make_struct(*conditions.values()), *conditions, "ok")

@@ -156,6 +156,15 @@ class ModelSpec(Section):
             yield "adapter: isn't the name of one of adapters"
 
 
+class RepetitionSpec(Section):
+    """When an answer repeats itself."""
+
+    tokens: OfOutput[int] = Field(ge=1, le=1024)
+    """The most tokens of the piece that repeats."""
+    times: OfOutput[int] = Field(ge=2, le=1024)
+    """How often the piece stands there in a row."""
+
+
 class SamplingSpec(Section):
     """How tokens are chosen. The default is greedy: the likeliest token each time.
 
@@ -191,6 +200,9 @@ class SamplingSpec(Section):
     """Strings at which generation ends; not part of the output."""
     stop_token_ids: OfOutput[tuple[Count, ...]] = ()
     """Token ids at which generation ends."""
+    stop_repetition: OfOutput[RepetitionSpec | None] = None
+    """End an answer that repeats itself, by vLLM's detection: its `finish_reason` and its `status`
+    are `repetition`."""
     ignore_eos: OfOutput[bool] = False
     """Go on to `max_tokens` whatever the model says; for benchmarks."""
     n: OfOutput[int] = Field(default=1, ge=1, le=MAX_SAMPLES)

@@ -88,6 +88,8 @@ vllm.v1.structured_output.backend_outlines:OutlinesBackend(*, vllm_config, token
 vllm.v1.structured_output.backend_lm_format_enforcer:LMFormatEnforcerBackend(*,
     vllm_config, tokenizer, vocab_size)
 vllm.v1.structured_output.request:get_structured_output_key(params)
+vllm.sampling_params:RepetitionDetectionParams(max_pattern_size, min_pattern_size, min_count)
+vllm.sampling_params:SamplingParams(*, repetition_detection)
 vllm.sampling_params:StructuredOutputsParams(*, json, regex, choice)
 vllm.sampling_params:SamplingParams._validate_structured_outputs(model_config,
     structured_outputs_config, tokenizer)

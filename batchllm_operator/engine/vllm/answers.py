@@ -9,18 +9,19 @@ from itertools import starmap
 from typing import Any, Final, Self
 
 from vllm import PoolingParams, SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
 from batchllm_operator.answers import NOTHING_PLANNED, Answers, PlannedAnswers
 from batchllm_operator.answers.generated import REASONING_FIELD, RESPONSE_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.vllm.formats import structured_outputs
 from batchllm_operator.errors import SpecError, one_line
+from batchllm_operator.row_error import REPETITION
 from batchllm_operator.spec import JobSpec, ResponseFormat, SamplingSpec
 from batchllm_operator.spec.sections import MAX_SAMPLES
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
-_ENDS: Final = ("stop", "length")
+_ENDS: Final = ("stop", "length", REPETITION)
 _SEEDS: Final = 1 << 64  # signed integers of 64 bits
 
 
@@ -134,7 +135,10 @@ def sampling_params(
     form: ResponseFormat | None = None,
 ) -> SamplingParams:
     """vLLM's sampling parameters, with finished outputs only, and the labels' log-probabilities."""
-    fields = sampling.model_dump(exclude={"from_model"})  # they have vLLM's names
+    # They have vLLM's names.
+    fields = sampling.model_dump(exclude={"from_model", "stop_repetition"})
+    if (limit := sampling.stop_repetition) is not None:
+        fields["repetition_detection"] = RepetitionDetectionParams(limit.tokens, 1, limit.times)
     lists = {name: list(fields[name]) for name in ("stop", "stop_token_ids")}
     return SamplingParams(
         **fields | lists,
