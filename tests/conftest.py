@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
 import pytest
@@ -32,6 +32,9 @@ if "support" not in sys.modules:  # tests import this module, too
     atexit.register(shutil.rmtree, os.environ["AIRFLOW_HOME"], ignore_errors=True)
 
 from support.fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from support.lake_tables import Lake
 
 # No test depends on how fast the machine is. `make test` tries the same few examples each time,
 # `make test-all` (--hypothesis-profile=full) as many as a test asks for.
@@ -51,6 +54,7 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # as it has been; Triton 3.9 warns
 # the tests', would go into looking through it for garbage.
 gc.disable()
 
+FORMATS = ("parquet", "iceberg", "delta")
 FORKING_ENGINES = (
     "tests/e2e/",
     "tests/vllm_plugin/full/test_trace.py",
@@ -293,6 +297,28 @@ def lake_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path / "lake")
     bucket: str = request.getfixturevalue(f"{store}_bucket")
     return f"{bucket}/lake"
+
+
+@pytest.fixture(params=FORMATS)
+def lake(
+    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Lake:
+    """A place for a table, in each format."""
+    from support.lake_tables import LAKES
+
+    return LAKES[request.param](lake_uri, tmp_path, monkeypatch)
+
+
+@pytest.fixture(params=FORMATS)
+def lakes(
+    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Lake, Lake]:
+    """Places for a job's input and its output, in each format."""
+    from support.lake_tables import LAKES
+
+    make = LAKES[request.param]
+    source, target = (make(lake_uri, tmp_path, monkeypatch, name) for name in ("docs", "out"))
+    return source, target
 
 
 @pytest.fixture(scope="session")

@@ -5,15 +5,14 @@ import os
 from dataclasses import replace
 from itertools import count
 
-from batchllm_operator.engine.arguments import INVARIANCE, check_arguments
+from batchllm_operator.engine.arguments import INVARIANCE
+from batchllm_operator.engine.arguments import check_arguments as check_arguments
 from batchllm_operator.engine.isolation import IsolatingEngine
-from batchllm_operator.engine.protocol import (
-    Engine,
-    EngineDiedError,
-    EngineJob,
-    EngineOutput,
-    EngineRequest,
-)
+from batchllm_operator.engine.protocol import Engine as Engine
+from batchllm_operator.engine.protocol import EngineDiedError as EngineDiedError
+from batchllm_operator.engine.protocol import EngineJob as EngineJob
+from batchllm_operator.engine.protocol import EngineOutput as EngineOutput
+from batchllm_operator.engine.protocol import EngineRequest as EngineRequest
 from batchllm_operator.errors import EngineError, MissingLibraryError, SpecError
 from batchllm_operator.spec import JobSpec
 
@@ -21,17 +20,6 @@ from batchllm_operator.spec import JobSpec
 # does after this room.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 _log = logging.getLogger(__name__)
-
-__all__ = [
-    "Engine",
-    "EngineDiedError",
-    "EngineJob",
-    "EngineOutput",
-    "EngineRequest",
-    "check_arguments",
-    "check_format",
-    "start_engine",
-]
 
 
 def check_format(spec: JobSpec) -> None:

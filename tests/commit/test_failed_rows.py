@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import Batchllm
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
-from support.lake_tables import LAKES
+from support.lake_tables import Lake
 from support.staged_job import Engines
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -91,11 +91,8 @@ def test_failed_rows_of_a_stopped_run_are_listed_though_no_part_is_written(tmp_p
     assert find_failed_rows(plan.folder.uri, 10).rows == (ERROR, NULL), "none is listed twice"
 
 
-@pytest.mark.parametrize("lake", LAKES)
-def test_failed_rows_of_a_published_plan_outlive_its_parts(
-    lake: str, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = (LAKES[lake](lake_uri, tmp_path, monkeypatch, name) for name in ("d", "o"))
+def test_failed_rows_of_a_published_plan_outlive_its_parts(lakes: tuple[Lake, Lake]) -> None:
+    source, target = lakes
     source.append(DS, pa.Table.from_pylist(faulty_rows()))
     spec = failing_spec(
         "unused",

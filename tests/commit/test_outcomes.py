@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from support.answers_job import asking, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt
-from support.lake_tables import LAKES, Lake, open_lake
+from support.lake_tables import Lake, open_lake
 
 from batchllm_operator.answers import Answers
 from batchllm_operator.answers.fakes import fake_text
@@ -65,17 +64,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Answers, "fault", fault)
 
 
-@pytest.fixture(params=LAKES)
-def lakes(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Lake, Lake]:
-    """Input, of two days, and output."""
-    make = LAKES[request.param]
-    source, target = (make(str(tmp_path), tmp_path, monkeypatch, name) for name in ("docs", "out"))
+@pytest.fixture(autouse=True)
+def two_days(lakes: tuple[Lake, Lake]) -> None:
     for ds in (EARLIER, DS):
         rows = pa.Table.from_pylist(ROWS)
-        source.append(ds, rows.append_column("Status", pa.array(["mine"] * len(ROWS))))
-    return source, target
+        lakes[0].append(ds, rows.append_column("Status", pa.array(["mine"] * len(ROWS))))
 
 
 def spec_of(

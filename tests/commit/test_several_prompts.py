@@ -1,12 +1,11 @@
 """Answers to several prompts as structs of an output table, in each format."""
 
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from support.fake_job import DS, document_rows, finish
-from support.lake_tables import LAKES, Lake, open_lake
+from support.lake_tables import Lake, open_lake
 from support.prompts_job import PROMPTS, rows_by_key, several
 
 from batchllm_operator.commit.failed_rows import find_failed_rows
@@ -23,16 +22,10 @@ OTHER = {
 }
 
 
-@pytest.fixture(params=LAKES)
-def lakes(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Lake, Lake]:
-    """Input, of two days, and output."""
-    make = LAKES[request.param]
-    source, target = (make(str(tmp_path), tmp_path, monkeypatch, name) for name in ("docs", "out"))
+@pytest.fixture(autouse=True)
+def two_days(lakes: tuple[Lake, Lake]) -> None:
     for ds in (EARLIER, DS):
-        source.append(ds, pa.Table.from_pylist(ROWS))
-    return source, target
+        lakes[0].append(ds, pa.Table.from_pylist(ROWS))
 
 
 def spec_of(lakes: tuple[Lake, Lake], prompts: dict[str, Any]) -> JobSpec:

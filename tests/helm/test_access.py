@@ -72,16 +72,12 @@ def test_without_a_triggerer_the_notes_say_what_operators_need() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_no_example_leaves_the_triggerer_out(example: str) -> None:
-    bindings = of_kind(render(examples()[example]), "RoleBinding")
-    assert bindings["batchllm-triggerer"]["subjects"]
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
 def test_only_accounts_of_airflow_and_sparks_driver_are_bound(example: str) -> None:
     values = examples()[example]
     airflow = {"namespace": "airflow"} | dict(values.get("airflow", {}))
-    for name, binding in of_kind(render(values), "RoleBinding").items():
+    bindings = of_kind(render(values), "RoleBinding")
+    assert "batchllm-triggerer" in bindings
+    for name, binding in bindings.items():
         assert binding["metadata"]["namespace"] == NAMESPACE
         assert binding["roleRef"]["name"] == name
         assert binding["subjects"]

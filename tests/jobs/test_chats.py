@@ -10,7 +10,7 @@ from prompts.test_chats import STRICT
 from prompts.test_tokenizer import build_tokenizer
 from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, write_table
-from support.lake_tables import LAKES
+from support.lake_tables import Lake
 
 from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.errors import SpecError
@@ -44,14 +44,9 @@ def rows_of(chats: list[Any]) -> list[dict[str, Any]]:
     return [{"row_key": f"{idx:03}", "chat": chat} for idx, chat in enumerate(chats)]
 
 
-@pytest.mark.parametrize("kind", LAKES)
 @pytest.mark.parametrize("is_json", [False, True])
-def test_every_format_holds_chats(
-    kind: str, is_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = (
-        LAKES[kind](str(tmp_path), tmp_path, monkeypatch, name) for name in ("docs", "out")
-    )
+def test_every_format_holds_chats(lakes: tuple[Lake, Lake], is_json: bool, tmp_path: Path) -> None:
+    source, target = lakes
     chats = [[USER], [USER, REPLY, {**USER, "name": "ann"}], [USER, REPLY, USER]]
     given = list(map(json.dumps, chats)) if is_json else chats
     source.append(DS, pa.Table.from_pylist(rows_of(given)))

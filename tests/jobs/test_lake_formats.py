@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec
-from support.lake_tables import LAKES, Lake, open_lake
+from support.lake_tables import Lake, open_lake
 
 from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.commit.commit_run import commit_run, published_plan_uri
@@ -33,16 +33,6 @@ from batchllm_operator.shards.job_status import read_status
 from batchllm_operator.spec import FilterTerm, JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher
-
-
-@pytest.fixture(params=LAKES)
-def lakes(
-    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Lake, Lake]:
-    """Input and output."""
-    make = LAKES[request.param]
-    source, target = (make(lake_uri, tmp_path, monkeypatch, name) for name in ("docs", "out"))
-    return source, target
 
 
 def spec_of(lakes: tuple[Lake, Lake], **output: Any) -> JobSpec:

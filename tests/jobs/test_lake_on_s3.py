@@ -2,7 +2,6 @@
 
 import pytest
 from jobs.test_lake_formats import (
-    lakes,
     test_a_commit_that_somebody_else_got_ahead_of,
     test_a_job_runs_from_table_to_table,
     test_two_workers_share_a_job_whose_parts_gc_removes,

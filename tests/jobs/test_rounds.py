@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from support.fake_job import DS, document_rows, write_table
-from support.lake_tables import LAKES, open_lake
+from support.lake_tables import Lake, open_lake
 from support.prompts_job import rows_by_key, several
 from support.staged_job import Engines
 
@@ -300,11 +300,7 @@ def test_few_failures_of_those_asked_are_too_many(tmp_path: Path) -> None:
         plan_job(several(tmp_path, prompts), DS)
 
 
-@pytest.mark.parametrize("name", LAKES)
-def test_later_rounds_read_what_the_first_has_read(
-    name: str, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lake = LAKES[name](lake_uri, tmp_path, monkeypatch)
+def test_later_rounds_read_what_the_first_has_read(lake: Lake, tmp_path: Path) -> None:
     lake.append(DS, pa.Table.from_pylist(document_rows()))
     spec = several(tmp_path, PROMPTS, input={"uri": lake.address})
     first = run_round(spec)

@@ -20,14 +20,6 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import JobSpec
 
 
-@pytest.fixture(params=LAKES)
-def lake(
-    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Lake:
-    """Where the input lies."""
-    return LAKES[request.param](lake_uri, tmp_path, monkeypatch)
-
-
 def spec_of(lake: Lake, folder: Path, **changes: Any) -> JobSpec:
     source = {"uri": lake.address, "key": "row_key", **changes.pop("input", {})}
     output = {"uri": f"{folder}/out", "carry": [], **changes.pop("output", {})}

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -20,7 +19,6 @@ from pydantic_core import to_json
 from support.lake_tables import (
     DS,
     HIVE_NULL,
-    LAKES,
     DeltaLake,
     Lake,
     failing,
@@ -36,13 +34,6 @@ from batchllm_operator.lake import FilePart, LakeTable, in_order, open_table
 from batchllm_operator.lake.parquet.table import ParquetTable
 from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.spec import Comparison, FilterTerm
-
-
-@pytest.fixture(params=LAKES)
-def lake(
-    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Lake:
-    return LAKES[request.param](lake_uri, tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -20,13 +20,6 @@ from batchllm_operator.storage import Folder
 Values = tuple[str, ...]
 
 
-@pytest.fixture(params=LAKES)
-def lake(
-    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Lake:
-    return LAKES[request.param](lake_uri, tmp_path, monkeypatch)
-
-
 def write(lake: Lake, columns: Sequence[str], partitions: Sequence[Values]) -> None:
     """Write a table partitioned by the columns, with a row in each partition."""
     rows = [

@@ -54,14 +54,6 @@ def test_counts_leave_failed_requests_out(files: ShardFiles, attempt: Attempt) -
     assert (entry.num_prompt_tokens, entry.num_cached_tokens, entry.num_output_tokens) == (20, 8, 4)
 
 
-def test_a_part_counts_once_and_that_of_the_latest_attempt(files: ShardFiles) -> None:
-    first, second = claim_attempt(files.folder), claim_attempt(files.folder)
-    late = files.write_part(second, 0, part(output(1)))
-    with pytest.raises(FencedError, match=r"attempt 2 .* has taken over from attempt 1"):
-        files.write_part(first, 0, part(output(0)))
-    assert files.ledger() == {0: late}
-
-
 def test_an_entry_is_never_replaced(files: ShardFiles, attempt: Attempt) -> None:
     """As by a storage that doesn't know conditional writes: both believe they are attempt 1."""
     whole = files.write_part(attempt, 0, part(output(0)))

@@ -1,20 +1,14 @@
 """A partition that a first round has read is the same for later rounds, or an error."""
 
-from pathlib import Path
-
 import pyarrow as pa
 import pytest
-from support.lake_tables import DS, LAKES, Lake, open_lake
+from support.lake_tables import DS, Lake, open_lake
 
 from batchllm_operator.errors import StorageError
 from batchllm_operator.stored_plan.rounds import PinnedInput
 
 
-@pytest.mark.parametrize("name", LAKES)
-def test_a_pinned_partition_is_read_as_it_was(
-    name: str, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lake: Lake = LAKES[name](lake_uri, tmp_path, monkeypatch)
+def test_a_pinned_partition_is_read_as_it_was(lake: Lake) -> None:
     lake.append(DS, pa.table({"n": pa.array([1, 2], pa.int64())}))
     taken = open_lake(lake).snapshot(DS)
     pinned = PinnedInput.of(taken)

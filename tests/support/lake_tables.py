@@ -1,6 +1,7 @@
 """One table in each format, for the tests that all formats pass, and what other programs do to it.
 
-A format is added by a class like `IcebergLake` and an entry in `LAKES`.
+A format is added by a class like `IcebergLake` and an entry in `LAKES`, and in `FORMATS` of
+conftest.py.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ import yaml
 from support.fake_job import DS, document_rows, job_fields, write_table
 from support.pages import blocks
 
-from batchllm_operator.spec import parse_spec
-
 README = Path(__file__).parents[2] / "README.md"
 PYTHON = README.parent / "docs" / "reference" / "python.md"
 
@@ -34,12 +32,6 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names: dict[str, Any] = {}
     exec(compile(example.replace("2026-01-31", DS), str(PYTHON), "exec"), names)
     assert names["report"].num_rows_out == 30
-
-
-def test_the_shown_spec_is_valid() -> None:
-    [example] = blocks(README, "yaml")
-    spec = parse_spec(yaml.safe_load(example), source="README.md")
-    assert spec.prompt.columns == ("body", "query")
 
 
 def test_no_instruction_takes_it_for_granted_that_an_index_has_the_package() -> None:

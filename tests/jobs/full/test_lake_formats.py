@@ -3,13 +3,11 @@
 import random
 
 import pyarrow as pa
-from jobs.test_lake_formats import input_rows, lakes, read, run_job, spec_of
+from jobs.test_lake_formats import input_rows, read, run_job, spec_of
 from support.fake_job import DS
 from support.lake_tables import Lake, open_lake
 
 from batchllm_operator.commit.commit_run import commit_run
-
-__all__ = ["lakes"]
 
 
 def test_large_partitions_are_files_of_the_size_asked_for(lakes: tuple[Lake, Lake]) -> None:

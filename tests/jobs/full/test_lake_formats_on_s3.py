@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jobs.test_lake_formats import (
-    lakes,
     test_a_changed_input_replaces_the_partition_and_teaches_the_next,
     test_a_commit_that_somebody_else_got_ahead_of,
     test_a_job_runs_from_table_to_table,

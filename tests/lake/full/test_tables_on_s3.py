@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 from lake.test_tables import (
-    lake,
     table,
     test_a_failed_commit_leaves_the_table_as_it_was,
     test_a_later_write_is_not_seen_or_is_an_error,
