@@ -63,10 +63,7 @@ class SpecError(InvalidError):
 
 
 class TableError(InvalidError):
-    """A table is absent, unreadable, or lacks a column; its types or partitioning don't fit.
-
-    Mend the table, name another column, or cast it in a view.
-    """
+    """A table is absent, unreadable, or lacks a column or a type: mend it, or cast in a view."""
 
 
 class MissingLibraryError(InvalidError):
@@ -89,17 +86,11 @@ class MissingLibraryError(InvalidError):
 
 
 class KeyColumnError(TableError):
-    """The key has a null, or the same values in two rows.
-
-    Name columns that identify a row in `input.key`.
-    """
+    """The key has a null, or the same values in two rows: name columns that identify a row."""
 
 
 class ModelError(InvalidError):
-    """The model, its tokenizer or an adapter can't be loaded, or doesn't fit the spec.
-
-    The message names the file or the setting.
-    """
+    """Model, tokenizer or adapter can't be loaded, or doesn't fit; the message names the file."""
 
 
 class PlanError(InvalidError):
@@ -107,17 +98,11 @@ class PlanError(InvalidError):
 
 
 class DamagedFileError(PlanError):
-    """A file in the lake isn't what was written there.
-
-    Plan or run again; look at the storage.
-    """
+    """A file in the lake isn't what was written there: plan or run again; look at the storage."""
 
 
 class EmptyPartitionError(BatchLLMError):
-    """The partition is absent or has no rows, and the spec says `on_empty: fail`.
-
-    Check `--ds` and `input.partition_column`: the message names partitions that are near.
-    """
+    """The partition is absent or empty, and the spec says `on_empty: fail`: check `--ds`."""
 
     exit_code = ExitCode.EMPTY
 
@@ -152,19 +137,13 @@ class IncompleteRunError(BatchLLMError):
 
 
 class ConflictError(BatchLLMError):
-    """Another client has published the partition meanwhile, so our outputs weren't.
-
-    Plan again, if this job's outputs should win.
-    """
+    """Another client has published the partition: plan again, if this job's outputs should win."""
 
     exit_code = ExitCode.CONFLICT
 
 
 class CommitUnknownError(BatchLLMError):
-    """The answer to a commit was lost.
-
-    Commit again: it finds out whether the first one happened.
-    """
+    """The answer to a commit was lost: commit again, which finds out whether it happened."""
 
 
 class FencedError(BatchLLMError):
@@ -172,24 +151,15 @@ class FencedError(BatchLLMError):
 
 
 class StorageError(BatchLLMError):
-    """Reading or writing the lake failed.
-
-    Check network, credentials and disk, then repeat the command.
-    """
+    """Reading or writing the lake failed: check network, credentials and disk, then repeat."""
 
 
 class EngineError(BatchLLMError):
-    """The engine can't start, or died and couldn't be restarted.
-
-    Read the lines above it: often memory, or an argument that vLLM refuses.
-    """
+    """The engine can't start, or died: see the lines above; often memory, or an argument."""
 
 
 class RunaheadError(EngineError):
-    """Replicas can't, or can no longer, hand KV to each other.
-
-    Each computes prefixes by itself; the log says why.
-    """
+    """Replicas can't hand KV to each other: each computes prefixes by itself; the log says why."""
 
 
 class Interrupted(KeyboardInterrupt):
