@@ -137,7 +137,6 @@ def test_each_place_that_loads_a_model_takes_it_from_the_spec() -> None:
         ("engine/vllm/engine.py", "EngineArgs"),
         ("engine/vllm/formats.py", "get_tokenizer"),
         ("engine/vllm/openai_requests.py", "AsyncEngineArgs"),
-        ("engine/vllm/openai_requests.py", "cached_tokenizer_from_config"),
         ("model/tokenizer.py", "from_pretrained"),
         ("simulate/vllm_config.py", "ModelConfig"),
     }

@@ -109,7 +109,7 @@ class ResponseAnswers(AnswerKind):
         usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": 1}
         usage["total_tokens"] = sum(usage.values())
         is_chat = "/chat/" in json.loads(self._spec.request or "")["url"]
-        body = {"object": "chat.completion" if is_chat else "text_completion"}
+        body = {"id": "chatcmpl" if is_chat else "cmpl"}
         return {RESPONSE_FIELD.name: json.dumps({**body, "choices": [choice], "usage": usage})}
 
 

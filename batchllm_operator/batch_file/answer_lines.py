@@ -6,19 +6,20 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final
 
+import numpy as np
 import pyarrow.parquet as pq
 from pyarrow.types import is_struct
 
-from batchllm_operator.batch_file.lines import LINES_FILE, Fault
+from batchllm_operator.batch_file.lines import LINES_FILE, fault, set_name
 from batchllm_operator.prompts import PROMPT_TOO_LONG
 from batchllm_operator.storage import Folder
 
 _ROWS_AT_ONCE: Final = 1 << 12  # of all sets together
-_ID_PREFIXES: Final = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "list": "embd"}
-_FIELDS: Final = ("response", "embedding", "num_prompt_tokens", "error")
+_FIELDS: Final = ("response", "embedding", "num_prompt_tokens", "prompt", "error")
 
 
 class AnswerLines:
@@ -26,8 +27,7 @@ class AnswerLines:
 
     Args:
         folder: has the batch file's lines.
-        answers: for each set, the folder of its answers, and the column that has them as structs;
-            None where each answer is a row. Rows are in the order of the lines.
+        answers: the folder of answers, in the order of the lines; need not exist without sets.
         sets: as of `LineReader`.
         digest: of the batch file. Ids are made of it, so writing again gives the same ones.
     """
@@ -35,7 +35,7 @@ class AnswerLines:
     def __init__(
         self,
         folder: Folder,
-        answers: Sequence[tuple[Folder, str | None]],
+        answers: Folder,
         sets: Sequence[Mapping[str, Any]],
         digest: str,
     ) -> None:
@@ -49,20 +49,15 @@ class AnswerLines:
             faulty = None
             if errors is not None:
                 faulty = stack.enter_context(errors.open("w", encoding="utf-8"))
-            size = max(1, _ROWS_AT_ONCE // (len(self._answers) + 1))
-            folders = {folder.uri: folder for folder, _ in self._answers}
-            rows = {uri: stack.enter_context(_rows(each, size)) for uri, each in folders.items()}
+            size = max(1, _ROWS_AT_ONCE // (len(self._sets) + 1))
+            rows = stack.enter_context(_rows(self._answers, size)) if self._sets else iter(())
             lines = stack.enter_context(self._folder.open_file(LINES_FILE))
             for batch in pq.ParquetFile(lines).iter_batches(batch_size=size):
                 for line in batch.to_pylist():
-                    answers = [self._next(line["set"], rows) for _ in range(line["num_rows"])]
+                    answers = [*islice(rows, line["num_rows"])]
+                    if answers and (name := set_name(line["set"])) in answers[0]:
+                        answers = [row[name] for row in answers]
                     self._write(line, answers, out, faulty)
-
-    def _next(self, number: int, rows: Mapping[str, Iterator[dict[str, Any]]]) -> dict[str, Any]:
-        """The next answer of a set, from its folder."""
-        folder, column = self._answers[number]
-        row = next(rows[folder.uri])
-        return row if column is None else row[column]
 
     def _write(
         self,
@@ -72,26 +67,27 @@ class AnswerLines:
         faulty: IO[str] | None,
     ) -> None:
         digest = hashlib.sha256(f"{self._digest}:{self.num_lines}".encode()).hexdigest()[:32]
-        fault, body = json.loads(line["error"] or "null"), None
+        error, body = json.loads(line["error"] or "null"), None
         wrong = next((row["error"] for row in answers if row["error"] is not None), None)
         if wrong is not None:
             text = ": ".join(filter(None, (wrong["kind"], wrong["message"])))
             param = "input_tokens" if wrong["kind"] == PROMPT_TOO_LONG else None  # as vLLM has it
-            fault = Fault(text, param).body()
-        elif fault is None:
+            error = fault(text, param)
+        elif error is None:
             body = self._body(self._sets[line["set"]], answers)
-            body |= {"id": f"{_ID_PREFIXES[body['object']]}-{digest}", "model": line["model"]}
+            kind, _, _ = body["id"].partition("-")
+            body |= {"id": f"{kind}-{digest}", "model": line["model"]}
         status, place = 200, out
-        if fault is not None:
+        if error is not None:
             self.num_errors += 1
-            status = 400 if isinstance(fault, str) else fault["error"]["code"]
+            status = 400 if isinstance(error, str) else error["error"]["code"]
             if faulty is not None:  # in OpenAI's form
-                body = Fault(fault).body() if isinstance(fault, str) else fault
-                fault, place = None, faulty
+                body = fault(error) if isinstance(error, str) else error
+                error, place = None, faulty
         self.num_lines += 1
         response = {"status_code": status, "request_id": f"vllm-batch-{digest}", "body": body}
         record = {"id": f"vllm-{digest}", "custom_id": line["custom_id"]}
-        record |= {"response": response, "error": fault}
+        record |= {"response": response, "error": error}
         place.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
 
     def _body(
@@ -101,10 +97,10 @@ class AnswerLines:
         if "embedding" in answers[0]:
             from batchllm_operator.engine.vllm.openai_responses import vector_body
 
-            vectors = [row["embedding"] for row in answers]
+            vectors = np.array([row["embedding"] for row in answers], np.float32)
             lengths = [row["num_prompt_tokens"] for row in answers]
-            rest = {name: value for name, value in parameters.items() if name != "spec"}
-            return vector_body(vectors, lengths, **rest)
+            texts = [row.get("prompt", "") for row in answers]
+            return vector_body(vectors, lengths, texts, **parameters)
         body: dict[str, Any]
         body, *others = (json.loads(row["response"]) for row in answers)
         for other in others:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -30,7 +29,7 @@ LINES_SCHEMA: Final = pa.schema(
         pa.field("model", pa.string()),
         pa.field("set", pa.int32()),  # of parameters; null with an error
         pa.field("num_rows", pa.int32(), nullable=False),
-        pa.field("error", pa.string()),  # JSON: a text, or as of `Fault`
+        pa.field("error", pa.string()),  # JSON: a text, or as of `fault`
     ]
 )
 _PROMPTS_SCHEMA: Final = pa.schema(
@@ -43,19 +42,15 @@ _PROMPTS_SCHEMA: Final = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a line has no answer."""
+def fault(message: str, param: str | None = None, status: int = 400) -> dict[str, Any]:
+    """Why a line has no answer, as vLLM's server words it."""
+    kind = "NotFoundError" if status == 404 else "BadRequestError"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
-    message: str
-    param: str | None = None
-    status: int = 400
 
-    def body(self) -> dict[str, Any]:
-        """As vLLM's server words it."""
-        kind = "NotFoundError" if self.status == 404 else "BadRequestError"
-        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
-        return {"error": fields}
+def set_name(number: int) -> str:
+    """The prompt of a set, in a job over texts."""
+    return f"set_{number:03}"
 
 
 class LineReader:
@@ -108,26 +103,29 @@ class LineReader:
         from batchllm_operator.engine.vllm.openai_requests import RefusedRequestError
 
         line: dict[str, Any] = {"custom_id": None, "model": None, "set": None, "num_rows": 0}
+        refusal: str | dict[str, Any]
         try:
             data = _parsed(given)
-            _check_line(data)
-            line["custom_id"] = data["custom_id"]
-            _check_body(data)
-            asked = self._served.asked(data["url"], data["body"])
+            line["custom_id"] = _text(data, "custom_id")
+            _text(data, "method")
+            if not isinstance(data.get("body"), dict):
+                raise ValueError("body: must be an object")
+            asked = self._served.asked(_text(data, "url"), data["body"])
             is_adapter = self._is_adapter(asked.model)
             if asked.model and not is_adapter and asked.model not in self._served.names:
-                fault = Fault(f"The model `{asked.model}` does not exist.", "model", 404)
-                return {**line, "error": json.dumps(fault.body())}, []
-            line["set"] = self._set_of(asked)
+                message = f"The model `{asked.model}` does not exist."
+                param = None if self._served.is_pooled else "model"  # as vLLM has it
+                raise RefusedRequestError(message, param, 404)
+            model = asked.model if is_adapter else self._served.names[0]
+            line |= {"set": self._set_of(asked), "num_rows": len(asked.texts), "model": model}
+            return line, asked.texts
         except RefusedRequestError as error:
-            text = str(error)
-            refusal = text if error.param is False else Fault(text, error.param).body()
-            return {**line, "error": json.dumps(refusal)}, []
+            refusal = str(error)
+            if error.param is not False:
+                refusal = fault(refusal, error.param, error.status)
         except (ValueError, RecursionError, SpecError) as error:
-            return {**line, "error": json.dumps(Fault(str(error)).body())}, []
-        line["num_rows"] = len(asked.texts)
-        line["model"] = asked.model if is_adapter else self._served.names[0]
-        return line, asked.texts
+            refusal = fault(str(error))
+        return {**line, "error": json.dumps(refusal)}, []
 
     def _set_of(self, asked: Asked) -> int:
         key = json.dumps(asked.parameters, sort_keys=True)
@@ -170,15 +168,9 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return data
 
 
-def _check_line(data: Mapping[str, Any]) -> None:
-    if not isinstance(data.get("custom_id"), str):
-        raise ValueError("custom_id: must be a text")
-    data["custom_id"].encode()  # half a surrogate pair is a ValueError
-
-
-def _check_body(data: Mapping[str, Any]) -> None:
-    for name in ("method", "url"):
-        if not isinstance(data.get(name), str):
-            raise ValueError(f"{name}: must be a text")
-    if not isinstance(data.get("body"), dict):
-        raise ValueError("body: must be an object")
+def _text(data: Mapping[str, Any], name: str) -> str:
+    text = data.get(name)
+    if not isinstance(text, str):
+        raise ValueError(f"{name}: must be a text")
+    text.encode()  # half a surrogate pair is a ValueError
+    return text

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.batch_file.answer_lines import AnswerLines
-from batchllm_operator.batch_file.lines import LINES_FILE, PROMPTS_FILE, LineReader
+from batchllm_operator.batch_file.lines import LINES_FILE, PROMPTS_FILE, LineReader, set_name
 from batchllm_operator.commit.commit_run import commit_run
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import EngineSpec, JobSpec, parse_spec
@@ -25,6 +25,7 @@ from batchllm_operator.storage import Folder
 
 _SETS_FILE: Final = "sets.json"
 _TABLE: Final = "prompts"
+_ANSWERS: Final = "answers"
 _DTYPES: Final = {"half": "float16", "float": "float32"}
 _OF_MODEL: Final = ("revision", "trust_remote_code", "reasoning_parser")
 _log = logging.getLogger(__name__)
@@ -35,7 +36,9 @@ class BatchFiles:
     """Local paths or URIs of a batch."""
 
     input: str
+    """May be an address that HTTP reads (GET)."""
     output: str
+    """May be an address that HTTP writes (PUT); so may `errors`."""
     errors: str | None
     """For error lines, which are among the others if it is None."""
     work: str
@@ -70,23 +73,25 @@ def run_batch(
     except ValueError as error:
         raise SpecError(f"vLLM's arguments: {error}") from error
     sections, root = _sections(model, given, engine, adapters), Folder.open(files.work)
-    settings = _Batch(root, sections).job("any", {"prompt": {"template": "{prompt}"}}).identity
-    digest = _digest(files.input, settings, given.get("served_model_name"))
-    work = root.child(digest[:16])
-    batch = _Batch(work, sections)
-    places = [_place(uri) for uri in (files.output, files.errors) if uri is not None]
-    if not work.exists(_SETS_FILE):
-        served = ServedModel({"model": model, **given})
-        with _opened(files.input) as file:
-            batch.read(file, LineReader(served, adapters, lambda each: batch.jobs([each])))
+    targets = [(uri, *_place(uri)) for uri in (files.output, files.errors) if uri is not None]
+    with _source(files.input) as (folder, name):
+        settings = _Batch(root, sections).job([{"template": "{prompt}"}]).identity
+        parts = (folder.sha256(name), settings, given.get("served_model_name"))
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        work = root.child(digest[:16])
+        batch = _Batch(work, sections)
+        if not work.exists(_SETS_FILE):
+            served = ServedModel({"model": model, **given})
+            with folder.open_file(name) as file:
+                batch.read(file, LineReader(served, adapters, lambda each: batch.job([each])))
     state = json.loads(work.read_bytes(_SETS_FILE))
     answers = batch.answer(state["sets"], state["ds"])
     lines = AnswerLines(work, answers, state["sets"], digest)
     with tempfile.TemporaryDirectory(prefix="batchllm-batch-") as scratch:
-        paths = [Path(scratch, str(number)) for number in range(len(places))]
+        paths = [Path(scratch, str(number)) for number in range(len(targets))]
         lines.write(*paths)
-        for path, (folder, name) in zip(paths, places, strict=True):
-            folder.publish_file(path, name)
+        for path, target in zip(paths, targets, strict=True):
+            _publish(path, *target)
     return {
         "num_lines": lines.num_lines,
         "num_errors": lines.num_errors,
@@ -118,35 +123,29 @@ class _Batch:
     def __init__(self, folder: Folder, sections: Mapping[str, Any]) -> None:
         self._folder, self._sections = folder, sections
 
-    def job(self, name: str, fields: Mapping[str, Any], *conditions: object) -> JobSpec:
-        """A job over the prompts; a SpecError says why there can't be one."""
-        table, output = (self._folder.child(each).uri for each in (_TABLE, name))
-        base: dict[str, Any] = {
+    def job(self, sets: Sequence[Mapping[str, Any]]) -> JobSpec:
+        """One job over the prompts of all sets; a SpecError says why there can't be one."""
+        table, output = (self._folder.child(name).uri for name in (_TABLE, _ANSWERS))
+        job: dict[str, Any] = {
             "spec_version": 1,
-            "name": name,
-            "input": {"uri": table, "key": "row", "filter": conditions},
+            "name": _ANSWERS,
+            "input": {"uri": table, "key": "row"},
             "output": {"uri": output, "staging_uri": self._folder.uri},
             "max_failed_fraction": 1.0,
             "planner": {"memory_budget_bytes": 4 << 30},  # vLLM's modules are in memory, too
         }
-        return parse_spec({**base, **self._sections, **fields}, source="the request")
-
-    def jobs(self, sets: Sequence[Mapping[str, Any]]) -> list[tuple[JobSpec, str | None]]:
-        """For each set its job, and the column of its answers: one job for all sets of texts, one
-        for each of vectors, without such a column.
-        """
-        asked: dict[str, Any] = {}
-        jobs: list[tuple[JobSpec, str | None]] = []
-        for number, parameters in enumerate(sets):
-            spec, term = parameters["spec"], {"column": "set", "value": number}
-            if "task" in spec:
-                jobs.append((self.job(f"vectors-{number}", spec, term), None))
-            else:
-                asked[f"set_{number:03}"] = {**spec, "when": [term]}
-        if asked:
-            job = self.job("texts", {"prompts": asked})
-            jobs += [(job, name) for name in asked]
-        return jobs
+        if "url" in sets[0]:  # they differ in what is made of vectors
+            embedding = {"normalize": False}
+            fields = {"task": "embed", "embedding": embedding, "prompt": {"template": "{prompt}"}}
+            job["output"]["carry"] = ["prompt"] if any("top_n" in each for each in sets) else []
+        else:
+            fields = {
+                "prompts": {
+                    set_name(number): {**question, "when": [{"column": "set", "value": number}]}
+                    for number, question in enumerate(sets)
+                }
+            }
+        return parse_spec({**job, **self._sections, **fields}, source="the request")
 
     def read(self, file: IO[bytes], reader: LineReader) -> None:
         """Read the batch file; the file of sets comes last."""
@@ -160,21 +159,23 @@ class _Batch:
         self._folder.write_bytes(_SETS_FILE, json.dumps(state).encode())
         _log.info("the batch file has %s of parameters", counted(len(reader.sets), "set"))
 
-    def answer(self, sets: Sequence[Mapping[str, Any]], ds: str) -> list[tuple[Folder, str | None]]:
-        """Plan, run and commit the jobs that aren't yet; for each set where its answers are."""
-        jobs = self.jobs(sets)
-        names = {spec.name: spec for spec, _ in jobs}
-        left = [spec for name, spec in names.items() if not self._folder.exists(f"{name}.done")]
-        plans = [plan_job(spec, ds) for spec in left]  # before an engine takes memory
-        for plan in plans:
+    def answer(self, sets: Sequence[Mapping[str, Any]], ds: str) -> Folder:
+        """Plan, run and commit, unless that is done; where the answers are."""
+        answers = self._folder.child(_ANSWERS, f"ds={ds}")
+        if sets and not answers.exists("data.parquet"):
+            plan = plan_job(self.job(sets), ds)
             run_worker(plan, owner="run-batch")
             commit_run(plan)
-            self._folder.write_bytes(f"{plan.manifest.spec.name}.done", b"")
-        return [(self._folder.child(spec.name, f"ds={ds}"), column) for spec, column in jobs]
+        return answers
 
 
-def _place(uri: str) -> tuple[Folder, str]:
-    """The folder of a file, and its name there; a SpecError refuses what can't be replaced."""
+def _place(uri: str) -> tuple[Folder | None, str]:
+    """The folder of a file, and its name there; of what HTTP has no folder, and the whole address.
+
+    Raises `SpecError`: the file can't be replaced.
+    """
+    if uri.startswith(("http://", "https://")):
+        return None, uri
     if "://" not in uri:
         path = Path(uri).resolve()
         if path.exists() and not path.is_file():
@@ -185,18 +186,39 @@ def _place(uri: str) -> tuple[Folder, str]:
 
 
 @contextmanager
-def _opened(uri: str) -> Iterator[IO[bytes]]:
+def _source(uri: str) -> Iterator[tuple[Folder, str]]:
+    """The folder of a file that is read, and its name there; what HTTP has is fetched first."""
     folder, name = _place(uri)
+    with tempfile.TemporaryDirectory(prefix="batchllm-batch-") as scratch:
+        try:
+            if folder is None:
+                with _http(uri) as fs:
+                    fs.get_file(uri, f"{scratch}/{_TABLE}")
+                folder, name = Folder.open(scratch), _TABLE
+            yield folder, name
+        except FileNotFoundError as error:
+            raise SpecError(f"{uri}: there is no such file") from error
+
+
+def _publish(path: Path, uri: str, folder: Folder | None, name: str) -> None:
+    if folder is not None:
+        folder.publish_file(path, name)
+        return
+    headers = {"Content-Length": str(path.stat().st_size)}  # stores refuse bodies without it
+    with _http(uri) as fs:
+        fs.put_file(str(path), uri, method="put", headers=headers)
+
+
+@contextmanager
+def _http(uri: str) -> Iterator[Any]:
+    """fsspec's file system for HTTP; a StorageError says what a server answered."""
+    import aiohttp
+    from fsspec.implementations.http import HTTPFileSystem
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=60)
     try:
-        with folder.open_file(name) as file:
-            yield file
-    except FileNotFoundError as error:
-        raise SpecError(f"{uri}: there is no such file") from error
-
-
-def _digest(uri: str, *more: object) -> str:
-    """SHA-256 (hex) of a file's content, and of settings that its lines are read with."""
-    with _opened(uri) as file:
-        digest = hashlib.file_digest(cast("Any", file), "sha256")
-    digest.update(json.dumps(more, sort_keys=True).encode())
-    return digest.hexdigest()
+        yield HTTPFileSystem(client_kwargs={"timeout": timeout})
+    except FileNotFoundError:
+        raise
+    except (OSError, aiohttp.ClientError) as error:
+        raise StorageError(f"{uri}: {error}") from error

@@ -12,7 +12,10 @@ from batchllm_operator.commands.arguments import UsageError
 
 def add_run_batch_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "-i", "--input-file", required=True, metavar="FILE", help="JSON lines: a path or s3://..."
+        *("-i", "--input-file"),
+        required=True,
+        metavar="FILE",
+        help="JSON lines: a path, s3://... or https://...; so may the output be",
     )
     command.add_argument(
         "-o", "--output-file", required=True, metavar="FILE", help="the answers, a line for each"
@@ -54,6 +57,8 @@ def run_batch(args: argparse.Namespace) -> Mapping[str, Any]:
     from batchllm_operator.batch_file.run_batch import BatchFiles
     from batchllm_operator.batch_file.run_batch import run_batch as answer
 
+    if args.work is None and args.output_file.startswith(("http://", "https://")):
+        raise UsageError("--work: needed where the output is an address on the web")
     work = args.work or f"{args.output_file}.work"
     if "://" not in work:
         work = str(Path(work).absolute())

@@ -14,8 +14,10 @@ from demo_model import build_demo_model
 from support.batch_lines import COMPLETIONS, EMBEDDINGS, chat, line, read_lines, write_lines
 from support.demo_job import OFFLINE, wait_until
 from support.fork_server import ForkServer
+from support.kubernetes.http_server import HttpServer, Request
 
 from batchllm_operator.batch_file.run_batch import BatchFiles, run_batch
+from batchllm_operator.cli import main
 from batchllm_operator.errors import SpecError
 
 FAKE = {"backend": "fake"}
@@ -36,9 +38,13 @@ def answer(folder: Path, model: Path, *arguments: str, **changes: Any) -> dict[s
     return run_batch(files, str(model), arguments, {**FAKE, **engine}, {})
 
 
-def test_a_bad_line_costs_only_itself(tmp_path: Path, model: Path) -> None:
+def test_a_bad_line_costs_only_itself(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.batch_file.lines._MAX_LINE_BYTES", 21 << 20)
     bad: dict[str, tuple[object, str]] = {
         "broken": (b'{"custom_id": "broken", "method"', "the line isn't JSON"),
+        "longer": (b"[" * (23 << 20), "the line is longer than 22,020,096 bytes"),
         "latin": (b'{"custom_id": "caf\xe9"}', "the line isn't JSON"),
         "list": ([1], "isn't an object"),
         "nameless": ({**chat("x", "x"), "custom_id": 7}, "custom_id: must be a text"),
@@ -55,6 +61,7 @@ def test_a_bad_line_costs_only_itself(tmp_path: Path, model: Path) -> None:
         "tools": (chat("tools", "x", tools=[TOOL], tool_choice="required"), "tool_choice: "),
         "image": (chat("image", [{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
         "ids": (line("ids", COMPLETIONS, prompt=[1, 2]), "token ids aren't taken"),
+        "long": (chat("long", "x" * (20 << 20)), "prompt_too_long"),
     }
     good = [chat("first", "x"), b"", chat("twin", "y"), chat("twin", "z")]
     write_lines(tmp_path / "in", [*good, *(given for given, _ in bad.values()), chat("last", "x")])
@@ -69,7 +76,8 @@ def test_a_bad_line_costs_only_itself(tmp_path: Path, model: Path) -> None:
         fault = error if isinstance(error, str) else error["error"]["message"]
         assert bad[name][1] in fault, name
         assert each["response"]["status_code"] == (404 if name == "model" else 400), name
-        known = None if name in ("broken", "latin", "list", "nameless", "half") else name
+        unknown = ("broken", "longer", "latin", "list", "nameless", "half")
+        known = None if name in unknown else name
         assert each["custom_id"] == known
     texts = [each["response"]["body"]["choices"][0]["message"]["content"] for each in lines[:3]]
     assert len(set(texts)) == 3
@@ -94,7 +102,7 @@ def test_sets_of_parameters_are_prompts_of_one_job(tmp_path: Path, model: Path) 
     lines += [chat("named", "x", user="someone"), chat("biased", "x", logit_bias={"5": 1.0})]
     write_lines(tmp_path / "in", lines)
     assert answer(tmp_path, model)["num_sets"] == 6
-    assert [each.name for each in tmp_path.glob("work/*/_batchllm/*")] == ["texts"]
+    assert [each.name for each in tmp_path.glob("work/*/_batchllm/*")] == ["answers"]
     *_, prompts, named, biased = read_lines(tmp_path / "out")
     body = prompts["response"]["body"]
     first, second, third = body["choices"]
@@ -152,7 +160,7 @@ def test_a_stopped_call_goes_on(
     arguments += ["--model", str(model), "--max-model-len", "512", "--engine", slow]
     environment = {**os.environ, **OFFLINE}
     stopped = engines.start("batchllm_operator", arguments, env=environment)
-    attempt = "out.work/*/_batchllm/texts/*/plan-*/runs/shard-00000/attempt-0000"
+    attempt = "out.work/*/_batchllm/answers/*/plan-*/runs/shard-00000/attempt-0000"
     wait_until(lambda: list(tmp_path.glob(f"{attempt}1/progress.json")), "the run has begun")
     (read,) = tmp_path.glob("out.work/*/sets.json")
     before = read.stat().st_mtime_ns
@@ -182,6 +190,38 @@ def test_arguments_that_cant_be_honoured_are_refused_by_name(
     files = BatchFiles(str(tmp_path / "in"), str(tmp_path / "out"), None, str(tmp_path / "work"))
     with pytest.raises(SpecError, match=reason):
         run_batch(files, str(model), arguments, {}, {})
+
+
+def test_files_may_be_on_the_web(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\n".join(json.dumps(chat(f"{idx}", f"q{idx}")) for idx in range(3)).encode()
+    stored = {"/in": text}
+
+    def serve(request: Request) -> None:
+        if request.command == "PUT" and request.path != "/locked":
+            stored[request.path] = request.body
+        code = 403 if request.path == "/locked" else 200 if request.path in stored else 404
+        request.send_bytes(code, stored.get(request.path, b""))
+
+    server = HttpServer(serve)
+    try:
+        for source, target, reason in (
+            ("in", "out", None),
+            ("none", "out", "none: there is no such file"),
+            ("locked", "out", "locked: 403"),
+            ("in", "locked", "locked: 403"),
+        ):
+            command = ["run-batch", "-i", f"{server.url}/{source}", "-o", f"{server.url}/{target}"]
+            command += ["--model", str(model), "--engine", json.dumps(FAKE)]
+            assert main(command) != 0
+            assert "--work: needed" in capsys.readouterr().err
+            assert (main([*command, "--work", str(tmp_path)]) == 0) == (reason is None)
+            assert reason is None or reason in capsys.readouterr().err
+    finally:
+        server.close()
+    custom_ids = [json.loads(each)["custom_id"] for each in stored["/out"].splitlines()]
+    assert custom_ids == ["0", "1", "2"]
 
 
 def test_files_that_cant_be_replaced_are_refused(tmp_path: Path, model: Path) -> None:

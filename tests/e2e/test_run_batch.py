@@ -1,14 +1,17 @@
 """`batchllm run-batch` beside `vllm run-batch`: the same bodies for the same files."""
 
-import json
+import base64
 import os
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from support.batch_lines import (
     CHAT,
     EMBEDDINGS,
+    RERANK,
+    SCORES,
     chat,
     comparable,
     line,
@@ -18,8 +21,7 @@ from support.batch_lines import (
 )
 from support.demo_job import OFFLINE, Demo
 
-SIZES = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", "256M"]
-SIZES += ["--enforce-eager"]
+SIZES = ["--dtype", "float32", "--kv-cache-memory-bytes", "256M", "--enforce-eager"]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ada", "Bob"]}, "old": {"type": "boolean"}},
@@ -28,12 +30,23 @@ SCHEMA = {
 }
 
 
-def ours(demo: Demo, path: Path, model: Path, *arguments: str) -> list[dict[str, Any]]:
-    output = path.with_suffix(".ours")
-    command = ["run-batch", "-i", str(path), "-o", str(output), "--model", str(model), *arguments]
+def answered(
+    demo: Demo, folder: Path, model: Path, asked: list[dict[str, Any]], *arguments: str
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of each line its custom_id, what `vllm run-batch` answers, and what we do with one engine."""
+    path, output = write_lines(folder / "in", asked), folder / "out"
+    command = ["run-batch", "-i", str(path), "-o", str(output), "--model", str(model)]
+    command += [*SIZES, *arguments]
     ended = demo.engines.run("batchllm_operator", command, env={**os.environ, **OFFLINE})
     assert ended.returncode == 0, ended.stderr
-    return read_lines(output)
+    assert ended.stderr.count("starting vLLM") == 1
+    expected, found = stock_lines(path, model, *SIZES, *arguments), read_lines(output)
+    assert len(found) == len(expected) == len(asked)
+    for request, theirs, each in zip(asked, comparable(expected), comparable(found), strict=True):
+        if isinstance(theirs["error"], str):  # ours names our endpoints
+            assert each["error"]
+            theirs["error"] = each["error"]
+        yield request["custom_id"], theirs, each
 
 
 def test_chats_have_the_bodies_of_vllms_own_command(real: Demo, tmp_path: Path) -> None:
@@ -64,27 +77,60 @@ def test_chats_have_the_bodies_of_vllms_own_command(real: Demo, tmp_path: Path) 
         line("twin", CHAT, messages=turns, max_tokens=5, temperature=0),
         line("twin", CHAT, messages=turns, max_tokens=6, temperature=0),
     ]
-    path = write_lines(tmp_path / "in", asked)
-    expected, found = stock_lines(path, model, *SIZES), ours(real, path, model, *SIZES)
-    assert len(found) == len(expected) == len(asked)
-    for request, theirs, each in zip(asked, comparable(expected), comparable(found), strict=True):
-        if isinstance(theirs["error"], str):  # ours names our endpoints
-            theirs["error"] = each["error"] = each["error"][:3]
-        assert each == theirs, request["custom_id"]
+    for name, theirs, each in answered(real, tmp_path, model, asked, "--max-model-len", "512"):
+        assert each == theirs, name
 
 
-def test_sets_share_one_engine(real: Demo, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "in", [chat(f"{i}", "Hi.", max_tokens=1 + i) for i in range(3)])
-    command = ["run-batch", "-i", str(path), "-o", str(tmp_path / "out"), *SIZES]
-    command += ["--model", str(real.model)]
-    ended = real.engines.run("batchllm_operator", command, env={**os.environ, **OFFLINE})
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("starting vLLM") == 1
-    numbers = [
-        each["response"]["body"]["usage"]["completion_tokens"]
-        for each in read_lines(tmp_path / "out")
+def vector_lines(model: Path) -> list[dict[str, Any]]:
+    texts = ["A man eats pasta.", "Someone is having a meal.", "The sky is blue.", "x " * 200]
+    pairs = {"text_1": texts[:2], "text_2": texts[2:]}
+    ranked = {"query": texts[0], "documents": texts[1:]}
+    return [
+        line("text", EMBEDDINGS, input=texts[0], model=str(model)),
+        line("texts", EMBEDDINGS, input=texts),
+        line("base64", EMBEDDINGS, input=texts[:2], encoding_format="base64"),
+        line("raw", EMBEDDINGS, input=texts[:2], use_activation=False),
+        line("one query", SCORES, queries=texts[0], documents=texts[1:]),
+        line("pairs", f"/v1{SCORES}", **pairs),
+        line("raw pairs", SCORES, use_activation=False, **pairs),
+        line("items", SCORES, queries=texts[:1], items=texts[1]),
+        line("rank", f"/v2{RERANK}", **ranked),
+        line("best", RERANK, top_n=2, **ranked),
+        line("dimensions", EMBEDDINGS, input=texts[0], dimensions=100),
+        line("long", EMBEDDINGS, input=["fine", "word " * 600]),
+        line("long document", SCORES, queries="fine", documents=["word " * 600]),
+        line("format", EMBEDDINGS, input="x", encoding_format="bytes"),
+        line("nothing", EMBEDDINGS, input=[]),
+        line("uneven", SCORES, queries=texts[:2], documents=texts[:3]),
+        line("no documents", SCORES, queries=texts[:2], documents=[]),
+        line("model", EMBEDDINGS, input="x", model="another"),
+        chat("chat", "x"),
+        line("text", EMBEDDINGS, input="a repeated custom_id"),
     ]
-    assert numbers == [1, 2, 3]
-    (state,) = tmp_path.glob("out.work/*/sets.json")
-    assert len(json.loads(state.read_text())["sets"]) == 3
-    shutil.rmtree(tmp_path / "out.work")
+
+
+def numbers(body: Any) -> tuple[Any, list[float]]:
+    """A body without its numbers, and these."""
+    found: list[float] = []
+    for item in (body or {}).get("data", []) + (body or {}).get("results", []):
+        for name in {"embedding", "score", "relevance_score"} & item.keys():
+            given = item.pop(name)
+            item[name] = type(given).__name__
+            if isinstance(given, str):
+                given = np.frombuffer(base64.b64decode(given), np.float32).tolist()
+            found += given if isinstance(given, list) else [given]
+    return body, found
+
+
+def test_vectors_scores_and_ranks_are_those_of_vllms_own_command(
+    real: Demo, minilm: Path, tmp_path: Path
+) -> None:
+    num_numbers = num_errors = 0
+    for name, theirs, each in answered(real, tmp_path, minilm, vector_lines(minilm)):
+        there, here = (numbers(one["response"]["body"]) for one in (theirs, each))
+        np.testing.assert_allclose(here[1], there[1], rtol=0, atol=1e-5, err_msg=name)
+        assert each == theirs, name
+        num_numbers += len(here[1])
+        num_errors += each["error"] is not None
+    assert num_numbers == 384 * 10 + 3 + 2 + 2 + 1 + 3 + 2
+    assert num_errors == 9

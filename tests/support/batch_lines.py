@@ -15,6 +15,7 @@ from support.demo_job import OFFLINE
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+SCORES, RERANK = "/score", "/rerank"
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 
@@ -58,9 +59,11 @@ def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines without what differs from call to call, and without the messages of errors."""
     for each in lines:
         del each["id"], each["response"]["request_id"]
-        body = each["response"]["body"]
-        for name in ("id", "created", "system_fingerprint"):
-            (body or {}).pop(name, None)
+        body = each["response"]["body"] or {}
+        if "id" in body:
+            body["id"] = body["id"].partition("-")[0]
+        for name in ("created", "system_fingerprint"):
+            body.pop(name, None)
         if isinstance(each["error"], dict):
             each["error"]["error"].pop("message")
     return list(lines)

@@ -21,7 +21,8 @@ CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 EMBEDDINGS: Final = "/v1/embeddings"
 SCORES: Final = "/score"
-"""With anything before it, as vLLM takes it."""
+RERANK: Final = "/rerank"
+"""Both with anything before it, as vLLM takes them."""
 PROMPT: Final = "prompt"
 """The column of a request's texts."""
 KINDS: Final[dict[str, Any]] = {
@@ -47,15 +48,13 @@ _OF_PROMPTS: Final = frozenset(
     {"chat_template_kwargs", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls"}
 )
 _WITHOUT_EFFECT: Final = frozenset({"model", "user", "request_id", "session_id", "cache_salt"})
-_OF_VECTORS: Final = frozenset({"encoding_format", "dimensions", "use_activation"})
-_OF_SCORES: Final = frozenset(
-    {"text_1", "text_2", "queries", "documents", "items", "data_1", "data_2", "use_activation"}
-)
 _KNOWN: Final = {
     CHAT: _PARAMETERS | _OF_PROMPTS | {"messages"},
     COMPLETIONS: _PARAMETERS | {"prompt"},
-    EMBEDDINGS: _OF_VECTORS | {"input"},
-    SCORES: _OF_SCORES,
+    EMBEDDINGS: {"input", "encoding_format", "dimensions", "use_activation"},
+    SCORES: {"queries", "documents", "items", "use_activation"}
+    | {f"{name}_{number}" for name in ("text", "data") for number in (1, 2)},
+    RERANK: {"query", "documents", "top_n", "use_activation"},
 }
 _ALWAYS: Final = ("add_generation_prompt", "continue_final_message")
 
@@ -66,9 +65,11 @@ class RefusedRequestError(Exception):
     `param` is False where `vllm run-batch` itself refuses a line, with a text for its error.
     """
 
-    def __init__(self, message: str, param: str | Literal[False] | None = None) -> None:
+    def __init__(
+        self, message: str, param: str | Literal[False] | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.status = param, status
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class Asked:
     """What a request asks."""
 
     parameters: dict[str, Any]
-    """`spec`: one of its `prompts`, which takes its text from the column `PROMPT`; of vectors
-    sections of a job of their own, and beside `spec` the rest of the arguments of `vector_body`."""
+    """One of a job's `prompts`, which takes its text from the column `PROMPT`; of vectors, what
+    `vector_body` makes of them, with the `url`."""
     texts: list[str]
     """A prompt each, or a chat's messages as JSON; of scores the queries before the documents."""
     model: str | None
@@ -113,7 +114,7 @@ class ServedModel:
         except (ValueError, TypeError, OSError) as error:
             raise SpecError(f"vLLM refuses the arguments: {one_line(error)}") from error
         self.names: list[str] = arguments.get("served_model_name") or [arguments["model"]]
-        self._is_pooled = self._config.runner_type == "pooling"
+        self.is_pooled: bool = self._config.runner_type == "pooling"
 
     def asked(self, url: str, body: Mapping[str, Any]) -> Asked:
         """What a request asks; a RefusedRequestError says why it can't be answered."""
@@ -121,24 +122,24 @@ class ServedModel:
             return self._asked(url, body)
 
     def _asked(self, url: str, body: Mapping[str, Any]) -> Asked:
-        url = SCORES if url.endswith(SCORES) else url
-        if url not in (*KINDS, SCORES):
-            known = ", ".join((*KINDS, SCORES))
+        kind = next((each for each in (SCORES, RERANK) if url.endswith(each)), url)
+        if kind not in _KNOWN:
+            known = ", ".join(_KNOWN)
             raise RefusedRequestError(f"URL {url} was used. Supported endpoints: {known}", False)
-        is_vector = url in (EMBEDDINGS, SCORES)
-        if self._is_pooled != is_vector:
+        if self.is_pooled != (kind in (EMBEDDINGS, SCORES, RERANK)):
             raise RefusedRequestError(f"Model does not support endpoint: {url}", False)
         try:
-            if url == SCORES:
-                return self._scores(body)
-            request = KINDS[url].model_validate(body)
+            if kind in (SCORES, RERANK):
+                return self._scores(kind, body)
+            request = KINDS[kind].model_validate(body)
             request.build_tok_params(self._config)
-            _check_fields(request, url)
-            read = _vector(request) if is_vector else self._text(request, url, body)
-            if url == CHAT:
+            _check_fields(request, kind)
+            if kind == EMBEDDINGS:
+                return self._embeddings(request)
+            read = self._text(request, kind, body)
+            if kind == CHAT:
                 return Asked(read, [json.dumps(body["messages"])], request.model)
-            where = "input" if is_vector else "prompt"
-            return Asked(read, _texts(getattr(request, where), where), request.model)
+            return Asked(read, _texts(request.prompt, "prompt"), request.model)
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             where = ".".join(map(str, fault["loc"]))
@@ -146,23 +147,32 @@ class ServedModel:
         except (ValueError, VLLMValidationError) as error:
             raise RefusedRequestError(str(error), getattr(error, "parameter", None)) from error
 
-    def _scores(self, body: Mapping[str, Any]) -> Asked:
-        """The similarities of queries and documents, each of which is embedded."""
-        from vllm.entrypoints.pooling.scoring.protocol import ScoreRequest
-        from vllm.tokenizers import cached_tokenizer_from_config
+    def _embeddings(self, request: Any) -> Asked:
+        params = request.to_pooling_params()
+        params.verify(self._config)
+        how = {"normalize": params.use_activation, "dimensions": params.dimensions}
+        how |= {"url": EMBEDDINGS, "encoding_format": request.encoding_format}
+        return Asked(how, _texts(request.input, "input"), request.model)
 
-        config = self._config
-        if config.score_type != "bi-encoder":
-            raise ValueError(f"scores of a {config.score_type} model aren't computed here")
-        request: Any = TypeAdapter(ScoreRequest).validate_python(body)
-        _check_fields(request, SCORES)
-        queries, documents = _texts(request.data_1, "queries"), _texts(request.data_2, "documents")
+    def _scores(self, url: str, body: Mapping[str, Any]) -> Asked:
+        """The similarities of queries and documents, each of which is embedded."""
+        from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
+
+        how: dict[str, Any] = {"url": url}
+        if (score_type := self._config.score_type) != "bi-encoder":
+            raise ValueError(f"scores of a {score_type} model aren't computed here")
+        kind: Any = RerankRequest if url == RERANK else ScoreRequest
+        request: Any = TypeAdapter(kind).validate_python(body)
+        _check_fields(request, url)
+        if url == RERANK:
+            given, how["top_n"] = (request.query, request.documents), request.top_n
+        else:
+            given = (request.data_1, request.data_2)
+        queries, documents = map(_texts, given, ("queries", "documents"))
         if len(queries) not in (1, len(documents)):
             raise ValueError("there must be one query, or as many as documents")
-        # What vLLM counts between a query and a document.
-        num_padding = int(cached_tokenizer_from_config(config).pad_token_id is not None)
-        rest = {"has_one_query": len(queries) == 1, "num_padding": num_padding}
-        return Asked({**_vector(request), **rest}, [*queries, *documents], request.model)
+        how["has_one_query"] = len(queries) == 1
+        return Asked(how, [*queries, *documents], request.model)
 
     def _text(self, request: Any, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         wanted = request.max_tokens
@@ -174,7 +184,7 @@ class ServedModel:
         if url == CHAT:
             spec = _chat(request)
         spec["sampling"] = {name: getattr(params, name) for name in _SAMPLED}
-        return {"spec": {**spec, "request": json.dumps({"url": url, **given})}}
+        return {**spec, "request": json.dumps({"url": url, **given})}
 
     def _max_tokens(self, wanted: int | None) -> int:
         """See `get_max_tokens` in vLLM; the engine ends an output where the model's length does."""
@@ -184,13 +194,6 @@ class ServedModel:
             limit = config.override_generation_config.get("max_new_tokens")
         numbers = (config.max_model_len, suggested if wanted is None else wanted, limit)
         return min(number for number in numbers if number is not None)
-
-
-def _vector(request: Any) -> dict[str, Any]:
-    normalize, size = request.use_activation is not False, getattr(request, "dimensions", None)
-    embedding = {"normalize": normalize, "dimensions": size}
-    spec = {"task": "embed", "embedding": embedding, "prompt": {"template": f"{{{PROMPT}}}"}}
-    return {"spec": spec, "encoding_format": getattr(request, "encoding_format", None)}
 
 
 def _check_fields(request: Any, url: str) -> None:
@@ -221,9 +224,7 @@ def _chat(request: Any) -> dict[str, Any]:
 def _texts(given: Any, where: str) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise RefusedRequestError(
-            f"{where}: must be a text or a list of texts; token ids aren't taken", where
-        )
+        raise ValueError(f"{where}: must be a text or a list of texts; token ids aren't taken")
     for text in texts:
         text.encode()  # half a surrogate pair is a ValueError
     return list(texts)

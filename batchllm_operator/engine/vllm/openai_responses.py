@@ -2,12 +2,11 @@
 
 import base64
 import json
-import struct
 from collections.abc import Iterable, Sequence
-from math import fsum, hypot
-from operator import mul
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
@@ -18,10 +17,12 @@ from vllm.entrypoints.openai.completion.protocol import CompletionResponse, Comp
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingResponse
 
 from batchllm_operator.engine.protocol import EngineRequest
-from batchllm_operator.engine.vllm.openai_requests import CHAT, KINDS
+from batchllm_operator.engine.vllm.openai_requests import CHAT, EMBEDDINGS, KINDS
 from batchllm_operator.spec import JobSpec
 
 _LEAST: Final = -9999.0  # where JSON has no infinity
+_LEAST_SIZE: Final = 1e-12
+Vectors = NDArray[np.float32]
 
 
 class Responses:
@@ -109,45 +110,77 @@ def _token(known: Any) -> dict[str, Any]:
 
 
 def vector_body(
-    vectors: Sequence[Sequence[float]],
-    lengths: Sequence[int],
-    encoding_format: str | None,
-    num_padding: int = 0,
-    has_one_query: bool | None = None,
+    vectors: Vectors, lengths: Sequence[int], texts: Sequence[str], url: str, **how: Any
 ) -> dict[str, Any]:
-    """The body of an answer of vectors, or of their scores, without a model.
+    """The body of an answer that is made of vectors, without a model.
 
     Args:
-        lengths: tokens of each vector's text.
-        has_one_query: for scores, whether the first vector is the query of all others, or the first
-            half are queries of the second. `num_padding` tokens are counted for each pair.
+        vectors: [num_texts, size] as pooled: neither cut nor of length 1.
+        lengths: tokens of each text.
+        texts: only to rank them.
+        how: the rest of `Asked.parameters`.
     """
-    if has_one_query is not None:
-        return _score_body([*zip(vectors, lengths, strict=True)], num_padding, has_one_query)
-    num_tokens = sum(lengths)
+    usage = {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
+    if url == EMBEDDINGS:
+        return _embedding_body(vectors, usage, **how)
+    return _score_body(vectors, texts, usage, **how)
+
+
+def _embedding_body(
+    vectors: Vectors,
+    usage: Any,
+    normalize: bool,
+    dimensions: int | None,
+    encoding_format: str,
+) -> dict[str, Any]:
+    vectors = vectors[:, :dimensions]
+    if normalize:
+        vectors = vectors / np.maximum(_sizes(vectors), _LEAST_SIZE)[:, None]
     data: Any = [
-        {"index": idx, "embedding": _packed(vector) if encoding_format == "base64" else vector}
+        {
+            "index": idx,
+            "embedding": base64.b64encode(vector.tobytes()).decode()
+            if encoding_format == "base64"
+            else vector.tolist(),
+        }
         for idx, vector in enumerate(vectors)
     ]
-    usage: Any = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return EmbeddingResponse(data=data, usage=usage).model_dump(mode="json")
 
 
 def _score_body(
-    texts: list[tuple[Sequence[float], int]], num_padding: int, has_one_query: bool
+    vectors: Vectors,
+    texts: Sequence[str],
+    usage: Any,
+    has_one_query: bool,
+    top_n: int | None = None,
 ) -> dict[str, Any]:
-    from vllm.entrypoints.pooling.scoring.protocol import ScoreResponse
+    """Cosines.
 
-    num_queries = 1 if has_one_query else len(texts) // 2
-    documents = texts[num_queries:]
-    queries = texts[:num_queries] * (len(documents) if has_one_query else 1)
-    pairs = [*zip(queries, documents, strict=True)]
-    scores = [fsum(map(mul, a, b)) / (hypot(*a) * hypot(*b)) for (a, _), (b, _) in pairs]
-    num_tokens = sum(num + num_padding + other for (_, num), (_, other) in pairs)
-    data: Any = [{"index": idx, "score": score} for idx, score in enumerate(scores)]
-    usage: Any = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return ScoreResponse(model="", data=data, usage=usage).model_dump(mode="json")
+    Args:
+        has_one_query: whether the first vector is the query of all others, or the first half are
+            queries of the second.
+        top_n: rank the documents, and keep so many; 0 for all.
+    """
+    from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreResponse
+
+    num_queries = 1 if has_one_query else len(vectors) // 2
+    queries, documents = np.split(vectors, [num_queries])
+    sizes = _sizes(queries) * _sizes(documents)
+    scores = ((queries * documents).sum(1) / np.maximum(sizes, _LEAST_SIZE)).tolist()
+    if top_n is None:
+        data: Any = [{"index": idx, "score": score} for idx, score in enumerate(scores)]
+        scored = ScoreResponse(id="score", model="", data=data, usage=usage)
+        return scored.model_dump(mode="json")
+    results: Any = [
+        {"index": idx, "document": {"text": texts[num_queries + idx]}, "relevance_score": score}
+        for idx, score in enumerate(scores)
+    ]
+    results = sorted(results, key=lambda result: -result["relevance_score"])[: top_n or None]
+    ranked = RerankResponse(id="score", model="", results=results, usage=usage)
+    return ranked.model_dump(mode="json")
 
 
-def _packed(vector: Sequence[float]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+def _sizes(vectors: Vectors) -> Vectors:
+    sizes: Vectors = np.linalg.norm(vectors, axis=1)
+    return sizes
