@@ -19,7 +19,11 @@ Row = tuple[str, ...]
 
 
 def saved(rows: Sequence[Row], orders: Sequence[Sequence[int]]) -> int:
-    num_bytes: int = bench.saved(rows, orders, [0] * 16)
+    columns = [np.unique(column, return_inverse=True)[1] for column in zip(*rows, strict=True)]
+    shape = (len(rows), len(rows[0]) if rows else 2)
+    texts = np.array(columns, dtype=np.int64).T.reshape(shape)
+    lengths = np.array([[*map(len, row)] for row in rows], dtype=np.int64).reshape(shape)
+    num_bytes: int = bench.saved(texts, lengths, np.array(orders, dtype=np.uint8).reshape(shape))
     return num_bytes
 
 
