@@ -72,6 +72,8 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
         planned = plan_on_spark(spec, args.ds)
     else:
         planned = plan_job(spec, args.ds, args.only)
+    from batchllm_operator.stored_plan.lineage import input_of
+
     counts, estimate = planned.manifest.counts, planned.manifest.estimate
     print_unmasked(format_plan(planned.manifest, planned.folder.uri))
     result = {
@@ -85,6 +87,7 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
         "num_saved_tokens": counts.num_logical_tokens - counts.num_planned_tokens,
         **{f"predicted_{name}": getattr(estimate, name, None) for name in _PREDICTED},
         **counts.model_dump(),
+        "lineage": {"input": input_of(planned.manifest).model_dump()},
     }
     if args.record is not None:
         from batchllm_operator.inspect.verify import record_plan

@@ -18,7 +18,7 @@ from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.answers.kind import Parts
 from batchllm_operator.errors import PlanError, StorageError
-from batchllm_operator.lake import LakeTable
+from batchllm_operator.lake import LakeTable, Snapshot
 from batchllm_operator.prefixes.sharing import merged
 from batchllm_operator.report.timelines import read_timeline
 from batchllm_operator.shards.attempts import Worker
@@ -29,6 +29,7 @@ from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Counts, PlanCounts
+from batchllm_operator.stored_plan.lineage import Lineage
 from batchllm_operator.stored_plan.manifest import PlanManifest
 from batchllm_operator.stored_plan.row_keys import key_texts
 from batchllm_operator.stored_plan.run_report import (
@@ -71,6 +72,7 @@ def describe_run(
     runs = [run for of_round in by_round for run in of_round]
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
     gpu_s = sum(known) if len(known) == len(runs) else None  # 0 without shards
+    published = table.snapshot(manifest.ds)
     answers = summarize_answers(spec, manifest.planned_answers, outputs_of(rounds))
     for warning in answers.warnings:
         _log.warning("%s", warning)
@@ -100,7 +102,8 @@ def describe_run(
         prompts=_prompts(rounds),
         num_rounds=len(rounds),
         num_repeated_tokens=sum(each.num_repeated_tokens for each in manifests),
-        sample_rows=_sample(table, manifest),
+        sample_rows=_sample(table, published, manifest),
+        lineage=Lineage.of(manifest, published),
     )
 
 
@@ -223,13 +226,13 @@ def _timelines(
     return tuple(line for line in read if line is not None)
 
 
-def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
+def _sample(table: LakeTable, published: Snapshot, manifest: PlanManifest) -> tuple[SampleRow, ...]:
     key = manifest.spec.input.key
     if manifest.spec.is_pooled:  # a vector says nothing to a reader
         return ()
     samples: list[SampleRow] = []
     prompts = manifest.spec.prompts
-    for batch in table.scan(table.snapshot(manifest.ds), [*key, *(prompts or [_TEXT])]):
+    for batch in table.scan(published, [*key, *(prompts or [_TEXT])]):
         texts = batch.column(_TEXT).to_pylist() if not prompts else _joint_texts(batch, prompts)
         for idx, text in enumerate(texts):
             if text and len(samples) < _NUM_SAMPLE_ROWS:

@@ -19,7 +19,7 @@ CAN_NOT_NAME: Final = (
 )
 NAME_ONE: Final = (
     "name one with --ds or, in Airflow, with the task group's argument ds, such as"
-    " ds=\"{{ logical_date.strftime('%Y-%m-%d') }}\""
+    " ds=\"{{ logical_date.strftime('%Y-%m-%d') }}\" or its timetable's key_format"
 )
 """Advice where a partition's name has another form than the table's."""
 _DIGITS: Final = re.compile(r"([0-9]+)")

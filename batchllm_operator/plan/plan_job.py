@@ -172,7 +172,7 @@ def describe_plan(
         row_parts: see `PlanManifest`.
         num_twice: tokens that shards of two ranges compute, and one engine would compute once.
     """
-    spec, ds = given.spec, given.ds
+    spec, ds, schema = given.spec, given.ds, given.snapshot.schema
     model, fingerprint, length, versions = given.versions
     names = PlanCounts.model_fields.keys() - row_counts.keys()
     sums = {name: sum(planned.counts[name] for planned in ranges) for name in names}
@@ -196,6 +196,11 @@ def describe_plan(
         round_idx=len(before),
         before=before[-1] if before else None,
         input_version=given.snapshot.version,
+        input_columns={
+            name: str(schema.field(name).type)
+            for name in spec.input_columns
+            if name in schema.names
+        },
         tokenizer_fingerprint=fingerprint,
         model_version=model,
         adapter_versions=versions,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -244,17 +245,18 @@ class JobSpec(AnswerSpec):
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Distinct input columns that the job reads; the partition column only if it is used."""
-        columns = [*self.kept_columns.values()]
-        if self.prompt is not None:
-            columns += self.prompt.columns
-        for prompt in self.prompts.values():
-            named = (*prompt.columns, *rounds.compared(prompt))
-            answers = rounds.answers_named(prompt, self.prompts)
-            columns += (column for column in named if column not in answers)
+        columns = [*self.kept_columns.values(), *chain.from_iterable(self.answer_sources.values())]
         columns += self.planner.estimate_columns
         if self.model.adapter_column is not None:
             columns.append(self.model.adapter_column)
         return tuple(dict.fromkeys(columns))
+
+    @property
+    def answer_sources(self) -> dict[str, tuple[str, ...]]:
+        """Input columns in the prompts, by the output column that has the answers to them."""
+        if self.prompts:
+            return rounds.sources_of(self.prompts)
+        return dict.fromkeys(self.answer_columns, self.prompt.columns)
 
     @property
     def reason_against_chains(self) -> str | None:

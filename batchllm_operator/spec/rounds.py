@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -29,6 +30,18 @@ def answers_named(prompt: QuestionSpec, prompts: Collection[str]) -> dict[str, s
 def compared(prompt: QuestionSpec) -> list[str]:
     """Columns in its condition."""
     return [each.column for term in prompt.when for each in term.comparisons]
+
+
+def sources_of(prompts: Prompts) -> dict[str, tuple[str, ...]]:
+    """Input columns that answers are made of, by prompt; raises as `rounds_of`."""
+    made: dict[str, tuple[str, ...]] = {}
+    for name in chain.from_iterable(rounds_of(prompts)):
+        prompt = prompts[name]
+        answers = answers_named(prompt, prompts)
+        named = (*prompt.columns, *compared(prompt))
+        columns = (made[answers[each]] if each in answers else (each,) for each in named)
+        made[name] = tuple(dict.fromkeys(chain.from_iterable(columns)))
+    return made
 
 
 def rounds_of(prompts: Prompts) -> list[tuple[str, ...]]:

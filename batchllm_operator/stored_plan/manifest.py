@@ -208,6 +208,8 @@ class PlanManifest(StoredJson):
     """Id of the plan of the round before; None in the first round."""
     input_version: str
     """State of the table that was read, such as `delta:<version>`."""
+    input_columns: dict[str, str] = Field(default_factory=dict, exclude_if=lambda names: not names)
+    """Arrow types of the columns that the job reads, by name; not of values inside columns."""
     tokenizer_fingerprint: str
     model_version: str
     """The hub's commit (`commit:...`) or a digest of the model's folder."""

@@ -10,13 +10,15 @@ from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.row_error import INVALID_OUTPUT
 from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, PlanCounts, Seconds
+from batchllm_operator.stored_plan.lineage import Lineage
 from batchllm_operator.stored_plan.stored_json import StoredJson
 
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
 _FIGURES: Final = {
     *("job", "ds", "run_id", "plan_uri", "table_uri", "report_uri", "model", "committed_at"),
-    *("errors_by_kind", "num_shards", "num_workers", "answers", "prompts"),
+    *("errors_by_kind", "num_shards", "num_workers", "answers", "prompts", "lineage"),
+    "expectations",
 }
 _OF_PLAN: Final = {
     *("num_duplicate_rows", "num_reused_rows", "num_control_rows", "num_truncated_rows"),
@@ -233,6 +235,9 @@ class RunReport(StoredJson):
     """Prompt tokens that later rounds computed again."""
     sample_rows: tuple[SampleRow, ...] = ()
     """The first three with a text."""
+    lineage: Lineage | None = None
+    """Versions of the input and the output, columns and their types, and for each output column the
+    input columns that it is made of. None in reports of earlier releases."""
 
     @property
     def page_uri(self) -> str:

@@ -96,6 +96,13 @@ def test_a_job_runs_from_table_to_table(lakes: tuple[Lake, Lake]) -> None:
     assert load_report(plan.folder.uri) == report
 
     version = open_lake(lakes[1]).snapshot(DS).version
+    assert report.lineage is not None
+    read_from, written = report.lineage.input, report.lineage.output
+    assert (read_from.version, written.version) == (manifest.input_version, version)
+    assert (read_from.num_rows, written.num_rows) == (30, 30)
+    assert read_from.columns["price"] == written.columns["price"]
+    assert report.lineage.kept["origin"] == "origin"
+    assert report.lineage.answers["generated_text"] == ("document", "query")
     assert commit_run(plan.folder.uri) == report
     assert open_lake(lakes[1]).snapshot(DS).version == version
 
@@ -228,6 +235,8 @@ def test_more_carried_columns_need_leave(lakes: tuple[Lake, Lake]) -> None:
         (["2026-01-31T04", "2026-01-31T05"], "2026-01-31", "'2026-01-31T04', '2026-01-31T05'"),
         (["20260130", "20260131"], "2026-01-31", "'20260131'"),
         (["blue", "green"], "2026-01-31", "'blue'"),
+        (["2026-01-30", "2026-01-31"], "2026-01-31T00:00:00", "'2026-01-31'"),
+        (["2026-01-30", "2026-01-31"], "eu|2026-01-31", "'2026-01-31'"),
     ],
 )
 def test_a_partition_of_another_form_is_shown_with_the_nearest(
