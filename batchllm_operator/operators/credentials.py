@@ -25,8 +25,8 @@ _CONTRADICTED: Final[Mapping[str, tuple[str, ...]]] = {
 _UNSUPPORTED_EXTRAS: Final = {
     "verify": "set AWS_CA_BUNDLE in env, for worker and pod",
     **dict.fromkeys(
-        ("profile_name", "role_arn", "service_config", "session_kwargs"),
-        "give keys, or let the worker's own environment choose the role, profile or endpoint",
+        ("profile_name", "service_config", "session_kwargs"),
+        "give keys or a role_arn, or let the worker's own environment choose profile or endpoint",
     ),
 }
 """Fields of the Amazon provider that change identity or endpoint, and what to do instead."""
@@ -67,12 +67,13 @@ class Credentials:
 
     @classmethod
     def from_connection(cls, conn_id: str, connection: Any) -> Credentials:
-        """The `AWS_*` variables of a connection; the Amazon provider isn't needed.
+        """The `AWS_*` variables of a connection.
 
-        Its fields are that provider's: login and password (or `aws_access_key_id` and
-        `aws_secret_access_key` in extra), and in extra `aws_session_token`, `region_name` and
-        `endpoint_url`. Absent ones are left to the worker's environment. Raises
-        `AirflowFailException` if its type is wrong, or its fields contradict each other.
+        Its fields are the Amazon provider's: login and password (or `aws_access_key_id` and
+        `aws_secret_access_key` in extra), and in extra `aws_session_token`, `region_name`,
+        `endpoint_url`, and `role_arn`. The provider assumes the role, for a session that nothing
+        renews; without one it isn't needed. Absent fields are left to the worker's environment.
+        Raises `AirflowFailException` if the type is wrong, or fields contradict each other.
         """
         where, extra = f"Airflow connection {conn_id!r}", _extra(conn_id, connection)
         wrong = ""
@@ -84,8 +85,12 @@ class Credentials:
         keys = (connection.login, connection.password)
         if not any(keys):
             keys = (extra.get("aws_access_key_id"), extra.get("aws_secret_access_key"))
+        token = extra.get("aws_session_token")
+        if extra.get("role_arn") and not wrong:
+            key_id, secret_key, token = _session(conn_id)
+            keys = (key_id, secret_key)
         values = dict(zip(_KEY_PAIR, keys, strict=True)) | {
-            _TOKEN: extra.get("aws_session_token"),
+            _TOKEN: token,
             "AWS_DEFAULT_REGION": extra.get("region_name"),
             "AWS_ENDPOINT_URL": extra.get("endpoint_url"),
         }
@@ -123,6 +128,20 @@ class Credentials:
         """A copy of `env` with these variables, and without those that contradict them."""
         dropped = {other for name in self.variables for other in _CONTRADICTED.get(name, ())}
         return {n: v for n, v in env.items() if n not in dropped} | dict(self.variables)
+
+
+def _session(conn_id: str) -> tuple[str, str, str | None]:
+    """Key id, key and token of the role that a connection names."""
+    try:
+        from airflow.providers.amazon.aws.hooks.base_aws import AwsBaseHook
+    except ImportError as error:
+        raise AirflowFailException(
+            f"Airflow connection {conn_id!r}: role_arn in extra needs Airflow's provider"
+            f" apache-airflow-providers-amazon, which isn't installed here ({error}); give keys, or"
+            " let the worker's own environment choose the role"
+        ) from error
+    found = AwsBaseHook(conn_id).get_credentials()
+    return found.access_key, found.secret_key, found.token
 
 
 def _value(reference: str, where: str) -> str:

@@ -3,6 +3,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,36 @@ def test_fields_become_variables(
     assert not any(canary in repr(credentials) for canary in CANARIES)
 
 
+def test_a_role_is_assumed_by_amazons_provider_and_its_session_is_no_pods(
+    lake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod would keep the session's token, which nothing renews there."""
+    lake(**KEYS, extra={"role_arn": "arn:aws:iam::1:role/lake", "region_name": "eu-west-1"})
+    hooks = "airflow.providers.amazon.aws.hooks.base_aws"
+    monkeypatch.setitem(sys.modules, hooks, None)
+    with pytest.raises(AirflowFailException, match="'lake': role_arn in extra needs Airflow's"):
+        Credentials.of("lake", None)
+
+    class AwsBaseHook:
+        def __init__(self, conn_id: str) -> None:
+            assert conn_id == "lake"
+
+        def get_credentials(self) -> SimpleNamespace:
+            return SimpleNamespace(access_key="ASIASESSION", secret_key="its-key", token=TOKEN)
+
+    monkeypatch.setitem(sys.modules, hooks, SimpleNamespace(AwsBaseHook=AwsBaseHook))
+    credentials = Credentials.of("lake", None)
+    assert credentials.added_to({}) == {
+        "AWS_ACCESS_KEY_ID": "ASIASESSION",
+        "AWS_SECRET_ACCESS_KEY": "its-key",
+        "AWS_SESSION_TOKEN": TOKEN,
+        "AWS_DEFAULT_REGION": "eu-west-1",
+    }
+    assert credentials.secrets == {"ASIASESSION", "its-key", TOKEN}
+    with pytest.raises(AirflowFailException, match="session token"):
+        credentials.check_lasting()
+
+
 def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lake: Any) -> None:
     lake(**KEYS, extra={"region_name": "r", "endpoint_url": "http://e"})
     worker = {
@@ -161,7 +192,7 @@ def test_a_field_that_is_not_there_fails_the_task(lake: Any, reference: str, rea
         ({"password": KEY}, "'lake': an access key id"),
         ({"login": KEY_ID, "extra": json.dumps(IN_EXTRA)}, "'lake': an access key id"),
         ({"extra": f'{{"aws_session_token": "{TOKEN}"}}'}, "'lake': an access key id"),
-        ({**KEYS, "extra": f'{{"role_arn": "{TOKEN}"}}'}, "'lake': role_arn"),
+        ({**KEYS, "extra": f'{{"profile_name": "{TOKEN}"}}'}, "'lake': profile_name"),
         ({"extra": f'{{"service_config": {{"s3": "{TOKEN}"}}}}'}, "'lake': service_config"),
         ({"extra": f'{{"region_name": ["{TOKEN}"]}}'}, "'lake': the value for AWS_DEFAULT_REGION"),
         ({**KEYS, "extra": f"{{{TOKEN}"}, "'lake': extra isn't"),
@@ -235,5 +266,6 @@ def test_only_the_commands_environment_holds_the_values(
 
 def test_the_connection_id_is_a_template() -> None:
     task = BatchLLMPlanOperator(task_id="p", spec_path="j.yaml", aws_conn_id="lake_{{ ds }}")
-    task.render_template_fields({"ds": "2026-01-31"})
+    run = SimpleNamespace(partition_key=None)
+    task.render_template_fields({"ds": "2026-01-31", "dag_run": run})  # type: ignore[typeddict-item]
     assert task.aws_conn_id == "lake_2026-01-31"
