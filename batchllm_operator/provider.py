@@ -14,6 +14,11 @@ def get_provider_info() -> dict[str, Any]:
         "name": "BatchLLM",
         "description": "Offline LLM jobs over data-lake tables, planned by their shared prefixes.",
         "versions": [__version__],
+        "integrations": [{"integration-name": "BatchLLM"}],
+        "operators": [_modules("operators.stages", "operators.arrival", "operators.spark")],
+        "triggers": [_modules("operators.jobs.watch")],
+        # The plugin isn't listed: Airflow has it by its entry point, and refuses it a second time.
+        "extra-links": ["batchllm_operator.web.links.LiveProgressLink"],
         "config": {
             "batchllm": {
                 "description": "The pages of BatchLLM, which the API server serves.",
@@ -33,3 +38,8 @@ def get_provider_info() -> dict[str, Any]:
             }
         },
     }
+
+
+def _modules(*names: str) -> dict[str, Any]:
+    modules = [f"batchllm_operator.{name}" for name in names]
+    return {"integration-name": "BatchLLM", "python-modules": modules}

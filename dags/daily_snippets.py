@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from airflow.sdk import DAG, Asset
+from airflow.sdk import DAG
 from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk: from 3.2 on
 
 from batchllm_operator.operators import batchllm_task_group
@@ -52,5 +52,7 @@ with DAG(
         generate_args=pod_args(GPU),
         # kubernetes: in a pod, too. Unset: in the worker.
         plan_args={"runner": os.environ.get("BATCHLLM_PLAN_RUNNER") or None, **pod_args("cpu")},
-        output_asset=Asset("snippets"),
+        # Names; their URIs are those of the spec's tables.
+        input_asset="documents",
+        output_asset="snippets",
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from airflow.sdk import DAG, Asset, Param, task
 
-DOCUMENTS = Asset("documents")
+DOCUMENTS = Asset.ref(name="documents")  # of the DAGs that read it, whose spec has its URI
 
 with DAG(
     "documents_arrive",

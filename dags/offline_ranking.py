@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from airflow.sdk import DAG, Asset
+from airflow.sdk import DAG
 from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk: from 3.2 on
 
 from batchllm_operator.operators import batchllm_task_group
@@ -46,5 +46,6 @@ with DAG(
         gpu_count=int(os.environ.get("BATCHLLM_GPU_COUNT") or 1),
         generate_args=pod_args(GPU),
         plan_args={"runner": os.environ.get("BATCHLLM_PLAN_RUNNER") or None, **pod_args("cpu")},
-        output_asset=Asset("ranking"),
+        input_asset="documents",
+        output_asset="ranking",
     )

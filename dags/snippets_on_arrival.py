@@ -13,7 +13,7 @@ from airflow.sdk import DAG, Asset, Param
 from batchllm_operator.operators import batchllm_task_group, one_run_per_partition
 
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
-DOCUMENTS = Asset("documents")  # its events say which partition: {"ds": "2026-01-31"}
+DOCUMENTS = Asset.ref(name="documents")  # its events say which partition: {"ds": "2026-01-31"}
 GPU = os.environ.get("BATCHLLM_GPU") or None  # see daily_snippets.py
 NUM_WORKERS = int(os.environ.get("BATCHLLM_NUM_WORKERS") or 0) or None
 
@@ -48,5 +48,6 @@ with DAG(
         gpu_count=int(os.environ.get("BATCHLLM_GPU_COUNT") or 1),
         generate_args=pod_args(GPU),
         plan_args={"runner": os.environ.get("BATCHLLM_PLAN_RUNNER") or None, **pod_args("cpu")},
-        output_asset=Asset("snippets"),
+        input_asset="documents",
+        output_asset="snippets",
     )

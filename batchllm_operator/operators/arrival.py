@@ -7,13 +7,14 @@ from typing import Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
+from airflow.sdk.definitions.asset import AssetRef
 
 DS_KEY: Final = "ds"
 _NOT_IN_RUN_IDS: Final = re.compile(r"[^A-Za-z0-9_.~:+-]")  # Airflow's `allowed_run_id_pattern`
 _MAX_IN_RUN_ID: Final = 150  # of the 250 characters that a run id may have
 
 
-def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
+def one_run_per_partition(*assets: Asset | AssetRef, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
     With the schedule `PartitionedAssetTimetable(assets=...)` Airflow itself makes a run for each
@@ -36,6 +37,7 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
             task_id="runs",
             trigger_dag_id="{{ dag.dag_id }}",
             skip_when_already_exists=True,  # by an earlier try or another run
+            map_index_template="{{ task.conf['ds'] }}",
         ).expand_kwargs(events.output)
         partition = ShortCircuitOperator(
             task_id="partition",
@@ -59,7 +61,7 @@ class BatchLLMArrivalOperator(BaseOperator):
 
     ui_color = "#cfe3ea"
 
-    def __init__(self, *, assets: Sequence[Asset], **kwargs: Any) -> None:
+    def __init__(self, *, assets: Sequence[Asset | AssetRef], **kwargs: Any) -> None:
         super().__init__(inlets=list(assets), **kwargs)
         self.assets = tuple(assets)
 
@@ -97,8 +99,8 @@ class BatchLLMArrivalOperator(BaseOperator):
                 ds = event.extra.get(DS_KEY) or getattr(event, "partition_key", None)
                 if not isinstance(ds, str) or not ds:
                     raise AirflowFailException(
-                        f"asset {asset.name!r}: the event of {event.timestamp} doesn't say which"
-                        ' partition has arrived; its extra must be like {"ds": "2026-01-31"}'
+                        f"asset {event.asset.name!r}: the event of {event.timestamp} doesn't say"
+                        ' which partition has arrived; its extra must be like {"ds": "2026-01-31"}'
                     )
                 time = event.timestamp.strftime("%Y%m%dT%H%M%S.%f")
                 arrived[ds] = max(time, arrived.get(ds, time))

@@ -18,7 +18,7 @@ from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES
 from batchllm_operator.operators.command import BatchLLMCommandOperator
 from batchllm_operator.operators.jobs.owner import Attempt
 from batchllm_operator.operators.jobs.pod import escaped
-from batchllm_operator.operators.stages import Planning
+from batchllm_operator.operators.planning import Planning
 
 try:
     from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator

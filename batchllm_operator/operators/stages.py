@@ -2,104 +2,27 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from airflow.providers.common.compat.sdk import AirflowFailException
-from airflow.sdk import Asset, BaseOperator, Context, XComArg
-from jinja2 import UndefinedError
+from airflow.sdk import Asset, Context, XComArg
+from airflow.sdk.definitions.asset import AssetRef
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.jobs import pod as pods
 from batchllm_operator.operators.jobs.end import EndKind, JobEnd
 from batchllm_operator.operators.jobs.job_operator import number_of_workers
 from batchllm_operator.operators.jobs.owner import LABEL, job_of
+from batchllm_operator.operators.lineage import WithLineage
 from batchllm_operator.operators.metrics import send_stage
+from batchllm_operator.operators.planning import Planning
 from batchllm_operator.operators.stage_operator import BatchLLMStageOperator
-from batchllm_operator.spec import JobSpec, load_spec
 
-PLAN_URI_KEY: Final = "plan_uri"
-NUM_WORKERS_KEY: Final = "num_workers"
 _EVENT_FIELDS: Final = (
-    *("ds", "num_rows_in", "num_rows_out", "num_failed_rows", "achieved_saving_ratio"),
+    *("ds", "num_rows_in", "num_rows_out", "num_failed_rows", "num_logical_tokens"),
+    *("num_computed_tokens", "num_output_tokens", "achieved_saving_ratio", "gpu_s", "cost_usd"),
     *("plan_uri", "report_uri", "table_uri"),
 )
-
-
-class Planning(BaseOperator):
-    """Base of operators that plan, beside one of Airflow's; `BatchLLMPlanOperator` explains it."""
-
-    # `report_root` is templated only because Airflow keeps template fields with the parsed DAG.
-    planning_fields = ("spec_path", "ds", "num_workers", "report_root")
-
-    def __init__(
-        self,
-        *,
-        spec_path: str,
-        ds: str = "{{ ds }}",
-        num_workers: int | str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        is_late = num_workers is None or isinstance(num_workers, str)  # rendered, if it is a text
-        if not is_late and (type(num_workers) is not int or num_workers < 1):
-            raise ValueError(f"num_workers is {num_workers!r}; it must be an integer from 1")
-        super().__init__(**kwargs)
-        self.spec_path, self.ds, self.num_workers = spec_path, ds, num_workers
-        self.report_root = _report_root(spec_path)
-
-    def render_template_fields(self, context: Context, jinja_env: Any = None) -> None:
-        """As Airflow does; `AirflowFailException` for a `ds` that needs an absent logical date."""
-        if context.get("logical_date") is None:
-            try:
-                self.render_template(self.ds, context, jinja_env or self.get_template_env())
-            except UndefinedError as error:
-                raise AirflowFailException(self._no_partition(str(error))) from None
-        super().render_template_fields(context, jinja_env)
-
-    def _no_partition(self, why: str) -> str:
-        return (
-            f"{self.spec_path}: nothing says which partition this run is for ({why}), as the run"
-            " has no logical date: trigger it with one, or give the task group a `ds` that the run"
-            ' has, such as ds="{{ dag_run.conf[\'ds\'] }}" with the conf {"ds": "2026-01-31"}, or'
-            " ds=one_run_per_partition(...)"
-        )
-
-    def check(self) -> None:
-        """Refuse a run without a partition, and a number of workers that renders to none."""
-        if self.ds.strip() in ("", "None"):
-            raise AirflowFailException(self._no_partition(f"ds is {self.ds!r}"))
-        if self.num_workers is not None:
-            number_of_workers(self.num_workers, at_least=1)
-
-    def identity(self) -> tuple[str, str, dict[str, str]]:
-        work = " ".join(self.job_arguments)
-        return self.spec.output.uri, work, {f"{LABEL}/job": self.spec.name}
-
-    def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
-        send_stage("plan", context, result)
-        summary = uris_and_counts(result)
-        wanted = number_of_workers(self.num_workers or self.spec.planner.num_shards or 1)
-        num_workers = min(wanted, int(result["num_shards"]))
-        xcoms = {PLAN_URI_KEY: str(result["plan_uri"]), "plan": summary}
-        for key, value in (xcoms | {NUM_WORKERS_KEY: num_workers}).items():
-            context["ti"].xcom_push(key=key, value=value)
-        return summary
-
-    @cached_property
-    def spec(self) -> JobSpec:
-        """The job; `AirflowFailException` if it can't be read or is wrong."""
-        try:
-            return load_spec(self.spec_path)
-        except SpecError as error:
-            raise AirflowFailException(str(error)) from error
-
-    @property
-    def job_arguments(self) -> list[str]:
-        """The job and its partition, for a command that can't read the spec's file."""
-        return ["--job-json", self.spec.model_dump_json(exclude_unset=True), "--ds", self.ds]
 
 
 class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
@@ -115,7 +38,10 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
     Args:
         spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
             its content, with absolute local paths, which must be valid there, too.
-        ds: the partition (templated); by default the run's logical date.
+        ds: the partition (templated); by default the run's partition key or, without one, the day
+            of its logical date, in UTC.
+        ds_timezone: such as `Asia/Tokyo`, in its place: the day there of the run's partition date
+            or, without one, of its logical date.
         num_workers: workers that share the plan, or one for each shard if there are fewer
             (templated). The plan doesn't depend on it. None: a worker for each shard if the spec
             says how many (`planner.num_shards`), else one worker.
@@ -139,7 +65,7 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
         return self.run_verify(*self.job_arguments, "--record", self._job.of.uid)
 
 
-class BatchLLMPlannedOperator(BatchLLMStageOperator):
+class BatchLLMPlannedOperator(WithLineage, BatchLLMStageOperator):
     """A stage of a plan that exists: its `plan_uri` is a URI (templated), or an XCom with it."""
 
     template_fields = ("plan_uri", *BatchLLMStageOperator.template_fields)
@@ -245,6 +171,7 @@ class BatchLLMGenerateOperator(BatchLLMPlannedOperator):
         return False
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
+        self._result = result
         send_stage("generate", context, result)
         return uris_and_counts(result)
 
@@ -255,14 +182,18 @@ class BatchLLMCommitOperator(BatchLLMPlannedOperator):
     Runs `batchllm commit`, in the worker or, with `runner="kubernetes"`, in the pod of a Job; twice
     is harmless. The return value holds the URIs of table and report, and the report's counts.
 
-    Each `Asset` among the task's `outlets` gets an event with the partition (`ds`), the rows in,
-    out and failed, the saving ratio and the URIs of plan, report and table. A task that is tried
+    Each `Asset` among the task's `outlets` gets an event with the partition (`ds`), rows, tokens,
+    saving ratio, GPU seconds and cost, and the URIs of plan, report and table. A task that is tried
     again sends another: two events for one `ds` with the same `plan_uri` stand for the same rows.
+    In a run with a partition key, and with `PartitionedAtRuntime`, `ds` is the event's key.
     Arguments: `plan_uri`, and see `BatchLLMJobOperator`.
     """
 
+    template_fields = (*BatchLLMPlannedOperator.template_fields, "outcome")
+    overwrite_rtif_after_execution = True  # Airflow shows the outcome among the rendered fields
     ui_color = "#e2d5ef"
     component: ClassVar[str] = "commit"
+    outcome = ""
 
     def command(self, context: Context) -> list[str]:
         return ["commit", *self.plan_arguments]
@@ -276,6 +207,7 @@ class BatchLLMCommitOperator(BatchLLMPlannedOperator):
         return self.run_command("report", *self.plan_arguments)
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
+        self._result, self.outcome = result, _outcome(result)
         if num_failed := result.get("num_failed_rows"):
             self.log.warning(
                 "%s of %s failed, and were published with the reason in column `error`; report: %s",
@@ -284,32 +216,30 @@ class BatchLLMCommitOperator(BatchLLMPlannedOperator):
                 result["report_uri"],
             )
         for outlet in self.outlets:
-            if isinstance(outlet, Asset):
-                context["outlet_events"][outlet].extra = {n: result[n] for n in _EVENT_FIELDS}
+            if isinstance(outlet, Asset | AssetRef):
+                event = context["outlet_events"][outlet]
+                event.extra = {name: result[name] for name in _EVENT_FIELDS}
+                # Airflow 3.2 lacks it. With a key, an event starts only DAGs that want keys.
+                if _has_partitions(context) and hasattr(event, "add_partitions"):
+                    event.add_partitions(result["ds"])
         send_stage("commit", context, result)
         return uris_and_counts(result)
 
 
-def round_suffixes(spec_path: str | Path) -> list[str]:
-    """What ends the ids of tasks of each round; one round if the spec isn't readable here."""
-    spec = _readable_spec(str(spec_path))
-    num_rounds = 1 if spec is None else len(spec.rounds)
-    return ["", *(f"_{number}" for number in range(2, num_rounds + 1))]
+def _outcome(result: Mapping[str, Any]) -> str:
+    """Rows, failed ones, saving and cost in a line, as far as they are known."""
+    saving, cost = result.get("achieved_saving_ratio"), result.get("cost_usd")
+    parts = [counted(result.get("num_rows_in", 0), "row")]
+    parts += [f"{result.get('num_failed_rows', 0):,} failed"]
+    parts += [] if saving is None else [f"{saving:.1%} of prompt tokens saved"]
+    return ", ".join(parts if cost is None else [*parts, f"${cost:,.2f}"])
 
 
-def _readable_spec(spec_path: str) -> JobSpec | None:
-    try:
-        return load_spec(spec_path)
-    except (SpecError, TypeError):
-        return None
-
-
-def _report_root(spec_path: str) -> str | None:
-    """The folder of plans, the root of the pages; None if the spec isn't readable here."""
-    if (spec := _readable_spec(spec_path)) is None:
-        return None
-    root = f"{spec.output.staging_folder.rstrip('/')}/_batchllm/{spec.name}"
-    return None if "{" in root else root  # Airflow would render it
+def _has_partitions(context: Context) -> bool:
+    """Whether the run's DAG is one of Airflow's partitions."""
+    timetable = getattr(context["dag"], "timetable", None)
+    is_late = bool(getattr(timetable, "partitioned_at_runtime", False))
+    return is_late or context["dag_run"].partition_key is not None
 
 
 def _lacking(result: Mapping[str, Any] | str) -> str:

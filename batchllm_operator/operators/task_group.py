@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from airflow.sdk import Asset, BaseOperator, TaskGroup, XComArg
+from airflow.sdk.definitions.asset import AssetRef
 
 from batchllm_operator.operators import stages
+from batchllm_operator.operators.assets import table_asset
 from batchllm_operator.operators.command import BatchLLMReportOperator
 from batchllm_operator.operators.jobs.job_operator import Runner
 from batchllm_operator.operators.jobs.pod import GpuVendor
+from batchllm_operator.operators.planning import NUM_WORKERS_KEY, PLAN_URI_KEY, readable_spec
 from batchllm_operator.operators.spark import spark_plan_operator
 
 
@@ -17,7 +20,8 @@ def batchllm_task_group(
     spec_path: str | Path,
     *,
     group_id: str = "batchllm",
-    ds: str | XComArg = "{{ ds }}",
+    ds: str | XComArg | None = None,
+    ds_timezone: str | None = None,
     num_workers: int | str | None = None,
     gpu: GpuVendor | None = None,
     gpu_count: int = 1,
@@ -26,6 +30,7 @@ def batchllm_task_group(
     aws_conn_id: str | None = None,
     connection_env: Mapping[str, str] | None = None,
     pool: str | None = None,
+    input_asset: Asset | str | None = None,
     output_asset: Asset | str | None = None,
     plan_args: Mapping[str, Any] | None = None,
     generate_args: Mapping[str, Any] | None = None,
@@ -43,7 +48,8 @@ def batchllm_task_group(
         spec_path: the job spec, read by the plan task, and for the folder of plans when the DAG is
             parsed. An unreadable spec fails the task, not the DAG.
         group_id: prefix of the tasks' ids.
-        ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
+        ds: the partition, a template or an XCom (such as that of `one_run_per_partition`); without
+            it, and for `ds_timezone`, see `BatchLLMPlanOperator`.
         num_workers: pods that share the plan's shards, at most as many as there are shards; None:
             as `planner.num_shards` in the spec, else one. A template has no such limit, and is
             rendered again while the triggerer watches the Job, which is scaled then.
@@ -56,26 +62,30 @@ def batchllm_task_group(
             `num_workers` is a number, else one. If it doesn't exist, the task waits forever; if it
             doesn't count deferred tasks (`include_deferred`), it bounds nothing while the triggerer
             watches the Job.
-        output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator`.
+        input_asset: asset that plan reads, or its name; its URI is that of the spec's table then.
+        output_asset: so for the asset that commit updates; see `BatchLLMCommitOperator`.
         plan_args: arguments of the plan task that override those above, such as
             `{"runner": "kubernetes"}`, or `{"runner": "spark"}` for `spark_plan_operator`. So are
             `generate_args`, `commit_args` and `report_args` for theirs, such as a namespace.
     """
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
-    asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
-    outlets = {"outlets": [] if asset is None else [asset]}
+    spec = readable_spec(str(spec_path))
+    inlets = _assets(input_asset, spec and spec.input.uri)
+    outlets = _assets(output_asset, spec and spec.output.uri)
     with TaskGroup(group_id=group_id) as group:
         before: BaseOperator | XComArg | None = ds if isinstance(ds, XComArg) else None
-        for suffix in stages.round_suffixes(spec_path):
-            planning: dict[str, Any] = {"spec_path": str(spec_path), "ds": str(ds)}
-            planning |= {"task_id": f"plan{suffix}", "num_workers": num_workers}
+        num_rounds = len(spec.rounds) if spec else 1  # one if the spec isn't readable here
+        for suffix in ["", *(f"_{number}" for number in range(2, num_rounds + 1))]:
+            planning: dict[str, Any] = {"spec_path": str(spec_path), "ds_timezone": ds_timezone}
+            planning |= {"ds": None if ds is None else str(ds)}
+            planning |= {"task_id": f"plan{suffix}", "num_workers": num_workers, "inlets": inlets}
             planning |= {**everywhere, **(plan_args or {})}
             is_on_spark = planning.get("runner") == "spark"
             plan = (spark_plan_operator if is_on_spark else stages.BatchLLMPlanOperator)(**planning)
             if before is not None:  # `str(ds)` is a template, which sets no dependency
                 before >> plan
-            of_plan = {"plan_uri": XComArg(plan, key=stages.PLAN_URI_KEY), **everywhere}
-            workers = XComArg(plan, key=stages.NUM_WORKERS_KEY)
+            of_plan = {"plan_uri": XComArg(plan, key=PLAN_URI_KEY), **everywhere}
+            workers = XComArg(plan, key=NUM_WORKERS_KEY)
             generating: dict[str, Any] = {
                 "task_id": f"generate{suffix}",
                 **of_plan,
@@ -92,8 +102,19 @@ def batchllm_task_group(
                 has_slots = isinstance(num_workers, int) and is_in_pods
                 generating.setdefault("pool_slots", num_workers if has_slots else 1)
             generate = before = stages.BatchLLMGenerateOperator(**generating)
-        committing = {"task_id": "commit", **of_plan, **outlets, **(commit_args or {})}
+        committing = {"task_id": "commit", **of_plan, "outlets": outlets, **(commit_args or {})}
         commit = stages.BatchLLMCommitOperator(**committing)
         report = BatchLLMReportOperator(**{"task_id": "report", **of_plan, **(report_args or {})})
         generate >> commit >> report
     return group
+
+
+def _assets(given: Asset | str | None, uri: str | None) -> list[Asset | AssetRef]:
+    """The asset, if there is one; a name is that of the table at `uri`.
+
+    If that isn't known here, it is the asset that has the name in another DAG: Airflow would stop
+    one of two whose URIs differ.
+    """
+    if isinstance(given, str):
+        return [Asset.ref(name=given) if uri is None else table_asset(given, uri)]
+    return [] if given is None else [given]

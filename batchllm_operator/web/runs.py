@@ -39,9 +39,9 @@ COMMIT: Final = "BatchLLMCommitOperator"
 REPORT: Final = "BatchLLMReportOperator"
 
 PLAN_URI_KEY: Final = "plan_uri"
-"""As in `operators.stages`, which takes long to import."""
+"""As in `operators.planning`, which takes long to import."""
 _SUMMARY_KEY: Final = "plan"
-"""The plan's counts and predictions; as in `operators.stages`."""
+"""The plan's counts and predictions; as in `operators.planning`."""
 
 ACTIVE: Final = ("scheduled", "queued", "running", "restarting", "deferred", "up_for_retry")
 FAILED: Final = ("failed", "upstream_failed")

@@ -22,6 +22,7 @@ START = datetime(2026, 2, 1, tzinfo=UTC)
 class Event:
     second: int
     extra: dict[str, Any]
+    asset: Any = DOCUMENTS
 
     @property
     def timestamp(self) -> datetime:

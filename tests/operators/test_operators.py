@@ -2,17 +2,19 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 import yaml
 from airflow.providers.common.compat.sdk import AirflowFailException
-from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
-from airflow.sdk.execution_time.context import OutletEventAccessors
+from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, BaseOperatorLink, TriggerRule
+from airflow.sdk.execution_time.context import OutletEventAccessor, OutletEventAccessors
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
@@ -28,10 +30,14 @@ from batchllm_operator.operators import (
     BatchLLMReportOperator,
     batchllm_task_group,
     one_run_per_partition,
+    stages,
+    table_asset,
 )
 from batchllm_operator.operators.command import BatchLLMCommandOperator
 from batchllm_operator.operators.jobs.owner import Attempt
 from batchllm_operator.operators.jobs.pod import KINDS
+
+RUN: dict[str, Any] = {"dag": None, "dag_run": SimpleNamespace(partition_key=None)}
 
 
 def execute(task: BaseOperator, context: dict[str, Any]) -> Any:
@@ -131,7 +137,12 @@ def test_commit_sends_each_asset_counts_and_uris_and_warns_of_failed_rows(
         "num_rows_in": 56_789,
         "num_rows_out": 56_789,
         "num_failed_rows": num_failed,
+        "num_logical_tokens": 1_000,
+        "num_computed_tokens": 400,
+        "num_output_tokens": 50,
         "achieved_saving_ratio": 0.6,
+        "gpu_s": 3600.0,
+        "cost_usd": None,
         "plan_uri": "s3://b/plan-1",
         "report_uri": "s3://b/plan-1/report.json",
         "table_uri": "s3://b",
@@ -142,13 +153,33 @@ def test_commit_sends_each_asset_counts_and_uris_and_warns_of_failed_rows(
     monkeypatch.setattr(BatchLLMCommandOperator, "run_command", lambda *_: result)
     outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
     task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
-    execute(task, {"ti": TaskInstance(), "outlet_events": events})
+    execute(task, {"ti": TaskInstance(), "outlet_events": events, **RUN})
+    assert [list(accessor.partition_keys) for accessor in events.values()] == [[], []]
     sent = {asset.name: accessor.extra for asset, accessor in events.items()}
     assert sent == {"snippets": event, "s3://b/snippets": event}
+    assert task.outcome == f"56,789 rows, {num_failed:,} failed, 60.0% of prompt tokens saved"
     warnings = [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
     assert len(warnings) == (num_failed > 0)
     assert all("1,234 of 56,789 rows failed" in warning for warning in warnings)
     assert all("s3://b/plan-1/report.json" in warning for warning in warnings)
+
+
+@pytest.mark.skipif(not hasattr(OutletEventAccessor, "add_partitions"), reason="of Airflow 3.3")
+@pytest.mark.parametrize("given", [{"partition_key": "2026-01-31T00:00:00"}, {"is_late": True}])
+def test_a_run_of_airflows_partitions_sends_its_partition_as_the_events_key(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    """Others don't: an event with a key starts no DAG whose schedule knows no keys."""
+    names = stages._EVENT_FIELDS
+    result = {**dict.fromkeys(names, 0), "ds": "2026-01-31", "plan_uri": "p", "report_uri": "r"}
+    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", lambda *_: result)
+    events, asset = OutletEventAccessors(), Asset("snippets")
+    task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=[asset])
+    timetable = SimpleNamespace(partitioned_at_runtime=given.get("is_late", False))
+    run = SimpleNamespace(partition_key=given.get("partition_key"))
+    context = {"dag": SimpleNamespace(timetable=timetable), "dag_run": run}
+    execute(task, {"ti": TaskInstance(), "outlet_events": events, **context})
+    assert events[asset].partition_keys == {"2026-01-31"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +206,7 @@ def test_commit_sends_each_asset_counts_and_uris_and_warns_of_failed_rows(
 def test_templates_are_rendered(make: Any, given: Any, rendered: dict[str, Any]) -> None:
     task = make(task_id="t", **given)
     conf = {"ds": "2026-01-31 05"}
-    task.render_template_fields({"ds": "2026-01-31", "root": "s3://b", "conf": conf})
+    task.render_template_fields({"ds": "2026-01-31", "root": "s3://b", "conf": conf, **RUN})
     assert {name: getattr(task, name) for name in rendered} == rendered
 
 
@@ -219,7 +250,8 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
             num_workers=8,
             gpu="nvidia",
             pool="gpus",
-            output_asset="s3://b/snippets",
+            input_asset=Asset("documents"),
+            output_asset="snippets",
         )
     tasks = [dag.get_task(f"job.{name}") for name in ("plan", "generate", "commit", "report")]
     plan, generate, commit, report = tasks
@@ -230,10 +262,46 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
     assert not generate.is_mapped
     assert (generate.pool, generate.pool_slots) == ("gpus", 8)
     assert {task.pool for task in (plan, commit, report)} == {"default_pool"}
-    assert commit.outlets == [Asset("s3://b/snippets")]
+    assert (plan.inlets, commit.outlets) == ([Asset("documents")], [Asset.ref(name="snippets")])
     assert {(task.aws_conn_id, *task.env.items()) for task in tasks} == {("lake", ("A", "1"))}
     assert (plan.spec_path, plan.num_workers) == ("job.yaml", 8)
     assert (generate.num_workers.operator, generate.num_workers.key) == (plan, "num_workers")
+
+
+def test_an_assets_name_gets_the_uri_of_the_specs_table(tmp_path: Path) -> None:
+    """Once the spec is readable where the DAG is parsed."""
+    spec = write_spec(tmp_path, 1)
+    with DAG("job", schedule=None) as dag:
+        batchllm_task_group(spec, input_asset="documents", output_asset="snippets")
+    plan, commit = dag.get_task("batchllm.plan"), dag.get_task("batchllm.commit")
+    assert plan.inlets == [Asset("documents", uri="s3://b/documents")]
+    assert commit.outlets == [Asset("snippets", uri="s3://b/out")]
+
+
+@pytest.mark.parametrize(
+    ("address", "uri"),
+    [
+        ("s3a://lake/documents/", "s3://lake/documents"),
+        ("delta+s3://lake/documents", "s3://lake/documents"),
+        ("gs://lake/a/b", "gs://lake/a/b"),
+        (
+            "delta+abfss://c@account.dfs.core.windows.net/t",
+            "abfss://c@account.dfs.core.windows.net/t",
+        ),
+        ("iceberg://prod/sales.eu.documents", "x-iceberg://prod/sales.eu.documents"),
+        ("/lake/my documents", "file:///lake/my%20documents"),
+        ("file:///lake/documents", "file:///lake/documents"),
+    ],
+)
+def test_a_tables_asset_has_a_uri_that_airflow_keeps(address: str, uri: str) -> None:
+    assert table_asset("documents", address) == Asset("documents", uri=uri)
+    assert table_asset("documents", address).uri == uri
+
+
+@pytest.mark.parametrize("address", ["lake/documents", "iceberg://prod", "http://lake/documents"])
+def test_what_is_no_tables_address_is_no_asset(address: str) -> None:
+    with pytest.raises(ValueError, match=r"relative path|write iceberg|isn't a storage"):
+        table_asset("documents", address)
 
 
 def test_task_group_repeats_plan_and_generate_for_each_round(tmp_path: Path) -> None:
@@ -322,6 +390,11 @@ def test_provider_info_fits_airflows_schema_and_loads_no_operator() -> None:
     Draft7Validator(schema).validate(info)
     assert (info["package-name"], is_loaded) == ("batchllm-operator", False)
     assert info["versions"] == [__version__]
+    listed = [*info["operators"], *info["triggers"]]
+    for module in (name for each in listed for name in each["python-modules"]):
+        import_module(module)
+    for module, _, name in (each.rpartition(".") for each in info["extra-links"]):
+        assert issubclass(getattr(import_module(module), name), BaseOperatorLink)
 
 
 def test_the_documented_example_for_kubernetes_makes_pods() -> None:

@@ -16,12 +16,12 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.operators import batchllm_task_group
+from batchllm_operator.operators.planning import Planning
 from batchllm_operator.operators.spark import (
     APPLICATION,
     BatchLLMSparkKubernetesPlanOperator,
     BatchLLMSparkSubmitPlanOperator,
 )
-from batchllm_operator.operators.stages import Planning
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
 from batchllm_operator.web.runs import PLANS

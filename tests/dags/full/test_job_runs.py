@@ -20,6 +20,7 @@ from batchllm_operator.spec import load_spec
 
 ROOT = Path(__file__).parents[3]
 BUNDLES = "AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST"
+EVENTS = "lineage.jsonl"
 NOTHING = {"filter": [{"column": "query", "value": "no such query"}]}
 DAG = """
 from airflow.sdk import DAG, task
@@ -77,6 +78,8 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     home = tmp_path_factory.mktemp("airflow home")
     env = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
     env |= {"AIRFLOW_HOME": str(home), "AIRFLOW__CORE__LOAD_EXAMPLES": "False"}
+    transport = {"type": "file", "log_file_path": str(home / EVENTS), "append": True}
+    env |= {"AIRFLOW__OPENLINEAGE__TRANSPORT": json.dumps(transport)}
     server = ForkServer("support.airflow_imports", env=env)
     new = Airflow(home, env, server)
     new.command("db", "migrate")
@@ -145,3 +148,22 @@ def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: 
     assert num_started(log) == 4
     assert "batchllm report: " in log
     job.check_published("job")
+
+
+def test_a_runs_lineage_reaches_the_transport_of_openlineage(
+    airflow: Airflow, job: JobFolder
+) -> None:
+    """By Airflow's provider, for each task, and from input to output."""
+    pytest.importorskip("airflow.providers.openlineage", reason="an extra of Airflow's")
+    airflow.with_dag(job, spec_path=job.write_spec("job"), output_asset="out").run()
+    lines = (airflow.home / EVENTS).read_text(encoding="utf-8").splitlines()
+    events = [event for event in map(json.loads, lines) if str(job.path) in json.dumps(event)]
+    ended = {event["job"]["name"]: event for event in events if event["eventType"] == "COMPLETE"}
+    plan, commit = ended["job.batchllm.plan"], ended["job.batchllm.commit"]
+    assert [each["name"] for each in plan["inputs"]] == [f"{job.path}/documents"]
+    (read,), (written,) = commit["inputs"], commit["outputs"]
+    assert (read["namespace"], read["name"]) == ("file", f"{job.path}/documents")
+    assert (written["namespace"], written["name"]) == ("file", f"{job.path}/job")
+    assert written["outputFacets"]["outputStatistics"]["rowCount"] == 12
+    assert "generated_text" in written["facets"]["columnLineage"]["fields"]
+    assert commit["run"]["facets"]["batchllm_job"]["num_rows_out"] == 12
