@@ -70,8 +70,8 @@ def batchllm_task_group(
     """
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
     spec = readable_spec(str(spec_path))
-    inlets = _assets(input_asset, spec and spec.input.uri)
-    outlets = _assets(output_asset, spec and spec.output.uri)
+    inlets = _assets(input_asset, spec.input.uri if spec else None)
+    outlets = _assets(output_asset, spec.output.uri if spec else None)
     with TaskGroup(group_id=group_id) as group:
         before: BaseOperator | XComArg | None = ds if isinstance(ds, XComArg) else None
         num_rounds = len(spec.rounds) if spec else 1  # one if the spec isn't readable here
