@@ -19,7 +19,7 @@ SOURCES_TESTS := tests/vllm_plugin tests/simulate/test_vllm_scheduling.py
 # and the newest.
 STANDALONE_TESTS := tests/dags/test_standalone.py
 AIRFLOW_TESTS := tests/dags/test_dags.py \
-  $(addprefix tests/operators/test_,arrival.py credentials.py metrics.py operators.py tries.py) \
+  $(addprefix tests/operators/test_,arrival.py credentials.py metrics.py operators.py partitions.py tries.py) \
   $(addprefix tests/web/test_,access.py jobs.py lake_access.py plugin.py roots.py)
 # Tests that call Airflow's Kubernetes provider, with the oldest Airflow and the newest. All locks have the same version of
 # the provider (tests/tooling/test_environment.py).
