@@ -21,7 +21,7 @@ from batchllm_operator.spec import JobSpec, ResponseFormat, SamplingSpec
 from batchllm_operator.spec.sections import MAX_SAMPLES
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
-_ENDS: Final = ("stop", "length", REPETITION)
+_EARLY_ENDS: Final = ("length", REPETITION)
 _SEEDS: Final = 1 << 64  # signed integers of 64 bits
 
 
@@ -109,7 +109,7 @@ class VLLMAnswers:
         is_pooled = isinstance(self.params, PoolingParams)
         completions: Sequence[Any] = () if is_pooled else output.outputs
         ends = [completion.finish_reason for completion in completions]
-        if wrong := [end for end in ends if end not in _ENDS]:
+        if wrong := [end for end in ends if end not in ("stop", *_EARLY_ENDS)]:
             return EngineOutput.failed(request, f"vLLM ended it with {wrong[0]!r}")
         raw, text = self._answers.read(output), completions[0].text if completions else ""
         if self._splitter is not None:
@@ -124,7 +124,7 @@ class VLLMAnswers:
             raw[RESPONSE_FIELD.name] = self._responses.body(request, completions, text, reasoning)
         num_output_tokens = sum(len(completion.token_ids) for completion in completions)
         counts = (len(request.prompt_token_ids), num_cached_tokens, num_output_tokens)
-        reason = "length" if "length" in ends else "stop"
+        reason = next((end for end in _EARLY_ENDS if end in ends), "stop")
         asked = request.question
         return EngineOutput(request.request_idx, text, reason, *counts, None, raw, asked)
 
