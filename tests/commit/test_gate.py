@@ -9,6 +9,7 @@ import pytest
 from conftest import Batchllm
 from support.answers_job import NEXT, TYPED, asking, published
 from support.fake_job import DS, document_rows, fake_spec, finish, write_table
+from support.lake_tables import LAKES
 from support.prompts_job import rows_by_key, several
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -74,13 +75,19 @@ def shares(texts: list[str]) -> dict[str, float]:
     return {text: number / len(texts) for text, number in Counter(texts).items()}
 
 
-def test_numbers_are_those_of_the_published_rows_and_days_are_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LAKES)
+def test_numbers_are_those_of_the_published_rows_and_days_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     expect = {
         "label": {"values": {"yes": {"min": 0}}, "drift": {"max": 1}},
         "probability": {"range": {"min": 0, "max": 1}},
         "status": {"values": {"ok": {"min": 1}}},
     }
-    spec = asking(tmp_path, task="classify", labels=["yes", "no"], expect=expect)
+    lake = LAKES[name](str(tmp_path), tmp_path, monkeypatch, "answers")
+    output = {"uri": lake.address, "staging_uri": lake.staging}
+    task = {"task": "classify", "labels": ["yes", "no"]}
+    spec = asking(tmp_path, **task, output=output, expect=expect)
     for ds, num_documents in ((DS, 4), (NEXT, 7)):
         put(tmp_path, ds, num_documents)
         report = finish(plan := plan_job(spec, ds))
