@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from prompts.test_tokenizer import CHAT_TEMPLATE, build_tokenizer
 from support.fake_job import DS, fake_spec, finish, planned, write_table
@@ -57,8 +58,6 @@ def lines(text: str) -> list[str]:
 def test_each_prompt_has_all_fields_and_begins_with_what_it_shares(tmp_path: Path) -> None:
     rows = reviews()
     made = texts(job(tmp_path), rows)
-    plain = texts(job(tmp_path, prompt=PROMPT), rows)
-    assert made == plain
     for text, row in zip(made, rows, strict=True):
         assert lines(text) == lines(PLAIN.format(**row))
         assert text.startswith("Rate it.\n") and text.endswith("\nAnswer:")
@@ -125,8 +124,6 @@ def test_rows_of_several_files_and_batches_keep_their_orders(tmp_path: Path) -> 
     folder = tmp_path / "documents" / f"ds={DS}"
     one = plan_job(job(tmp_path), DS).manifest
     table = pa.Table.from_pylist(rows)
-    import pyarrow.parquet as pq
-
     (folder / "a.parquet").unlink()
     pq.write_table(table.slice(0, 30), folder / "a.parquet", row_group_size=7)
     pq.write_table(table.slice(30), folder / "b.parquet")
@@ -148,17 +145,12 @@ def test_lists_numbers_and_values_in_columns_are_fields(tmp_path: Path) -> None:
     ]
     plan = planned(tmp_path, rows, prompt=prompt)
     assert plan.manifest.counts.num_field_orders == 1
-    prompts = prompts_of(plan)
-    head = "{fields} "
-    alike = {'<tags>["a", "b"]</tags>', "<doc.year>1990</doc.year>"}
-    for text in prompts:
-        assert text.startswith(head) and text.endswith("</n>.")
-        assert all(each in text for each in alike)
+    for text in prompts_of(plan):
+        assert text.startswith("{fields} ") and text.endswith("</n>.")
+        assert '<tags>["a", "b"]</tags>' in text and "<doc.year>1990</doc.year>" in text
 
 
 def prompts_of(plan: StoredPlan) -> list[str]:
-    import pyarrow.parquet as pq
-
     found = []
     for shard in plan.manifest.shards:
         with plan.folder.open_file(shard.file) as file:
