@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,12 @@ from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection, 
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+def num_common_blocks(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Blocks that two requests begin with, by their hashes: each covers all before it."""
+    num = min(len(one), len(other))
+    return bisect_left(range(num), True, key=lambda place: one[place] != other[place])
 
 
 @dataclass(slots=True, eq=False)
@@ -113,12 +120,19 @@ class Member:
     """Predicts this request's length, and learns from it."""
     share: Waiting
     """Its part of the waiting sums."""
+    num_shared: int
+    """Its first blocks, which are counted for its group, or for `after`."""
     growth: Growth | None = None
     """Its blocks in later steps; None while it waits."""
     begun: int = 0
     """Expected first decode step."""
     outgrown: int = 0
     """Its output's length when it last outgrew its estimate."""
+    before: Member | None = None
+    """The member admitted before it that it shares more than a group's prefix with, as a chat's
+    turn does with the one before, while both run."""
+    after: Member | None = None
+    """The member whose `before` this is."""
 
     def growth_from(self, start: int, tokens_per_step: float, delay: int) -> Growth:
         """Its blocks if it is prefilled by step `start`, and holds them `delay` steps longer."""
@@ -129,7 +143,25 @@ class Member:
             longest = self.estimates.extended(num_output, request.max_tokens)
         end = start + 1 + math.ceil((longest - num_output - 1) / tokens_per_step) + delay
         num_tokens = request.num_tokens + on_its_way
-        return Growth(start, end, num_tokens, self.group.num_blocks, tokens_per_step)
+        return Growth(start, end, num_tokens, self.num_shared, tokens_per_step)
+
+    def lend(self, num_blocks: int, projection: BlockProjection) -> None:
+        """Count so many of its first blocks for others while it runs, who hold them longer."""
+        assert self.growth is not None
+        projection.hold(self.num_shared - num_blocks, self.growth.end)
+        self.growth = self.growth._replace(num_shared_blocks=num_blocks)
+        self.num_shared = num_blocks
+
+    def unlink(self, projection: BlockProjection) -> None:
+        """It runs no more: what it counted for `before` is counted there, or for its `after`."""
+        before, after = self.before, self.after
+        if before is not None:
+            num_left = min(before.num_shared, self.num_shared) if after is not None else 0
+            before.lend(max(num_left, before.group.num_blocks), projection)
+            before.after = after
+        if after is not None:
+            after.before = before
+        self.before, self.after, self.num_shared = None, None, self.group.num_blocks
 
     def learn(self) -> None:
         """Let the estimates learn from the output's length."""

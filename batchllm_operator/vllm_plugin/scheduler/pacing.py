@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import add, sub
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
@@ -64,6 +64,19 @@ class Waiting(NamedTuple):
     """Blocks of each prompt, held for the steps of its output."""
     num_output_block_steps: float = 0.0
     """The same for the blocks of the output as it grows."""
+
+    @classmethod
+    def of_request(cls, num_blocks: float, output: int, block_size: int, *, is_guess: bool) -> Self:
+        """One request, with `num_blocks` full blocks of a prompt and estimated output tokens."""
+        return cls(
+            num_requests=1,
+            num_guessed=int(is_guess),
+            num_prefill_tokens=num_blocks * block_size,
+            num_output_tokens=output,
+            num_prompt_blocks=num_blocks + 0.5,  # the last one isn't full
+            num_prompt_block_steps=(num_blocks + 0.5) * output,
+            num_output_block_steps=output**2 / (2 * block_size),
+        )
 
     def plus(self, other: Waiting, sign: int = 1) -> Waiting:
         """The sums with other requests, or without them with a `sign` of -1."""

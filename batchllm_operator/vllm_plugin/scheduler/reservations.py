@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import takewhile
-from operator import eq
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.vllm_plugin.scheduler.groups import Group, Member
+from batchllm_operator.vllm_plugin.scheduler.groups import Group, Member, num_common_blocks
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 from batchllm_operator.vllm_plugin.scheduler.output_estimates import OutputEstimates
 from batchllm_operator.vllm_plugin.scheduler.pacing import AverageRequest, Waiting
@@ -49,6 +47,8 @@ class Reservations:
         self._groups: dict[object, Group] = {}
         self._pinned: dict[object, Group] = {}
         self._latest: Group | None = None
+        self._last: Member | None = None  # admitted, of those that run
+        self._newest: Request | None = None  # of those added
         self._ends: defaultdict[int, list[Member]] = defaultdict(list)
         self._waiting = Waiting()
         self._num_to_come = num_requests or 0
@@ -90,20 +90,17 @@ class Reservations:
         group.num_waiting += 1
         is_guess = hints.num_output_tokens is None
         estimate = min(hints.num_output_tokens or _GUESSED_OUTPUT, request.max_tokens)
+        newest, self._newest, num_shared = self._newest, request, group.num_blocks
+        if num_shared and newest is not None:
+            num_common = num_common_blocks(newest.block_hashes, request.block_hashes)
+            num_shared = max(num_shared, num_common)
         part = group.num_blocks / hints.group_size
-        num_blocks = request.num_prompt_tokens / self._size - group.num_blocks + part
-        share = Waiting(
-            num_requests=1,
-            num_guessed=int(is_guess),
-            num_prefill_tokens=num_blocks * self._size,
-            num_output_tokens=estimate,
-            num_prompt_blocks=num_blocks + 0.5,  # the last one isn't full
-            num_prompt_block_steps=(num_blocks + 0.5) * estimate,
-            num_output_block_steps=estimate**2 / (2 * self._size),
-        )
+        num_blocks = request.num_prompt_tokens / self._size - num_shared + part
+        share = Waiting.of_request(num_blocks, estimate, self._size, is_guess=is_guess)
         estimates = self._guessed if is_guess else self._given
         self._entries[request.request_id] = Member(
-            request, group, hints.num_prefix_tokens, estimate, estimates, share
+            *(request, group, hints.num_prefix_tokens, estimate, estimates, share),
+            num_shared=group.num_blocks,
         )
         self._num_to_come = max(0, self._num_to_come - 1)
         self._waiting = self._waiting.plus(share)
@@ -126,10 +123,14 @@ class Reservations:
 
     def num_to_prefill(self, request: Request) -> int:
         """Tokens of a waiting request without KV in the cache."""
-        group = self._entries[request.request_id].group
+        entry = self._entries[request.request_id]
+        group, (before, num_common) = entry.group, self._before(entry)
         num_found = group.num_blocks - self._num_new_blocks(group)
         if group.num_counted and not group.is_complete:
             num_found = 0  # its leader went before the end of the prefix
+        if before is not None:
+            num_computed = before.request.num_computed_tokens // self._size
+            num_found = max(num_found, min(num_common, num_computed))
         return request.num_tokens - num_found * self._size
 
     def num_prefix_tokens(self, request: Request) -> int:
@@ -148,13 +149,24 @@ class Reservations:
 
     def peak_with(self, request: Request, growth: Growth) -> int:
         """Peak of blocks in use from now on, if a waiting request has this growth."""
-        group = self._entries[request.request_id].group
-        return self.projection.peak_with(growth, self._num_new_blocks(group))
+        entry = self._entries[request.request_id]
+        before, num_common = self._before(entry)
+        if before is None:
+            return self.projection.peak_with(growth, self._num_new_blocks(entry.group))
+        num_counted = before.num_shared
+        before.lend(num_common, self.projection)
+        peak = self.projection.peak_with(growth, self._num_new_blocks(entry.group))
+        before.lend(num_counted, self.projection)
+        return peak
 
     def admit(self, request: Request, growth: Growth) -> None:
         """Reserve blocks for a waiting request."""
         entry = self._entries[request.request_id]
-        group = entry.group
+        group, (before, num_common) = entry.group, self._before(entry)
+        if before is not None:
+            before.lend(num_common, self.projection)
+            before.after, entry.before = entry, before
+        self._last = entry
         if not group.num_counted and group.num_blocks:
             group.num_counted = self._num_new_blocks(group)
             self.projection.hold(group.num_counted, until=None)
@@ -223,7 +235,7 @@ class Reservations:
         if not self._entries:
             self.unpin_all()
             self._groups.clear()
-            self._latest = None
+            self._latest = self._newest = None
 
     # All requests.
 
@@ -287,6 +299,19 @@ class Reservations:
         entry.group.num_running -= 1
         if entry.group.leader is entry.request:
             entry.group.leader = None
+        if self._last is entry:
+            self._last = entry.before
+        entry.unlink(self.projection)
+
+    # Blocks that a request shares with the one before.
+
+    def _before(self, entry: Member) -> tuple[Member | None, int]:
+        """The member admitted last, and the blocks in common, if others don't count them all."""
+        last = self._last
+        if last is None or not entry.group.num_blocks:
+            return None, 0
+        num_common = num_common_blocks(last.request.block_hashes, entry.request.block_hashes)
+        return (last, num_common) if num_common > last.num_shared else (None, 0)
 
     # Blocks of a prefix.
 
@@ -295,7 +320,7 @@ class Reservations:
         if group.num_counted:
             return 0
         latest = self._latest.block_hashes if self._latest and self._latest.num_counted else ()
-        return group.num_blocks - _num_common(latest, group.block_hashes)
+        return group.num_blocks - num_common_blocks(latest, group.block_hashes)
 
     def _pin(self, group: Group, request: Request) -> None:
         num_computed = request.num_computed_tokens // self._size
@@ -315,7 +340,7 @@ class Reservations:
 
     def _reuse_first(self, group: Group, request: Request, next_one: Request | None) -> None:
         """Evict the prefix from the cache: vLLM reuses blocks that aren't cached first."""
-        kept = _num_common(group.block_hashes, next_one.block_hashes) if next_one else 0
+        kept = num_common_blocks(group.block_hashes, next_one.block_hashes) if next_one else 0
         blocks = self._blocks(request, kept, group.num_blocks)
         self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
 
@@ -323,8 +348,3 @@ class Reservations:
         """A request's blocks [begin, end) in all KV cache groups."""
         by_kv_group = self._manager.get_blocks(request.request_id).blocks
         return [block for blocks in by_kv_group for block in blocks[begin:end] if not block.is_null]
-
-
-def _num_common(one: Any, other: Any) -> int:
-    """Length of the common prefix of two sequences."""
-    return sum(takewhile(bool, map(eq, one, other)))
