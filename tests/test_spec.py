@@ -724,6 +724,8 @@ def test_each_prompt_is_a_question_with_fields_of_its_own() -> None:
     assert spec.questions[0].questions == (relevant,)
     assert parse_spec(json.loads(spec.model_dump_json()), source="stored") == spec
     assert parse().questions == (parse(),)
+    assert spec.questions is spec.questions
+    assert {each.name for each in spec.model_copy(update={"name": "b"}).questions} == {"b"}
 
 
 def test_prompts_decide_the_plan_whatever_their_order() -> None:

@@ -52,7 +52,7 @@ class AnswerKind(ABC):
     """One thing that a job asks for beside a text, or the form of its text.
 
     What parts keep of it (`raw_fields`) is what the engine gives; columns are derived when rows are
-    committed. Names of columns also stand in `spec/model.py`, because a spec is checked where
+    committed. Names of columns also stand in `spec/question.py`, because a spec is checked where
     nothing else can be imported. Parts and faults need nothing that planning has found out.
     """
 

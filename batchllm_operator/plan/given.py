@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -94,7 +94,9 @@ class Given:
     def versions(self) -> tuple[str, str, int, tuple[str, ...]]:
         """Of the model, the tokenizers and the adapters, with the most tokens between them: what
         `reuse_identity` takes beside a spec."""
-        return _versions(self.tokenizers, self.adapters)
+        model, length = self.tokenizer.model_version, self.tokenizer.max_model_len
+        of_adapters = self.adapters.versions if self.adapters is not None else ()
+        return model, joint_fingerprint(self.tokenizers), length, of_adapters
 
     def range_planner(self, learned: Learned | None) -> RangePlanner:
         shares = self.answers[0].reason_against_sharing is None
@@ -154,15 +156,6 @@ def _check_rejected(spec: JobSpec, written: WrittenRows) -> None:
                 raise ExpectationError(f"{each}, even if all other rows are ok; no plan was made")
 
 
-def _versions(
-    tokenizers: Sequence[Tokenizer], adapters: RowAdapters | None
-) -> tuple[str, str, int, tuple[str, ...]]:
-    """See `Given.versions`."""
-    model, length = tokenizers[0].model_version, tokenizers[0].max_model_len
-    of_adapters = adapters.versions if adapters is not None else ()
-    return model, joint_fingerprint(tokenizers), length, of_adapters
-
-
 def find_given(spec: JobSpec, ds: str) -> Given:
     """Check the spec, the tables and the model; see `plan_job`, which reads rows then."""
     if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
@@ -182,7 +175,8 @@ def find_given(spec: JobSpec, ds: str) -> Given:
         check_weights(tokenizer.files, str(spec.engine.extra_args.get("load_format") or "auto"))
     spec = with_models_sampling(spec, tokenizer.files)
     adapters = RowAdapters.of(spec, tokenizer)
-    earlier = find_earlier(spec, ds, snapshot.version, _versions(tokenizers, adapters))
+    adapter_versions = adapters.versions if adapters is not None else ()
+    earlier = find_earlier(spec, ds, snapshot.version, tokenizers, adapter_versions)
     if earlier.rounds:
         snapshot = pinned_input(table, earlier.rounds[-1].plan)
     # Faults that would stop the commit should show before the GPU runs.

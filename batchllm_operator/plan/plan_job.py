@@ -37,7 +37,7 @@ from batchllm_operator.shards.reuse_index import ReuseIndex, reuse_identity, reu
 from batchllm_operator.shards.row_errors import WrittenRows
 from batchllm_operator.spec import JobSpec, load_spec
 from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.counts import PlanCounts
+from batchllm_operator.stored_plan.counts import PlanCounts, PromptCounts
 from batchllm_operator.stored_plan.manifest import (
     FINGERPRINTS_FILE,
     GROUPS_FILE,
@@ -90,8 +90,8 @@ def plan_job(
     given = find_given(load_spec(spec), str(ds))
     if only and len(given.spec.rounds) > 1:
         raise SpecError(
-            "--only: isn't for prompts that need answers to others, as these may change; plan"
-            " without it"
+            "--only: isn't for prompts that need answers to others: without it, the plan takes over"
+            " the rounds before the first prompt that has changed"
         )
     if (published := given.earlier.published) is not None:
         _log.info("all rounds are published already: %s", published.folder.uri)
@@ -207,7 +207,10 @@ def describe_plan(
         max_model_len=length,
         answers=NOTHING_PLANNED if spec.prompts else given.answers[0],
         answers_by_prompt=given.answers if spec.prompts else (),
-        prompt_counts=ranges[0].prompts if ranges else (),
+        prompt_counts=tuple(
+            PromptCounts.total([planned.prompts[number] for planned in ranges])
+            for number in range(len(spec.prompts))
+        ),
         counts=PlanCounts(**{**sums, **row_counts}),
         learned=by_length,
         estimate=estimate,
@@ -249,7 +252,7 @@ def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) ->
     earlier = None
     if rounds := given.earlier.rounds:
         rounds[-1].plan.mark_committing()  # `gc` spares it
-        earlier = stack.enter_context(closing(EarlierAnswers(rounds, scratch / "answers")))
+        earlier = stack.enter_context(closing(EarlierAnswers(spec, rounds, scratch / "answers")))
     read_rows(given, rows, scratch / ROWS_FILE, earlier)
     folder = Folder.open(str(scratch))
     written = WrittenRows(folder, [ROWS_FILE], spec.input.key, tuple(spec.prompts))

@@ -52,7 +52,7 @@ class PlannedRange(Frozen):
     counts: dict[str, int]
     """Fields of `PlanCounts`, but those that reading rows tells."""
     prompts: tuple[PromptCounts, ...] = ()
-    """Of a job of several prompts, whose plan is one range."""
+    """Of a job of several prompts."""
     sharing: PlanSharing
     shards: tuple[ShardInfo, ...]
     """As in a plan of this range alone, and without a predicted time."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
@@ -37,17 +38,19 @@ from batchllm_operator.shards.job_status import newest_plan_uri
 from batchllm_operator.shards.joining import (
     FinishedRound,
     Joining,
-    finished_rounds,
     outputs_of,
 )
 from batchllm_operator.shards.parts import STATUS_COLUMN
 from batchllm_operator.shards.reports import find_committed
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.rounds import answers_named
-from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
+from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, PlanManifest
 from batchllm_operator.stored_plan.rounds import INPUT_FILE, PinnedInput, plans_of_rounds
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 from batchllm_operator.streams import ahead
+
+if TYPE_CHECKING:
+    from batchllm_operator.prompts import Tokenizer
 
 _log = logging.getLogger(__name__)
 _BATCH_PROMPTS: Final = 1 << 10
@@ -63,12 +66,19 @@ class Earlier:
     """The plan of the last round, if the output table holds the answers to this input."""
 
 
-def find_earlier(spec: JobSpec, ds: str, input_version: str, versions: Sequence[Any]) -> Earlier:
-    """What the newest plan of the job and partition has done, if it is of the same spec and model.
+def find_earlier(
+    spec: JobSpec,
+    ds: str,
+    input_version: str,
+    tokenizers: Sequence[Tokenizer],
+    adapter_versions: tuple[str, ...],
+) -> Earlier:
+    """The rounds that the newest plan of the job and partition has finished, and those before it,
+    as far as their prompts and the model are the same; of a published one, the input, too.
 
     Args:
         input_version: of the input table now.
-        versions: see `Given.versions`.
+        tokenizers: one for each question.
 
     Raises `PlanError`: a part of an earlier round is of another version.
     """
@@ -80,19 +90,35 @@ def find_earlier(spec: JobSpec, ds: str, input_version: str, versions: Sequence[
     except PlanError as error:
         _log.warning("planning begins with the first round: %s", error)
         return Earlier()
-    newest, manifest = plans[-1], plans[-1].manifest
-    fingerprint, adapters = manifest.tokenizer_fingerprint, manifest.adapter_versions
-    known = (manifest.model_version, fingerprint, manifest.max_model_len, adapters)
-    if (manifest.spec.identity, *known) != (spec.identity, *versions):
-        return Earlier()
+    newest, rounds = plans[-1], list[FinishedRound]()
+    same = [each for each in plans if _is_same(each.manifest, spec, tokenizers, adapter_versions)]
     if find_committed(newest) is not None:
-        is_same = manifest.input_version == input_version
-        return Earlier(published=newest) if is_same else Earlier()
-    try:
-        rounds = finished_rounds(newest)
-    except IncompleteRunError:  # it is planned again
-        return Earlier(finished_rounds(plans[-2])) if plans[1:] else Earlier()
+        if newest.manifest.input_version != input_version:
+            return Earlier()
+        if newest in same:
+            return Earlier(published=newest)
+    with suppress(IncompleteRunError):  # that round is planned again
+        for plan in same:
+            rounds.append(FinishedRound.of(plan))
     return Earlier(rounds[: len(spec.rounds) - 1])
+
+
+def _is_same(
+    manifest: PlanManifest,
+    spec: JobSpec,
+    tokenizers: Sequence[Tokenizer],
+    adapter_versions: tuple[str, ...],
+) -> bool:
+    """Whether planning its round again, and those before it, would ask the same."""
+    num, model = manifest.round_idx + 1, tokenizers[0]
+    asked = [tokenizers[number] for numbers in spec.rounds[:num] for number in numbers]
+    fingerprints = manifest.tokenizer_fingerprint.split()
+    return (
+        manifest.spec.identity_until(num) == spec.identity_until(num)
+        and (manifest.model_version, manifest.max_model_len, manifest.adapter_versions)
+        == (model.model_version, model.max_model_len, adapter_versions)
+        and all(tokenizer.fingerprint in fingerprints for tokenizer in asked)
+    )
 
 
 def pinned_input(table: LakeTable, before: StoredPlan) -> Snapshot:
@@ -152,15 +178,17 @@ def answers_schema(spec: JobSpec) -> pa.Schema:
         pa.field(name, pa.struct(answer_fields(question, NOTHING_PLANNED)))
         for name, question in zip(spec.prompts, spec.questions, strict=False)
     )
-    return pa.schema(pa.field(name, place.kind) for name, place in _places(spec, structs).items())
+    places = _places(spec, structs, spec.prompts)
+    return pa.schema(pa.field(name, place.kind) for name, place in places.items())
 
 
-def _places(spec: JobSpec, schema: pa.Schema) -> dict[str, Place]:
-    """Where the answers that prompts name are in a table with their columns, and statuses."""
+def _places(spec: JobSpec, schema: pa.Schema, known: Collection[str]) -> dict[str, Place]:
+    """Where the answers to known prompts that prompts name are in a table with their columns, and
+    statuses."""
     questions = dict(zip(spec.prompts, spec.questions, strict=False))
     paths: dict[str, str] = {}
     for name, prompt in spec.prompts.items():
-        for place, head in answers_named(prompt, spec.prompts).items():
+        for place, head in answers_named(prompt, known).items():
             paths[place] = f"{head}.{questions[head].answer_column}" if place == head else place
             paths[f"{head}.{STATUS_COLUMN}"] = f"{head}.{STATUS_COLUMN}"
             if find_place(schema, paths[place]) is None:
@@ -176,13 +204,14 @@ class EarlierAnswers:
     The local folder `spool` holds them; memory is that of `Joining`. Raises as that.
     """
 
-    def __init__(self, rounds: Sequence[FinishedRound], spool: Path) -> None:
+    def __init__(self, spec: JobSpec, rounds: Sequence[FinishedRound], spool: Path) -> None:
         plan, outputs = rounds[-1].plan, outputs_of(rounds)
-        spec, joining = plan.manifest.spec, Joining(plan, outputs)
+        joining = Joining(plan, outputs)
         self.num_rounds = len(rounds)
         self._names, self._num = list(spec.prompts), len(spec.prompts)
         self._known = [number for each in rounds for number in each.asked]
-        self._places = _places(spec, joining.schema)
+        names = {self._names[number] for number in self._known}
+        self._places = _places(spec, joining.schema, names)
         spool.mkdir()
         self._tables = joining.all_tables(plan, outputs, spool)
         self._left = joining.schema.empty_table()

@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +41,11 @@ class FinishedRound:
     plan: StoredPlan
     shards: Sequence[ShardParts]
 
+    @classmethod
+    def of(cls, plan: StoredPlan) -> Self:
+        """Raises `IncompleteRunError`: parts are missing; names the shards to run."""
+        return cls(plan, _finished_shards(plan))
+
     @property
     def asked(self) -> tuple[int, ...]:
         """Numbers of the questions of this round, none if the job has one prompt without a name."""
@@ -53,11 +58,8 @@ class FinishedRound:
 
 
 def finished_rounds(plan: StoredPlan) -> list[FinishedRound]:
-    """The plan's own round, after those before it.
-
-    Raises `IncompleteRunError`: parts are missing; names the shards to run.
-    """
-    return [FinishedRound(each, _finished_shards(each)) for each in plans_of_rounds(plan)]
+    """The plan's own round, after those before it; raises as `FinishedRound.of`."""
+    return [FinishedRound.of(each) for each in plans_of_rounds(plan)]
 
 
 def outputs_of(rounds: Sequence[FinishedRound]) -> list[ShardParts | ReusedOutputs]:

@@ -161,9 +161,8 @@ def too_many_failed(
     if kinds:
         key = ", ".join(f"{name} {value}" for name, value in kinds[0].example_keys[0].items())
         example = f" First {kinds[0].kind}: {key}: {kinds[0].example_error!r}."
-    unit = "answer" if spec.prompts else "row"
     message = (
-        f"{num_failed:,} of {counted(num_rows, unit)} failed, {share(num_failed, num_rows)}"
+        f"{num_failed:,} of {counted(num_rows, spec.unit)} failed, {share(num_failed, num_rows)}"
         f" ({', '.join(counts)}), more than max_failed_fraction {spec.max_failed_fraction} allows;"
         f" {verdict}.{example} {cure}. Or mend the rows, and plan again"
     )

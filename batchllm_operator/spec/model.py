@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -16,8 +17,7 @@ from batchllm_operator.spec.expect import Expectation
 from batchllm_operator.spec.fields import Decides, Neutral, OfPlan, by_name
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
-from batchllm_operator.spec.question import AnswerSpec, QuestionSpec
-from batchllm_operator.spec.response_format import JsonSchemaFormat
+from batchllm_operator.spec.question import OF_RUN, AnswerSpec, QuestionSpec
 from batchllm_operator.spec.sections import (
     EmbeddingSpec,
     InputSpec,
@@ -27,13 +27,6 @@ from batchllm_operator.spec.sections import (
 )
 
 SPEC_VERSION: Final = 1
-_AFTER: Final = (
-    *("finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-    *("status", "error"),
-)
-_OF_TEXTS: Final = frozenset({"generated_text", "finish_reason", "num_output_tokens"})
-"""Columns that a vector hasn't."""
-_OF_RUN: Final = ("model", "run_id")
 _NO_PROMPT: Any = None  # of a job of several; each of its questions has one
 _PROMPT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
@@ -145,7 +138,7 @@ class JobSpec(AnswerSpec):
                     f"{where}: its name must be letters, digits and _, at most 100 of them, no"
                     " digit first: a column has it"
                 )
-            if name in (*_OF_RUN, self.input.partition_column):
+            if name in (*OF_RUN, self.input.partition_column):
                 yield f"{where}: is the name of another column of the output; choose another"
             if section.fields is not None:
                 yield f"{where}.fields: is for a job of one prompt"
@@ -167,10 +160,18 @@ class JobSpec(AnswerSpec):
 
         An *ask* is a row and a question: number row_idx * len(questions) + question.
         """
-        if not self.prompts:
-            return (self,)
+        return self._alone if self.prompts else (self,)
+
+    @cached_property
+    def _alone(self) -> tuple[Self, ...]:
         alone = (question.alone for question in self.prompts.values())
         return tuple(self.model_copy(update={"prompts": {}, **fields}) for fields in alone)
+
+    def __copy__(self) -> Self:
+        """For `model_copy`, which changes fields: without what is cached of them."""
+        copied = super().__copy__()
+        copied.__dict__.pop("_alone", None)
+        return copied
 
     @property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
@@ -180,6 +181,11 @@ class JobSpec(AnswerSpec):
             return ((0,),)
         numbers = {name: number for number, name in enumerate(self.prompts)}
         return tuple(tuple(numbers[n] for n in names) for names in rounds.rounds_of(self.prompts))
+
+    @property
+    def unit(self) -> str:
+        """What is counted: rows or, with several prompts, answers."""
+        return "answer" if self.prompts else "row"
 
     @property
     def keeps_fingerprints(self) -> bool:
@@ -194,41 +200,28 @@ class JobSpec(AnswerSpec):
     @property
     def identity(self) -> str:
         """SHA-256 (hex) of all settings that decide the plan; see `OfPlan`."""
-        settings = json.dumps(self.settings(Decides.PLAN), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(settings.encode()).hexdigest()
+        return self.identity_until(len(self.rounds))
 
-    @property
-    def is_pooled(self) -> bool:
-        """Whether the answer is a vector of the prompt, and no token is generated."""
-        return self.task in ("embed", "pool")
+    def identity_until(self, num_rounds: int) -> str:
+        """The same of the plans of the first rounds: of later prompts only the names, and those of
+        columns that not every job has, which parts may have."""
+        settings, later = self.settings(Decides.PLAN), sum(self.rounds[num_rounds:], ())
+        for number, (name, prompt) in enumerate(self.prompts.items()):
+            if number in later:
+                settings["prompts"][name] = list(prompt.own_columns())
+        text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def output_columns(self) -> tuple[str, ...]:
         """Columns that the job itself writes, in their order; keys and carried columns may not use
         these names."""
-        return (*(tuple(self.prompts) or self.answer_columns), *_OF_RUN)
+        return (*(tuple(self.prompts) or self.answer_columns), *OF_RUN)
 
     @property
     def answer_columns(self) -> tuple[str, ...]:
         """Columns of the answers to a question; of several, fields of the prompt's column."""
-        form = self.response_format
-        properties = form.columns if isinstance(form, JsonSchemaFormat) else ()
-        columns = ("generated_text", *properties, *_answer_columns(self), *_AFTER)
-        return tuple(name for name in columns if not (self.is_pooled and name in _OF_TEXTS))
-
-    @property
-    def ends_answers(self) -> bool:
-        """Whether the model ends its answers, so that one that a limit ends lacks a part.
-
-        In a form (`response_format`) an answer is whole, or invalid.
-        """
-        is_free = self.task == "generate" and self.response_format is None
-        return is_free and not self.sampling.ignore_eos
-
-    @property
-    def decodes(self) -> bool:
-        """Whether answers take steps after the one that ends prefill, which gives a token too."""
-        return self.task == "generate"
+        return self.columns_of_answers(reasons=self.model.reasoning_parser is not None)
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -280,7 +273,7 @@ def _task_faults(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
             " sampling.n: 1"
         )
     if spec.response_format is not None:
-        yield from _of_response_format(spec, kept)
+        yield from spec.faults_of_form(kept, reasons=spec.model.reasoning_parser is not None)
     if spec.retry_invalid and (spec.response_format is None or spec.sampling.is_greedy):
         yield (
             "retry_invalid: needs a response_format, and a sampling.temperature above 0 (greedy"
@@ -302,48 +295,3 @@ def _task_faults(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
         yield (
             f"planner.estimated_output_tokens: task {spec.task} generates no tokens; leave it out"
         )
-
-
-def _of_response_format(spec: JobSpec, kept: Collection[str]) -> Iterator[str]:
-    if spec.task != "generate":
-        yield "response_format: is for task: generate"
-    if spec.sampling.n > 1:
-        yield "response_format: is for one answer a row, so leave out sampling.n"
-    if not isinstance(spec.response_format, JsonSchemaFormat):
-        return
-    others = ("generated_text", *_answer_columns(spec), *_AFTER, *_OF_RUN)
-    taken = {name.casefold() for name in (*others, *kept)}
-    for name in spec.response_format.columns:
-        if not name:
-            yield "response_format: a property has an empty name; set prefix_columns"
-        if name.casefold() in taken:
-            yield (
-                f"response_format: there is another column {shown(name)!r} (names that differ by"
-                " case only are the same to many readers); set prefix_columns, such as answer_,"
-                " or rename the property"
-            )
-        taken.add(name.casefold())
-
-
-def _answer_columns(spec: JobSpec) -> Iterator[str]:
-    """Those that not every job has."""
-    if spec.task == "classify":
-        yield from ("label", "probability", "probabilities", "logit_margin", "label_mass")
-        if spec.calibrate:
-            yield "raw_probabilities"
-        if spec.label_values:
-            yield "score"
-    if spec.task == "embed":
-        yield "embedding"
-    if spec.task == "pool":
-        yield "scores"
-    if spec.sampling.n > 1:
-        yield "generated_texts"
-    if spec.model.reasoning_parser is not None:
-        yield "reasoning"
-    if spec.request is not None:
-        yield "response"
-    if spec.sampling.logprobs is not None:
-        yield from ("mean_logprob", "token_logprobs")
-        if spec.sampling.logprobs:
-            yield "top_logprobs"

@@ -1,19 +1,28 @@
 """How a prompt is answered: of a job, or of each of its prompts."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from batchllm_operator.spec.conditions import Conditions
 from batchllm_operator.spec.fields import NonEmpty, OfOutput, OfPlan, Section, by_name
+from batchllm_operator.spec.limits import shown
 from batchllm_operator.spec.prompt import PromptSpec
-from batchllm_operator.spec.response_format import ResponseFormat
+from batchllm_operator.spec.response_format import JsonSchemaFormat, ResponseFormat
 from batchllm_operator.spec.sections import Sampling, SamplingSpec
 
 Task = Literal["generate", "classify", "embed", "pool"]
 MAX_LABELS: Final = 128
 """As many as vLLM gives the log-probabilities of."""
+OF_RUN: Final = ("model", "run_id")
+"""Columns of the output table that are no answer's."""
+_AFTER: Final = (
+    *("finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("status", "error"),
+)
+_OF_TEXTS: Final = frozenset({"generated_text", "finish_reason", "num_output_tokens"})
+"""Columns that a vector hasn't."""
 
 
 def _as_labels(value: object) -> object:
@@ -73,6 +82,55 @@ class AnswerSpec(Section):
         """The column that is the answer itself."""
         return "label" if self.task == "classify" else "generated_text"
 
+    def columns_of_answers(self, *, reasons: bool) -> tuple[str, ...]:
+        """Columns of the answers, in their order; `reasons` if the model's reasoning has one."""
+        form = self.response_format
+        properties = form.columns if isinstance(form, JsonSchemaFormat) else ()
+        columns = ("generated_text", *properties, *self.own_columns(reasons=reasons), *_AFTER)
+        return tuple(name for name in columns if not (self.is_pooled and name in _OF_TEXTS))
+
+    def own_columns(self, *, reasons: bool = False) -> Iterator[str]:
+        """Those that not every answer has, without a form's properties."""
+        if self.task == "classify":
+            yield from ("label", "probability", "probabilities", "logit_margin", "label_mass")
+            if self.calibrate:
+                yield "raw_probabilities"
+            if self.label_values:
+                yield "score"
+        if self.task == "embed":
+            yield "embedding"
+        if self.task == "pool":
+            yield "scores"
+        if self.sampling.n > 1:
+            yield "generated_texts"
+        if reasons:
+            yield "reasoning"
+        if self.request is not None:
+            yield "response"
+        if self.sampling.logprobs is not None:
+            yield from ("mean_logprob", "token_logprobs")
+            if self.sampling.logprobs:
+                yield "top_logprobs"
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the answer is a vector of the prompt, and no token is generated."""
+        return self.task in ("embed", "pool")
+
+    @property
+    def ends_answers(self) -> bool:
+        """Whether the model ends its answers, so that one that a limit ends lacks a part.
+
+        In a form (`response_format`) an answer is whole, or invalid.
+        """
+        is_free = self.task == "generate" and self.response_format is None
+        return is_free and not self.sampling.ignore_eos
+
+    @property
+    def decodes(self) -> bool:
+        """Whether answers take steps after the one that ends prefill, which gives a token too."""
+        return self.task == "generate"
+
     def classify_faults(self) -> Iterator[str]:
         """What is wrong with the fields of task classify."""
         if not 2 <= len(self.labels) <= MAX_LABELS:
@@ -85,6 +143,27 @@ class AnswerSpec(Section):
             yield "label_values: must have a number for each of labels, and no others"
         if self.sampling != SamplingSpec(max_tokens=1):
             yield "sampling: task classify reads one token's probabilities; leave sampling out"
+
+    def faults_of_form(self, kept: Collection[str], *, reasons: bool) -> Iterator[str]:
+        """What is wrong with `response_format`; `kept` are columns beside those of the answers."""
+        if self.task != "generate":
+            yield "response_format: is for task: generate"
+        if self.sampling.n > 1:
+            yield "response_format: is for one answer a row, so leave out sampling.n"
+        if not isinstance(self.response_format, JsonSchemaFormat):
+            return
+        others = ("generated_text", *self.own_columns(reasons=reasons), *_AFTER, *OF_RUN, *kept)
+        taken = set(map(str.casefold, others))
+        for name in self.response_format.columns:
+            if not name:
+                yield "response_format: a property has an empty name; set prefix_columns"
+            if name.casefold() in taken:
+                yield (
+                    f"response_format: there is another column {shown(name)!r} (names that differ"
+                    " by case only are the same to many readers); set prefix_columns, such as"
+                    " answer_, or rename the property"
+                )
+            taken.add(name.casefold())
 
     @model_validator(mode="before")
     @classmethod

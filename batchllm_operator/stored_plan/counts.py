@@ -112,6 +112,10 @@ class PromptCounts(Frozen):
     num_alone_tokens: Count
     """Prefill tokens of a job of this prompt alone, with one shard; in whole KV blocks."""
 
+    @classmethod
+    def total(cls, counts: Sequence[PromptCounts]) -> PromptCounts:
+        return cls(**{name: sum(getattr(c, name) for c in counts) for name in cls.model_fields})
+
 
 class PlanCounts(Frozen):
     """The plan's counts of rows, requests and tokens; each row counts for each prompt."""

@@ -240,7 +240,7 @@ class PlanManifest(StoredJson):
         """Check that the manifest names the expected files: paths are never taken from it."""
         shards = [shard_file(idx) for idx in range(len(self.shards))]
         expected = [*(rows.file for rows in self.row_files), *shards]
-        if self.spec.keeps_fingerprints:
+        if self.spec.keeps_fingerprints and not self.row_parts:  # plans of Spark have none
             expected.append(FINGERPRINTS_FILE)
         if self.spec.reuse_outputs:
             expected.append(REUSED_FILE)
@@ -318,7 +318,8 @@ def compute_plan_id(
 ) -> str:
     """16 hex digits that identify the spec, the model and the data."""
     content = {name: file.sha256 for name, file in files.items()}
-    identity: dict[str, Any] = {"spec": spec.identity, "ds": ds, "model": model_version}
+    settings = spec.identity_until(len(before) + 1)
+    identity: dict[str, Any] = {"spec": settings, "ds": ds, "model": model_version}
     identity["files"] = content
     if learned is not None:
         identity["learned"] = learned.model_dump(mode="json")

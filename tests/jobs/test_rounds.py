@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from prompts.test_tokenizer import build_tokenizer
 from support.fake_job import DS, document_rows, write_table
 from support.lake_tables import Lake, open_lake
-from support.prompts_job import rows_by_key, several
+from support.prompts_job import asks_of, rows_by_key, several
 from support.staged_job import Engines
 
 from batchllm_operator.answers.fakes import digest_of, fake_text
@@ -23,6 +25,7 @@ from batchllm_operator.inspect.gc import find_garbage
 from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.plan import plan_job as plan_module
 from batchllm_operator.plan.plan_job import plan_job
+from batchllm_operator.prompts import load_tokenizers
 from batchllm_operator.report import format_plan, format_status, format_summary
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.job_status import newest_plan_uri, read_status
@@ -175,6 +178,39 @@ def test_planning_goes_on_with_the_next_round_once_one_is_finished(spec: JobSpec
     run_worker(again, start=engines)
     assert engines.num_answers == 0
     assert commit_run(again) == report
+
+
+def test_a_chats_next_turn_begins_with_the_whole_last_conversation(tmp_path: Path) -> None:
+    """So the plan says that all of its blocks are computed again."""
+    write_table(tmp_path / "documents", document_rows(4, 3))
+    asked = {"role": "user", "template": "{document} {query}"}
+    replied = {"role": "assistant", "template": "{reply}"}
+    turns = [asked, replied, {"role": "user", "template": "Why?"}]
+    model = build_tokenizer(tmp_path / "model")
+    spec = several(
+        tmp_path,
+        {"reply": {"turns": [asked]}, "why": {"turns": turns}},
+        model={"path": str(model)},
+        engine={"backend": "fake", "extra_args": {"byte_tokens": False}},
+    )
+    first, second = run_round(spec), plan_job(spec, DS)
+    last = {asks[0] // 2: ids for ids, asks in asks_of(first)}
+    tokenizer, num_begun = load_tokenizers(spec, DS)[0], 0
+    for ids, asks in asks_of(second):
+        begin = last[asks[0] // 2]
+        assert ids[: len(begin)] == begin
+        rest = tokenizer.decode(ids[len(begin) :])
+        assert rest.startswith(fake_text(begin)) and "Why?" in rest
+        num_begun += 1
+    assert num_begun == 12
+    blocks = {tuple(ids[:end]) for ids in last.values() for end in range(16, len(ids) + 1, 16)}
+    assert second.manifest.num_repeated_tokens == 16 * len(blocks)
+    shown = f"round 2 of 2: why; {16 * len(blocks):,} prompt tokens computed again"
+    assert shown in format_plan(second.manifest, second.folder.uri)
+    commit_run(run_round(spec))
+    for row in rows_by_key(spec).values():
+        num = row["why"]["num_prompt_tokens"] - row["reply"]["num_prompt_tokens"]
+        assert num > row["reply"]["num_output_tokens"]
 
 
 class StoppedError(Exception):
@@ -336,11 +372,77 @@ def test_gc_keeps_the_rounds_that_a_later_one_needs(spec: JobSpec) -> None:
     assert kept(made_at + 50.0) == []
 
 
-def test_another_spec_begins_with_the_first_round(spec: JobSpec, tmp_path: Path) -> None:
-    run_round(spec)
-    other = several(tmp_path, {**PROMPTS, "title": {**PROMPTS["title"], "when": "topic == 'cars'"}})
+def changed(folder: Path, name: str, **fields: Any) -> JobSpec:
+    return several(folder, {**PROMPTS, name: {**PROMPTS[name], **fields}})
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_rounds_before_a_changed_prompt_are_taken_over(
+    spec: JobSpec, tmp_path: Path, is_published: bool
+) -> None:
+    plans = [run_round(spec) for _ in spec.rounds]
+    if is_published:
+        commit_run(plans[-1])
+    other = changed(tmp_path, "summary", template="{document}\n\nBriefly:")
+    engines, again = Engines(), list[StoredPlan]()
+    for _ in range(2):
+        again.append(plan_job(other, DS))
+        run_worker(again[-1], start=engines)
+    assert [plan.manifest.round_idx for plan in again] == [1, 2]
+    assert again[0].manifest.before == plans[0].manifest.plan_id
+    assert engines.num_answers == sum(plan.manifest.counts.num_requests for plan in again)
+    report = commit_run(again[-1])
+    assert report.num_rounds == 3
+    found, wanted = rows_by_key(other), by_hand(document_rows())
+    for row in document_rows():
+        answers = found[row["row_key"]]
+        assert answers["topic"]["generated_text"] == wanted[row["row_key"]]["topic"]
+        if answers["summary"]["status"] != "skipped":
+            text = fake_text(f"{row['document']}\n\nBriefly:".encode())
+            assert answers["summary"]["generated_text"] == text
+    assert plan_job(other, DS).manifest == again[-1].manifest
+    # The first round's answers are gone: all is asked again, in the same plan.
+    for folder in Path(plans[0].folder.path).glob("runs/*/attempt-*"):
+        shutil.rmtree(folder)
+    back = plan_job(spec, DS)
+    assert (back.manifest.round_idx, back.folder.uri) == (0, plans[0].folder.uri)
+
+
+def test_a_round_that_has_begun_goes_on_though_a_later_prompt_has_changed(
+    spec: JobSpec, tmp_path: Path
+) -> None:
+    with pytest.raises(StoppedError):
+        run_worker(first := plan_job(spec, DS), start=Engines(7, stop))
+    plan = plan_job(other := changed(tmp_path, "title", when="topic == 'cars'"), DS)
+    assert (plan.folder.uri, plan.manifest.spec) == (first.folder.uri, other)
+    run_worker(plan, start=(engines := Engines()))
+    assert engines.num_answers == plan.manifest.counts.num_requests - 7
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("topic", {"template": "{document} {query}"}),
+        ("summary", {"task": "classify", "labels": ["y", "n"], "when": "query != ''"}),
+        ("title", {"sampling": {"logprobs": 1}}),
+    ],
+    ids=["its own prompt", "another prompt in the round", "parts with other columns"],
+)
+def test_a_round_that_changes_is_asked_again(
+    spec: JobSpec, tmp_path: Path, name: str, fields: dict[str, Any]
+) -> None:
+    first = run_round(spec)
+    again = plan_job(changed(tmp_path, name, **fields), DS).manifest
+    assert again.round_idx == 0
+    assert again.plan_id != first.manifest.plan_id
+    assert plan_job(spec, DS).manifest.plan_id == first.manifest.plan_id
+
+
+def test_a_published_round_of_other_rows_isnt_taken_over(spec: JobSpec, tmp_path: Path) -> None:
+    run_all(spec)
+    write_table(tmp_path / "documents", document_rows(3, 3))
+    other = changed(tmp_path, "title", template="{topic}")
     assert plan_job(other, DS).manifest.round_idx == 0
-    assert plan_job(spec, DS).manifest.round_idx == 0
 
 
 @pytest.mark.parametrize(
