@@ -188,7 +188,7 @@ def _write_report(
     report = describe_run(rounds, table, errors, expectations)
     plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
     store_page(plan.folder, report)
-    write_lengths(plan, shards)
+    write_lengths(rounds)
     committed = Committed(
         plan_id=plan.manifest.plan_id,
         shards=tuple(

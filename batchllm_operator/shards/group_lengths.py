@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import NO_HASH
+from batchllm_operator.shards.joining import FinishedRound
 from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.manifest import GROUPS_FILE, GROUPS_SCHEMA
@@ -42,20 +43,23 @@ def question_salts(spec: JobSpec) -> list[int]:
     return [int.from_bytes(name) >> 2 for name in names] or [0]
 
 
-def write_lengths(plan: StoredPlan, shards: Sequence[ShardParts]) -> None:
-    """Write `LENGTHS_FILE` of a finished plan, if it keeps hashes of its groups.
+def write_lengths(rounds: Sequence[FinishedRound]) -> None:
+    """Write `LENGTHS_FILE` of the last round's plan, if plans keep hashes of their groups.
 
-    Only estimates depend on it, so a damaged file of the plan costs no more than a warning.
+    Only estimates depend on it, so a damaged file of a plan costs no more than a warning.
     """
+    plan = rounds[-1].plan
     if GROUPS_FILE not in plan.manifest.files:
         return
     try:
-        table = _lengths(plan, shards)
+        tables = [_lengths(each.plan, each.shards) for each in rounds]
     except (PlanError, OSError, pa.ArrowException, IndexError) as error:
         _log.warning("later plans can't learn output lengths by group: %s", error)
         return
     with tempfile.TemporaryDirectory(prefix="batchllm-lengths-") as folder:
         path = Path(folder) / LENGTHS_FILE
+        # A question's hashes are those of one round.
+        table = pa.concat_tables(tables).sort_by("prefix_hash")
         pq.write_table(table, path, compression="zstd")
         plan.folder.publish_file(path, LENGTHS_FILE)
 
