@@ -262,7 +262,7 @@ def _saved_tokens(spec: JobSpec, batches: Sequence[pa.RecordBatch], orders: Any)
     chosen = FieldOrders(orders, 0, (), 0, 0, 0)
     tables = [prompter.prompts(batch).tokens for batch in with_orders(batches, chosen)]
     tokens = TokenTable.from_lists(t.prompt(idx) for t in tables for idx in range(len(t)))
-    return optimal_saving_ratio(tokens, block_size_of(spec), merge=True)
+    return optimal_saving_ratio(tokens, block_size_of(spec), merge=[True])
 
 
 def saved(texts: Numbers, lengths: Numbers, orders: Any) -> int:

@@ -10,7 +10,8 @@ Text between two columns is split at its first line breaks: the text before them
 first column, the text after them to the second. Without a line break, its leading marks and spaces
 are the separator. A closing tag always belongs to the column before it. The result reads well for
 usual templates, and is always shown to the user. Where each column has a label, the columns are
-tried as `prompt.fields`, too.
+tried as `prompt.fields`, too. Of several prompts, each is tried in other orders beside the others
+as they are; those of later rounds, whose answers aren't known, are left out.
 """
 
 import json
@@ -21,6 +22,7 @@ from itertools import pairwise, permutations
 from string import Formatter
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 
 from batchllm_operator.amounts import counted
@@ -34,9 +36,10 @@ from batchllm_operator.plan.rows.input_checks import (
 )
 from batchllm_operator.plan.rows.ordering import choose_orders, with_orders
 from batchllm_operator.plan.rows.reading import tokenize
-from batchllm_operator.prefixes import TokenTable, optimal_saving_ratio
+from batchllm_operator.prefixes import FieldOrders, TokenTable, optimal_saving_ratio
+from batchllm_operator.prefixes.jit import Int64s
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
+from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizers
 from batchllm_operator.spec import JobSpec, PromptSpec
 from batchllm_operator.spec.prompt import (
     MAX_FIELDS,
@@ -44,6 +47,7 @@ from batchllm_operator.spec.prompt import (
     literal_template,
     with_places,
 )
+from batchllm_operator.spec.question import QuestionSpec
 from batchllm_operator.stored_plan.stored_plan import check_partition
 
 _SAMPLE_ROWS: Final = 2000
@@ -64,9 +68,11 @@ class Alternative:
     fields: dict[str, Any] | None
     """`prompt.fields`, where each row has them in an order of its own."""
     saving_ratio: float
-    """That of one engine with unbounded memory."""
+    """That of one engine with unbounded memory, which computes all prompts of the rows."""
     is_given: bool
     """Whether this is the template of the spec."""
+    prompt: str | None = None
+    """The name of the prompt, if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Advice:
     """Rows of the partition before the filter."""
     alternatives: tuple[Alternative, ...]
     """By saving, descending; the given order comes first among equals."""
+    alone_saving_ratio: float | None = None
+    """That of a job for each of several prompts as they are."""
 
 
 def advise(spec: JobSpec, ds: str, *, sample_rows: int = _SAMPLE_ROWS) -> Advice:
@@ -93,20 +101,15 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = _SAMPLE_ROWS) -> Advice
         EmptyPartitionError: there are no rows.
     """
     check_partition(ds)
-    if spec.prompts:
-        raise SpecError(
-            "prompts: advice is on one prompt's columns; let all begin with what they have in"
-            " common, and try each as the `prompt` of a job"
-        )
-    if spec.prompt.template is None:
+    if spec.prompt is not None and spec.prompt.template is None:
         raise SpecError(
             f"prompt.{spec.prompt.field}: advice is on the order of columns in prompt.template,"
             " which this job doesn't have"
         )
     table, snapshot = open_input(spec, ds)
     check_columns(spec, table, snapshot)
-    tokenizer = load_tokenizer(spec, ds)
-    adapters = RowAdapters.of(spec, tokenizer)
+    tokenizers = load_tokenizers(spec, ds)
+    adapters = RowAdapters.of(spec, tokenizers[0])
     sample, num_sampled = list[pa.RecordBatch](), 0
     for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
         sample.append(batch.slice(0, sample_rows - num_sampled))
@@ -117,57 +120,91 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = _SAMPLE_ROWS) -> Advice
         raise EmptyPartitionError(
             f"{describe_empty(spec, table, snapshot)}; there is nothing to advise on"
         )
+    sampled = _Sample(spec, sample, tokenizers, adapters)
     try:
-        alternatives = _try_orders(spec, sample, tokenizer, adapters)
+        alternatives, alone = _try_orders(sampled)
     except TokenIdsDifferError:  # it won't happen again
-        alternatives = _try_orders(spec, sample, tokenizer, adapters)
+        alternatives, alone = _try_orders(sampled)
     # The sort is stable, and the given order is the first.
-    alternatives.sort(key=lambda alternative: -alternative.saving_ratio)
-    return Advice(num_sampled, snapshot.num_rows, tuple(alternatives))
+    alternatives.sort(key=lambda alternative: (-alternative.saving_ratio, not alternative.is_given))
+    return Advice(num_sampled, snapshot.num_rows, tuple(alternatives), alone)
 
 
-def _try_orders(
-    spec: JobSpec,
-    sample: Sequence[pa.RecordBatch],
-    tokenizer: Tokenizer,
-    adapters: RowAdapters | None,
-) -> list[Alternative]:
-    """The savings of each order, the given one first; may raise `TokenIdsDifferError`."""
-    alternatives: list[Alternative] = []
-    orders = list(_alternatives(spec.prompt))
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The first rows of a job's input, and what makes prompts of them."""
+
+    spec: JobSpec
+    rows: Sequence[pa.RecordBatch]
+    tokenizers: Sequence[Tokenizer]
+    adapters: RowAdapters | None
+
+    def prompts(
+        self, spec: JobSpec, orders: FieldOrders | None = None
+    ) -> tuple[TokenTable, Int64s]:
+        """The prompts of `spec`, which has other templates, and their asks."""
+        rows = with_orders(self.rows, orders)
+        made = list(tokenize(spec, rows, self.tokenizers, self.adapters))
+        tables = [piece.tokens for piece in made]
+        prompts = (table.prompt(idx) for table in tables for idx in range(len(table)))
+        return TokenTable.from_lists(prompts), np.concatenate([each.row_idxs for each in made])
+
+    def saving_ratio(self, tokens: TokenTable, asks: Int64s) -> float:
+        merge = [question.sampling.is_greedy for question in self.spec.questions]
+        return optimal_saving_ratio(tokens, block_size_of(self.spec), merge=merge, row_idxs=asks)
+
+    def alone_saving_ratio(self) -> float:
+        """That of a job for each of the spec's prompts."""
+        tokens, asks = self.prompts(self.spec)
+        num_saved, num = 0.0, len(self.spec.questions)
+        for number in range(num):
+            is_own = asks % num == number
+            own = tokens.take(np.flatnonzero(is_own))
+            num_saved += own.num_tokens * self.saving_ratio(own, asks[is_own])
+        return num_saved / max(1, tokens.num_tokens)
+
+
+def _try_orders(sample: _Sample) -> tuple[list[Alternative], float | None]:
+    """The savings of each order, and of several prompts those of a job for each; may raise
+    `TokenIdsDifferError`."""
+    spec, alternatives = sample.spec, list[Alternative]()
+    prompts: dict[str | None, PromptSpec] = {None: spec.prompt}
+    alone = sample.alone_saving_ratio() if spec.prompts else None
+    if spec.prompts:
+        first = (list(spec.prompts)[number] for number in spec.rounds[0])
+        prompts = {name: spec.prompts[name] for name in first}
+    orders = [(name, *order) for name in prompts for order in _alternatives(prompts[name])]
     with Progress("try column orders", len(orders), unit="orders") as progress:
-        for prompt, columns in orders:
+        for name, prompt, columns in orders:
+            is_given = prompt is prompts[name]
             other = spec.model_copy(update={"prompt": prompt})
-            chosen = None if prompt.fields is None else choose_orders(other, sample)
+            if name is not None:
+                other = spec.model_copy(update={"prompts": {**spec.prompts, name: prompt}})
+            chosen = None if prompt.fields is None else choose_orders(other, sample.rows)
             progress.advance(1)
-            if alternatives and chosen is not None and chosen.num_orders == 1:
+            if not is_given and chosen is not None and chosen.num_orders == 1:
                 continue  # one of the others, under other labels
-            rows = with_orders(sample, chosen)
-            tables = [made.tokens for made in tokenize(other, rows, [tokenizer], adapters)]
-            prompts = (table.prompt(idx) for table in tables for idx in range(len(table)))
-            tokens, merge = TokenTable.from_lists(prompts), spec.sampling.is_greedy
-            alternatives.append(
-                Alternative(
-                    str(prompt.template),
-                    columns,
-                    prompt.fields.model_dump(mode="json") if prompt.fields else None,
-                    optimal_saving_ratio(tokens, block_size_of(spec), merge=merge),
-                    is_given=not alternatives,
-                )
-            )
-    return alternatives
+            saving = sample.saving_ratio(*sample.prompts(other, chosen))
+            fields = prompt.fields.model_dump(mode="json") if prompt.fields else None
+            template = prompt.template or prompt.field
+            alternatives.append(Alternative(template, columns, fields, saving, is_given, name))
+    return alternatives, alone
 
 
 def _alternatives(prompt: PromptSpec) -> Iterator[tuple[PromptSpec, tuple[str, ...]]]:
     """Prompts to compare, the given one first, with their columns."""
-    template = str(prompt.template)
-    fielded = fields_of(template)
+    template, fielded = prompt.template, None
+    if template is None:
+        yield prompt, prompt.columns
+        return
     if prompt.fields is not None:
         yield prompt, prompt.fields.columns
         template = with_places(template, {"fields": "".join(prompt.fields.templates)})
-        fielded = None
+    elif not isinstance(prompt, QuestionSpec):
+        fielded = fields_of(template)
     for other, columns in dict(column_orders(template)).items():
-        yield prompt.model_copy(update={"template": other, "fields": None}), columns
+        new = prompt.model_copy(update={"template": other, "fields": None})
+        yield prompt if other == prompt.template else new, columns
     if fielded is not None:
         update = dict(zip(("template", "fields"), fielded, strict=True))
         yield prompt.model_copy(update=update), fielded[1].columns
@@ -180,13 +217,17 @@ def format_advice(advice: Advice) -> str:
         f" {counted(advice.num_rows, 'row')}; nothing was changed",
         " saving  template",
     ]
+    if advice.alone_saving_ratio is not None:
+        lines[1] = f"of all prompts in one job; a job for each: {advice.alone_saving_ratio:.1%}"
     for alternative in advice.alternatives:
         template = json.dumps(alternative.template, ensure_ascii=False)
+        if alternative.prompt is not None:
+            template = f"{alternative.prompt}: {template}"
         if alternative.fields is not None:
             template += f"  fields: {json.dumps(alternative.fields, ensure_ascii=False)}"
         note = "  (as given)" if alternative.is_given else ""
         lines.append(f"{alternative.saving_ratio:7.1%}  {template}{note}")
-    if len(advice.alternatives) == 1:
+    if all(each.is_given for each in advice.alternatives):
         lines.append("the template has no two columns that could change places")
     return "\n".join(lines)
 

@@ -111,18 +111,20 @@ def make_requests(
     return requests, RankedPrompts(number, ranked.num_shared_tokens[~is_repeat])
 
 
-def optimal_saving_ratio(tokens: TokenTable, block_size: int, *, merge: bool) -> float:
+def optimal_saving_ratio(
+    tokens: TokenTable, block_size: int, *, merge: Sequence[bool], row_idxs: Int64s | None = None
+) -> float:
     """Eq. 2 for one engine with unbounded memory.
 
     Args:
         tokens: the prompts of all rows.
         block_size: tokens per block of its KV cache.
-        merge: whether equal prompts are one request.
+        merge, row_idxs: see `make_requests`; by default each row has a prompt.
 
     Raises `PlanError`: `block_size` is below 1.
     """
-    rows = np.arange(len(tokens))
-    requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, merge=[merge])
+    rows = np.arange(len(tokens)) if row_idxs is None else row_idxs
+    requests, ranked = make_requests(tokens, sort_prompts(tokens), rows, merge=merge)
     cached = ranked.cached_tokens(requests.lengths, block_size)
     return saving_ratio(int(requests.lengths.sum() - cached.sum()), tokens.num_tokens)
 

@@ -44,7 +44,7 @@ class Workload:
 
     def optimal_saving_ratio(self, block_size: int) -> float:
         """The saving ratio of one engine with unbounded memory."""
-        return optimal_saving_ratio(self.tokens, block_size, merge=False)
+        return optimal_saving_ratio(self.tokens, block_size, merge=[False])
 
     def with_estimate_error(self, share: float, seed: int = 0) -> Workload:
         """The same with random errors of the estimates, up to a share of the output."""

@@ -57,7 +57,7 @@ def test_token_ids_that_prove_wrong_are_all_made_again(
         return encode(texts)
 
     monkeypatch.setattr(tokenizer, "encode", encode_and_find_a_difference)
-    monkeypatch.setattr(advise_module, "load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(advise_module, "load_tokenizers", lambda *_: [tokenizer])
     assert advise(spec, DS) == expected
     assert num_calls == 4
 

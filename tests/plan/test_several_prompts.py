@@ -1,5 +1,6 @@
 """Jobs of several prompts: one plan, one run and one commit give what a job for each would."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ from batchllm_operator.commit.failed_rows import FailedRow, find_failed_rows
 from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import FailedRowsError, SpecError, TableError
-from batchllm_operator.plan.advise import advise
+from batchllm_operator.plan.advise import advise, format_advice
 from batchllm_operator.plan.plan_job import plan_job
-from batchllm_operator.report import format_plan, format_summary
+from batchllm_operator.report import format_plan, format_status, format_summary
 from batchllm_operator.report.page import render_report
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.job_status import read_status
@@ -293,23 +294,31 @@ def test_outputs_are_reused_by_prompt(tmp_path: Path) -> None:
     assert {names[ask % 7] for _, asked in asks_of(plan) for ask in asked} == {"summary"}
 
 
-def test_output_lengths_are_learned_by_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_output_lengths_are_learned_by_prompt(tmp_path: Path, in_rounds: bool) -> None:
     put(tmp_path, None, DS, NEXT)
-    prompts = {
+    prompts: dict[str, Any] = {
         "long": {"template": "{document} a: {query}", "sampling": {"max_tokens": 40}},
         "short": {"template": "{document} b: {query}", "sampling": {"max_tokens": 7}},
     }
+    if in_rounds:
+        prompts["short"]["when"] = "long.num_prompt_tokens > 0"
     planner = {"estimated_output_tokens": {"learned": True}}
     spec = several(tmp_path, prompts, planner=planner)
-    run_and_commit(spec)
+    for _ in spec.rounds:
+        run_worker(plan := plan_job(spec, DS))
+    commit_run(plan)
     again = {name: {**fields, "sampling": {"max_tokens": 400}} for name, fields in prompts.items()}
-    plan = plan_job(several(tmp_path, again, planner=planner), NEXT)
-    assert plan.manifest.learned is not None and plan.manifest.learned.num_known_prefixes
     estimates = set()
-    for shard_idx in range(len(plan.manifest.shards)):
-        with plan.open_shard(shard_idx) as file:
-            table = file.read(["row_idxs", "num_output_tokens"]).to_pylist()
-        estimates |= {(row["row_idxs"][0] % 2, row["num_output_tokens"]) for row in table}
+    for _ in spec.rounds:
+        plan = plan_job(several(tmp_path, again, planner=planner), NEXT)
+        assert plan.manifest.learned is not None
+        assert plan.manifest.learned.num_known_prefixes == 12
+        for shard_idx in range(len(plan.manifest.shards)):
+            with plan.open_shard(shard_idx) as file:
+                table = file.read(["row_idxs", "num_output_tokens"]).to_pylist()
+            estimates |= {(row["row_idxs"][0] % 2, row["num_output_tokens"]) for row in table}
+        run_worker(plan)
     assert estimates == {(0, 40), (1, 7)}
 
 
@@ -393,7 +402,7 @@ def test_plan_report_and_page_name_the_prompts(tmp_path: Path) -> None:
     assert {"scored.1", "scored.2", "scored.3"} == report.answers.prior.keys()
     [sample, *_] = report.sample_rows
     assert "summary: fake " in sample.generated_text
-    assert read_status(plan).done.num_rows == 210
+    assert "210/210 (100 %) answers, committed" in format_status(read_status(plan))
 
 
 # What is refused
@@ -414,12 +423,25 @@ def test_prompts_that_do_not_fit_the_table_are_refused(
         plan_job(several(tmp_path, prompts, output={"carry": []}), DS)
 
 
-def test_advice_and_spark_are_for_one_prompt(tmp_path: Path) -> None:
+def test_advice_counts_all_prompts_together(tmp_path: Path) -> None:
     put(tmp_path)
-    with pytest.raises(SpecError, match="prompts: advice is on one prompt's columns"):
-        advise(several(tmp_path), DS)
-    pytest.importorskip("pyspark")
-    from batchllm_operator.spark.plan_job import plan_on_spark
-
-    with pytest.raises(SpecError, match=r"prompts: aren't for planner\.engine: spark"):
-        plan_on_spark(several(tmp_path), DS)
+    late = {"template": "{query}: {document}", **FREE}
+    spec = several(tmp_path, {**PROMPTS, "late": late, "next": {"template": "{document} {topic}"}})
+    advice = advise(spec, DS)
+    assert {each.prompt for each in advice.alternatives} == {*PROMPTS, "late"}
+    saved = {each.template: each.saving_ratio for each in advice.alternatives}
+    best, given = advice.alternatives[0], [each for each in advice.alternatives if each.is_given]
+    assert (best.prompt, best.columns) == ("late", ("document", "query"))
+    assert len({each.saving_ratio for each in given}) == 1
+    shown = format_advice(advice)
+    assert f"in one job; a job for each: {advice.alone_saving_ratio:.1%}\n" in shown
+    assert f"{best.saving_ratio:7.1%}  late: {json.dumps(best.template)}\n" in shown
+    for ratio, template in ((given[0].saving_ratio, None), (best.saving_ratio, best.template)):
+        prompts = {**PROMPTS, "late": late if template is None else {**late, "template": template}}
+        plan = plan_job(several(tmp_path, prompts), DS).manifest
+        assert plan.counts.optimal_saving_ratio == pytest.approx(ratio)
+        if template is None:
+            num_alone = sum(each.num_alone_tokens for each in plan.prompt_counts)
+            alone = 1 - num_alone / plan.counts.num_logical_tokens
+            assert advice.alone_saving_ratio == pytest.approx(alone)
+    assert saved[late["template"]] == given[0].saving_ratio > alone

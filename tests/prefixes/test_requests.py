@@ -76,8 +76,8 @@ def test_equal_prompts_are_computed_once_if_their_outputs_are_equal(
 ) -> None:
     distinct = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
     num_saved = sum(map(len, prompts)) - sum(map(len, distinct))
-    merged = optimal_saving_ratio(TokenTable.from_lists(prompts), 1, merge=True)
-    once = optimal_saving_ratio(TokenTable.from_lists(distinct), 1, merge=False)
+    merged = optimal_saving_ratio(TokenTable.from_lists(prompts), 1, merge=[True])
+    once = optimal_saving_ratio(TokenTable.from_lists(distinct), 1, merge=[False])
     assert merged * sum(map(len, prompts)) == pytest.approx(
         num_saved + once * sum(map(len, distinct))
     )
@@ -85,10 +85,10 @@ def test_equal_prompts_are_computed_once_if_their_outputs_are_equal(
 
 def test_prompts_whose_outputs_differ_are_computed_each() -> None:
     tokens = TokenTable.from_lists([[1, 2], [1, 2], [1, 3]])
-    assert optimal_saving_ratio(tokens, 1, merge=False) == pytest.approx(1 / 3)
-    assert optimal_saving_ratio(tokens, 1, merge=True) == 0.5
-    assert optimal_saving_ratio(tokens, 2, merge=False) == 0
-    assert optimal_saving_ratio(TokenTable.from_lists([]), 2, merge=False) == 0
+    assert optimal_saving_ratio(tokens, 1, merge=[False]) == pytest.approx(1 / 3)
+    assert optimal_saving_ratio(tokens, 1, merge=[True]) == 0.5
+    assert optimal_saving_ratio(tokens, 2, merge=[False]) == 0
+    assert optimal_saving_ratio(TokenTable.from_lists([]), 2, merge=[False]) == 0
 
 
 # Classes
