@@ -33,10 +33,10 @@ def format_status(status: JobStatus) -> str:
     for state in ("finished", "waiting"):
         if len(shards) > _MOST_LINES:
             shards = [shard for shard in shards if shard.state != state]
-    lines += _table(workers, _WORKER_COLUMNS)
+    lines += _table(workers, _WORKER_COLUMNS, status.unit)
     if others := [worker for worker in status.workers if worker not in workers]:
         lines.append(f"  workers not shown: {_count_states(others, WorkerState)}")
-    lines += _table(shards, _SHARD_COLUMNS)
+    lines += _table(shards, _SHARD_COLUMNS, status.unit)
     listed = {shard.shard_idx for shard in shards}
     if left_out := [shard for shard in status.shards if shard.shard_idx not in listed]:
         lines.append(f"  not shown: {_count_states(left_out, ShardState)}")
@@ -57,7 +57,7 @@ def format_totals(status: JobStatus) -> str:
     at_work = bool(status.workers) and not status.is_finished
     parts = [
         f"round {status.round} of {status.num_rounds}" if status.num_rounds > 1 else "",
-        f"{_share(done.num_rows, status.num_rows)} rows",
+        f"{_share(done.num_rows, status.num_rows)} {status.unit}s",
         f"{done.num_failed_rows:,} failed" if done.num_failed_rows else "",
         f"{status.num_rejected_rows:,} rejected" if status.num_rejected_rows else "",
         "committed" if status.is_committed else f"shards: {states}",
@@ -81,13 +81,14 @@ def _count_states(items: Sequence[ShardStatus | WorkerStatus], states: object) -
 _Columns = Mapping[str, Callable[[_Item], str]]
 
 
-def _table(items: Sequence[_Item], columns: _Columns[_Item]) -> list[str]:
+def _table(items: Sequence[_Item], columns: _Columns[_Item], unit: str) -> list[str]:
     """Lines of a table; none without items."""
     if not items:
         return []
     rows: list[list[str]] = [[cell(item) for cell in columns.values()] for item in items]
     left = [idx for idx, name in enumerate(columns) if name in _LEFT]
-    return text_table([list(columns), *rows], left, indent="  ")
+    names = [f"{unit}s" if name == "rows" else name for name in columns]
+    return text_table([names, *rows], left, indent="  ")
 
 
 def _saved(shard: ShardStatus) -> str:

@@ -135,7 +135,7 @@ class ShardRun:
         self.shard_idx, self.attempt, self.shard = shard_idx, attempt, plan.shard(shard_idx)
         self.is_given_up = False
         self._plan, self._holder = plan, holder
-        self._questions = plan.manifest.spec.questions
+        self._questions, self._unit = plan.manifest.spec.questions, plan.manifest.spec.unit
         self._answers = Answers.of_all(plan.manifest.spec)
         self._files = ShardFiles.of(plan, shard_idx)
         # An earlier attempt may have finished parts until it saw the claim.
@@ -162,7 +162,7 @@ class ShardRun:
                 self.shard_idx,
                 self.attempt.number,
                 counted(self._num_resumed, "part"),
-                counted(sum(part.counts.num_rows for part in spilled), "row"),
+                counted(sum(part.counts.num_rows for part in spilled), self._unit),
             )
         if self._holder.observe is not None:
             self._context.enter_context(self._holder.observe(self.progress))

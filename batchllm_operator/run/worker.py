@@ -166,7 +166,8 @@ class Worker:
         num_kept += sum(done.num_rows for done in self._shards.elsewhere().values())
         num_rows = sum(shard.num_rows for shard in self._plan.manifest.shards)
         verb = "is" if num_kept == 1 else "are"
-        kept = f"{num_kept:,} of the plan's {counted(num_rows, 'row')} {verb} finished and kept"
+        num = counted(num_rows, self._plan.manifest.spec.unit)
+        kept = f"{num_kept:,} of the plan's {num} {verb} finished and kept"
         if isinstance(error, KeyboardInterrupt):
             return f"{kept}: give the same command again to go on"
         return kept if num_kept else None
@@ -178,7 +179,7 @@ class Worker:
         engine, spec = self._running_engine(run), self._plan.manifest.spec
         num_left = self._num_rows_left()
         if self._progress is None:
-            line = Progress(f"worker {self._shards.worker}", num_left)
+            line = Progress(f"worker {self._shards.worker}", num_left, unit=f"{spec.unit}s")
             self._progress = lines.enter_context(line)
         else:
             self._progress.expect(num_left)

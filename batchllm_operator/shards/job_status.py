@@ -142,6 +142,7 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         job=manifest.spec.name,
         ds=manifest.ds,
         is_committed=committed is not None,
+        unit=manifest.spec.unit,
         read_at=now,
         shards=tuple(shards),
         notes=tuple(notes),

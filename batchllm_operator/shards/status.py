@@ -107,6 +107,8 @@ class JobStatus:
     round: int = 1
     """Of `num_rounds`: the plan's, from 1."""
     num_rounds: int = 1
+    unit: str = "row"
+    """What is counted as rows; see `JobSpec.unit`."""
     refusal: Refusal | None = None
     """Why the last commit published nothing; None if it hasn't refused, or after a commit."""
 

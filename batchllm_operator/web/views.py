@@ -52,7 +52,7 @@ def live_job(job: JobRun, stage: JobState, status: JobStatus | None, links: Link
     if status is not None:
         share = _share(status.done.num_rows, status.num_rows)
         if not stage.is_failed:
-            summary = f"{summary}, {_tenths(share)} of the rows are done"
+            summary = f"{summary}, {_tenths(share)} of the {status.unit}s are done"
     values = {
         "stage": stage,
         "status": status,

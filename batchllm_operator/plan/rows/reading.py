@@ -110,7 +110,7 @@ def read_rows(given: Given, rows: Rows, path: Path, earlier: EarlierAnswers | No
             rows.add(piece)
             if piece.kept is not None:
                 writer.write_table(piece.kept)
-            return piece.counts["num_rows"]
+            return piece.counts["num_rows"] // len(given.tokenizers)
 
         for num_rows in ahead(made, keep, num_threads=1):
             progress.advance(num_rows, counted(rows.prompts.num_tokens, "token"))
