@@ -82,8 +82,8 @@ def _write(
     table: LakeTable,
 ) -> Path | StagedRows:
     """Write the partition's data files; see `write_partition`."""
-    spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
-    if spec.prompts or spec.expect:  # what is expected is measured in local files
+    spec, num_rows = plan.manifest.spec, plan.manifest.num_rows
+    if spec.expect:  # what is expected is measured in local files
         return write_partition(plan, sources, spool, table)
     joining = Joining(plan, sources)
     add_columns = spec.output.add_columns
@@ -110,7 +110,7 @@ def _rows_each(plan: StoredPlan, sources: Sequence[ShardParts | ReusedOutputs]) 
     """Rows of a range: about a data file of the target size, whole buckets."""
     shards = [source for source in sources if isinstance(source, ShardParts)]
     num_tokens = sum(entry.num_output_tokens for shard in shards for entry in shard.entries)
-    num_rows = max(1, plan.manifest.counts.num_rows)
+    num_rows = max(1, plan.manifest.num_rows)
     stored = sum(plan.manifest.files[rows.file].size_bytes for rows in plan.manifest.row_files)
     num_bytes = stored + num_tokens * _BYTES_PER_TOKEN
     wanted = plan.manifest.spec.output.target_file_bytes * num_rows // max(1, num_bytes)
@@ -157,13 +157,14 @@ def _joined(
     # Spark's texts are `string`s.
     kinds = [pa.string() if kind == pa.large_string() else kind for kind in fields.types]
     sent = pa.schema([("range", pa.int32()), *zip(fields.names, kinds, strict=True)])
-    plan_uri, num_rows = plan.folder.uri, plan.manifest.counts.num_rows
+    plan_uri, num_rows = plan.folder.uri, plan.manifest.num_rows
+    num = len(plan.manifest.spec.questions)
     most, bucket_rows = plan.manifest.spec.output.target_file_bytes, BUCKET_ROWS
 
     def outputs(source: _Source) -> Iterator[pa.RecordBatch]:
         for part in source.open().parts(["row_idxs", *fields.names[1:]]):
             for rows in one_per_row(part, fields):
-                numbers = pc.cast(pc.divide(rows["row_idx"], rows_each), pa.int32())
+                numbers = pc.cast(pc.divide(rows["row_idx"], rows_each * num), pa.int32())
                 if (last := pc.max(numbers).as_py()) is not None and last >= num_ranges:
                     raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
                 table = rows.add_column(0, "range", numbers)
@@ -176,7 +177,7 @@ def _joined(
         assert context is not None
         number = context.partitionId()
         first, end = number * rows_each, min((number + 1) * rows_each, num_rows)
-        buckets = _buckets(batches, fields, first, end, bucket_rows)
+        buckets = _buckets(batches, fields, first * num, end * num, bucket_rows * num)
         tables = joining.tables(StoredPlan.open(plan_uri), first, end, bucket_rows, buckets)
         with scratch_folder() as scratch:
             write_files(gather(tables, most), scratch / "data", joining.schema, most)

@@ -57,8 +57,11 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises as `plan_job`, `spark_session` and `rows_of`; `SpecError` if a setting isn't for Spark.
     """
-    if spec.prompts:
-        raise SpecError("prompts: aren't for planner.engine: spark yet; plan and commit locally")
+    if len(spec.rounds) > 1:
+        raise SpecError(
+            "prompts: those that need answers to others aren't for planner.engine: spark yet; plan"
+            " locally"
+        )
     if spec.reuse_outputs:
         raise SpecError(
             "reuse_outputs: isn't for planner.engine: spark yet; leave it out, or plan locally"
@@ -66,7 +69,8 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
     if spec.prompt is not None and spec.prompt.fields is not None:
         raise SpecError("prompt.fields: isn't for planner.engine: spark yet; plan locally")
     given = find_given(spec, ds)
-    warn_of_doubled_start(given.spec, sample_tokens(given.spec, given.tokenizer), given.tokenizer)
+    for asked, tokenizer in zip(given.spec.questions, given.tokenizers, strict=True):
+        warn_of_doubled_start(asked, sample_tokens(asked, tokenizer), tokenizer)
     staging = Staging.beside(spec, ds)
     try:
         with spark_session(spec) as spark:
@@ -107,7 +111,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         _warn_of_one_file(spec, numbers.num_rows)
         progress.advance(1, PHASES[1])
         sample = draw_sample(spark, reading, parts, numbers)
-        num = num_ranges(numbers.num_rows, sample)
+        num = num_ranges(numbers.num_asks, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
         del sample  # may be a quarter of a gigabyte
         learned = learn_output_lengths(spec, ds, by_group=False)
@@ -117,12 +121,11 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         given.table.check_unchanged(given.snapshot)
         num_prompts = sum(result.planned.num_prompts for result in planned)
         row_counts = {name: sum(part.counts[name] for part in rows) for name in rows[0].counts}
-        row_counts |= {"num_rows": numbers.num_rows, "num_reused_rows": 0}
-        num_asked = numbers.num_rows - row_counts["num_unasked_rows"]
-        row_counts["num_rejected_rows"] = num_asked - num_prompts
-        written = WrittenRows(
-            Folder.open(staging.uri), [part.file.name for part in rows], spec.input.key, ()
-        )
+        num_asked = numbers.num_asks - row_counts["num_unasked_rows"]
+        row_counts |= {"num_rejected_rows": num_asked - num_prompts, "num_reused_rows": 0}
+        names = [part.file.name for part in rows]
+        folder = Folder.open(staging.uri)
+        written = WrittenRows(folder, names, spec.input.key, tuple(spec.prompts))
         given.check_rows(row_counts, written)
         shard_files = [file for result in planned for file in result.files]
         files = {rows_file(idx): part.file for idx, part in enumerate(rows)}
@@ -136,9 +139,9 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
             row_parts=tuple(part.file.num_rows for part in rows),
             num_twice=_num_twice(planned, block_size_of(spec)),
         )
-        names = [(file.name, name) for name, file in files.items()]
+        named = [(file.name, name) for name, file in files.items()]
         progress.advance(1, PHASES[3])
-        plan = complete(manifest, lambda folder: staging.name_files(spark, names, folder))
+        plan = complete(manifest, lambda folder: staging.name_files(spark, named, folder))
         progress.advance(1)
         return plan
 

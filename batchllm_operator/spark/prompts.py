@@ -98,18 +98,20 @@ def make_prompts(spark: SparkSession, task: Task, parts: Sequence[Part]) -> Data
 
 def _sampled(reading: Reading, share: float, num_rows: int, part: Part) -> Iterator[pa.RecordBatch]:
     """The key and the place of each prompt that is drawn from the part's first rows."""
-    tokenizer, adapters = reading.tokenizer()
+    tokenizers, adapters = reading.tokenizers()
     drawn: list[int] = []
     batches = _drawn(reading, part, share, num_rows, drawn)
-    for piece in tokenize(reading.spec, batches, [tokenizer], adapters):
-        places = pa.array([drawn[row] for row in piece.row_idxs], pa.int64())
-        yield pa.RecordBatch.from_arrays([key_array(piece.tokens), places], schema=_PLACES)
+    for piece in tokenize(reading.spec, batches, tokenizers, adapters):
+        rows, asked = np.divmod(piece.row_idxs, len(tokenizers))
+        places = np.array(drawn, dtype=np.int64)[rows] * len(tokenizers) + asked + part.first_place
+        columns = [key_array(piece.tokens), pa.array(places)]
+        yield pa.RecordBatch.from_arrays(columns, schema=_PLACES)
 
 
 def _drawn(
     reading: Reading, part: Part, share: float, num_rows: int, drawn: list[int]
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the drawn rows; adds their places to `drawn`."""
+    """Batches of the drawn rows; adds their positions among the part's rows to `drawn`."""
     first, end = part.first_place, part.first_place + num_rows
     for batch in reading.scan(part, reading.spec.input_columns):
         batch = batch.slice(0, end - first)
@@ -118,7 +120,7 @@ def _drawn(
         # A multiplicative hash (Knuth): those of neighbours are far from each other.
         mixed = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         is_drawn = (mixed >> np.uint64(11)) < np.uint64(int(share * (1 << 53)))
-        drawn += places[is_drawn].tolist()
+        drawn += (places[is_drawn] - part.first_place).tolist()
         yield batch.filter(pa.array(is_drawn))
         if first == end:
             return
@@ -127,7 +129,7 @@ def _drawn(
 def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then the task's report, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
-    tokenizer, adapters = reading.tokenizer()
+    tokenizers, adapters = reading.tokenizers()
     counts = Counter(NO_ROWS)
     with scratch_folder() as scratch:
         path = scratch / "rows"
@@ -135,13 +137,13 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
             scanned = reading.scan(part, spec.input_columns)
             first_row = int(task.numbers.firsts[part.number])
             batches = checked(spec, scanned, reading.where, first_row, reading.stored)
-            for piece in tokenize(spec, batches, [tokenizer], adapters):
+            for piece in tokenize(spec, batches, tokenizers, adapters):
                 counts.update(piece.counts)
                 if piece.kept is not None:
                     writer.write_table(piece.kept)
                 if len(piece.tokens):
                     yield _sent(task.ranges, part.first_place, piece)
-        file = task.staging.publish(path, "rows", counts["num_rows"])
+        file = task.staging.publish(path, "rows", counts["num_rows"] // len(tokenizers))
     result = PartResult(number=part.number, file=file, counts=counts)
     row = {"range": len(task.ranges), "head": b"", "key": result.model_dump_json().encode()}
     row |= {"place": part.number, "output_tokens": 0}

@@ -59,7 +59,7 @@ def _reports(task: Task, batches: Batches) -> Iterator[pa.RecordBatch]:
 def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> RangeResult:
     """Write the range's shards; it has at least one prompt."""
     planner = _planner_of(task, number)
-    tokenizer, adapters = task.reading.tokenizer()
+    tokenizers, adapters = task.reading.tokenizers()
     shared, places, estimates = [], [], []
     first = last = b""
     before = np.zeros(0, dtype=np.int32)
@@ -80,7 +80,7 @@ def _planned(task: Task, number: int, batches: Iterator[pa.RecordBatch]) -> Rang
             ranked,
             row_idxs,
             expected if expected[0] >= 0 else None,
-            tokenizer,
+            tokenizers[0],
             adapters,
             scratch,
             number << _ID_BITS,

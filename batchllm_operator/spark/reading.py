@@ -27,7 +27,7 @@ from batchllm_operator.lake import (
 from batchllm_operator.plan.given import Given
 from batchllm_operator.plan.rows.adapters import RowAdapters
 from batchllm_operator.plan.rows.keys import MAX_NAMED, NullKeys, named_keys, repeated_keys
-from batchllm_operator.prompts import Tokenizer, load_tokenizer
+from batchllm_operator.prompts import Tokenizer, load_tokenizers
 from batchllm_operator.shards.reuse_index import fingerprint_array, fingerprints_of
 from batchllm_operator.spark.tasks import (
     Batches,
@@ -51,7 +51,8 @@ _MOST_PARTS: Final = 10_000
 _OPENING_BYTES: Final = 256 << 10
 """What opening a file costs, in bytes that could be read meanwhile."""
 PLACE_BITS: Final = 32
-"""A row's place is its part's number, shifted by this, and its position among the part's rows."""
+"""A row's place is its part's number, shifted by this, and its position among the part's rows; so
+is an ask's place, with its number among the part's asks."""
 
 _KEY_SCHEMA: Final = pa.schema(
     [("bucket", pa.int32()), ("digest", pa.binary()), ("place", pa.int64())]
@@ -102,12 +103,13 @@ class Reading:
             for batch in table.scan(self.snapshot, columns, spec.input.filter, piece)
         )
 
-    def tokenizer(self) -> tuple[Tokenizer, RowAdapters | None]:
-        """Loaded once in each process."""
-        tokenizer, adapters = _tokenizer(self.spec.model_dump_json(), self.ds)
+    def tokenizers(self) -> tuple[Sequence[Tokenizer], RowAdapters | None]:
+        """One for each question; loaded once in each process."""
+        tokenizers, adapters = _tokenizers(self.spec.model_dump_json(), self.ds)
         if self.is_exact:
-            tokenizer.be_exact()
-        return tokenizer, adapters
+            for tokenizer in tokenizers:
+                tokenizer.be_exact()
+        return tokenizers, adapters
 
 
 def parts_of(table: LakeTable, snapshot: Snapshot) -> list[Part]:
@@ -144,30 +146,35 @@ def _table(uri: str, partition_column: str) -> LakeTable:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(spec_json: str, ds: str) -> tuple[Tokenizer, RowAdapters | None]:
+def _tokenizers(spec_json: str, ds: str) -> tuple[Sequence[Tokenizer], RowAdapters | None]:
     # An executor has as many tasks as cores: more threads would only take turns.
     for name in ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     spec = parse_spec_json(spec_json, source="planner.engine: spark")
-    tokenizer = load_tokenizer(spec, ds)
-    loaded = tokenizer, RowAdapters.of(spec, tokenizer)
+    tokenizers = load_tokenizers(spec, ds)
+    loaded = tokenizers, RowAdapters.of(spec, tokenizers[0])
     gc.freeze()  # of libraries nothing is garbage: to look at them took a tenth of a task's time
     return loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNumbers:
-    """Turns places into positions among all rows that take part."""
+    """Turns places into numbers of asks, of all rows that take part."""
 
     firsts: npt.NDArray[np.int64]
     """[num_parts + 1]: the position of each part's first row; then the number of all rows."""
+    num_questions: int
 
     @property
     def num_rows(self) -> int:
         return int(self.firsts[-1])
 
+    @property
+    def num_asks(self) -> int:
+        return self.num_rows * self.num_questions
+
     def of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        firsts: npt.NDArray[np.int64] = self.firsts[places >> PLACE_BITS]
+        firsts: npt.NDArray[np.int64] = self.firsts[places >> PLACE_BITS] * self.num_questions
         return firsts + (places & ((1 << PLACE_BITS) - 1))
 
 
@@ -201,7 +208,7 @@ def number_rows(spark: SparkSession, reading: Reading, parts: Sequence[Part]) ->
             scanned = reading.scan(parts[number], key)
             names += named_keys(scanned, parts[number].first_place, places)
         raise repeated_keys(names, num_repeated, key, where)
-    return RowNumbers(firsts)
+    return RowNumbers(firsts, len(reading.spec.questions))
 
 
 def _digests(reading: Reading, num_buckets: int, part: Part) -> Iterator[pa.RecordBatch]:

@@ -17,6 +17,7 @@ import pytest
 from deltalake import DeltaTable
 from lake.test_delta_features import write_mapped
 from support.fake_job import DS, document_rows, fake_spec, finish, write_table
+from support.prompts_job import PROMPTS, asks_of, several
 from support.spark_jobs import planned_rows, rows_of_shards
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -26,6 +27,7 @@ from batchllm_operator.errors import (
     FailedRowsError,
     Interrupted,
     KeyColumnError,
+    PlanError,
     SpecError,
     StorageError,
     TableError,
@@ -108,6 +110,37 @@ def test_its_counts_are_a_local_plans(lake: Path, small_ranges: None) -> None:
             assert getattr(counts, name) == getattr(local, name), name
         assert counts.num_logical_tokens == local.num_logical_tokens
         assert counts.num_truncated_rows == counts.num_rows
+
+
+def test_prompts_of_one_row_are_planned_together(lake: Path, small_ranges: None) -> None:
+    few = {"template": "{document}\n{query}", "when": "query == 'question 1'"}
+    same = {"template": "{document}\n\nSummarise:", "sampling": {"max_tokens": 4}}
+    planner = {"num_shards": None}
+    spec = several(lake, {**PROMPTS, "few": few, "same": same}, planner=planner)
+    local, plan = plan_job(spec, DS), plan_on_spark(spec, DS)
+    assert len(plan.manifest.shards) > 2
+    assert planned_rows(plan) == planned_rows(local)
+    asked = [
+        {(bytes(ids), ask % 5) for ids, asks in asks_of(each) for ask in asks}
+        for each in (local, plan)
+    ]
+    assert asked[0] == asked[1]
+    assert all(len({ask % 5 for ask in asks}) == 1 for _, asks in asks_of(plan))
+    found, counts = plan.manifest.counts, local.manifest.counts
+    for name in ("num_rows", "num_unasked_rows", "num_rejected_rows", "num_logical_tokens"):
+        assert getattr(found, name) == getattr(counts, name), name
+    # A range may end between rows of one prompt.
+    extra = found.num_optimal_tokens - counts.num_optimal_tokens
+    assert 0 <= extra <= 16 * len(plan.manifest.shards)
+    for name, prompt in plan.manifest.counts_by_prompt.items():
+        of_local = local.manifest.counts_by_prompt[name]
+        assert prompt.num_logical_tokens == of_local.num_logical_tokens
+        assert of_local.num_alone_tokens <= prompt.num_alone_tokens <= prompt.num_logical_tokens
+    finish(plan)
+    with pytest.raises(PlanError, match=r"without it, --only can't tell .*: leave it out"):
+        plan_job(spec, DS, ["few"])
+    with pytest.raises(SpecError, match="prompts: those that need answers to others aren't for pl"):
+        plan_on_spark(several(lake, {"a": same, "b": {"template": "{a}"}}), DS)
 
 
 def test_planning_again_gives_the_same_bytes(lake: Path, small_ranges: None) -> None:
