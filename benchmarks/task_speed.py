@@ -37,12 +37,13 @@ _TEMPLATES: Final = {
     "short": "{package}: {query}",
 }
 _SAMPLING: Final[dict[str, Any]] = {"max_tokens": 32, "ignore_eos": True}
-_PROMPTS: Final[dict[str, dict[str, Any]]] = {
+PROMPTS: Final[dict[str, dict[str, Any]]] = {
     "summary": {"template": "{document}\n\nIn two sentences:", "sampling": _SAMPLING},
     "answer": {"template": "{document}\n\nQuery: {query}\n\nAnswer:", "sampling": _SAMPLING},
     "topic": {
         "template": "{document}\n\nTopic:",
         "response_format": {"type": "choice", "choices": ["software", "science", "other"]},
+        "sampling": {"max_tokens": 8},
     },
     "relevant": {
         "template": "{document}\n\nQuery: {query}\n\nRelevant?",
@@ -51,7 +52,7 @@ _PROMPTS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 _TASKS: Final[dict[str, dict[str, Any]]] = {
-    "several": {"prompts": _PROMPTS},
+    "several": {"prompts": PROMPTS},
     "generate": {"sampling": _SAMPLING},
     "classify": {"task": "classify", "labels": {"yes": " yes", "no": " no", "unsure": " maybe"}},
     "embed": {"task": "embed"},
