@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -20,12 +21,15 @@ from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import FailedRowsError, SpecError, TableError
 from batchllm_operator.plan.advise import advise, format_advice
+from batchllm_operator.plan.output_lengths import learn_output_lengths
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report import format_plan, format_status, format_summary
 from batchllm_operator.report.page import render_report
 from batchllm_operator.run.run_shards import run_worker
+from batchllm_operator.shards.group_lengths import question_salts
 from batchllm_operator.shards.job_status import read_status
 from batchllm_operator.spec import JobSpec, SamplingSpec
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 FREE = {"sampling": {"max_tokens": 8}}
 MIXED: dict[str, Any] = {
@@ -305,15 +309,23 @@ def test_output_lengths_are_learned_by_prompt(tmp_path: Path, in_rounds: bool) -
         prompts["short"]["when"] = "long.num_prompt_tokens > 0"
     planner = {"estimated_output_tokens": {"learned": True}}
     spec = several(tmp_path, prompts, planner=planner)
+    plans = list[StoredPlan]()
     for _ in spec.rounds:
-        run_worker(plan := plan_job(spec, DS))
-    commit_run(plan)
+        plans.append(plan_job(spec, DS))
+        run_worker(plans[-1])
+    commit_run(plans[-1])
+    learned = learn_output_lengths(spec, NEXT)
+    assert learned is not None
+    known = set(learned.hashes.tolist())
+    for plan, salt in zip(plans, question_salts(spec), strict=True) if in_rounds else ():
+        prefixes = pq.read_table(plan.folder.full_path("groups.parquet"))["prefix_hash"]
+        assert {each ^ salt for each in prefixes.drop_null().to_pylist()} <= known
     again = {name: {**fields, "sampling": {"max_tokens": 400}} for name, fields in prompts.items()}
     estimates = set()
     for _ in spec.rounds:
         plan = plan_job(several(tmp_path, again, planner=planner), NEXT)
         assert plan.manifest.learned is not None
-        assert plan.manifest.learned.num_known_prefixes == 12
+        assert plan.manifest.learned.num_known_prefixes == len(known) > 0
         for shard_idx in range(len(plan.manifest.shards)):
             with plan.open_shard(shard_idx) as file:
                 table = file.read(["row_idxs", "num_output_tokens"]).to_pylist()
