@@ -207,10 +207,6 @@ def test_a_chats_next_turn_begins_with_the_whole_last_conversation(tmp_path: Pat
     assert second.manifest.num_repeated_tokens == 16 * len(blocks)
     shown = f"round 2 of 2: why; {16 * len(blocks):,} prompt tokens computed again"
     assert shown in format_plan(second.manifest, second.folder.uri)
-    commit_run(run_round(spec))
-    for row in rows_by_key(spec).values():
-        num = row["why"]["num_prompt_tokens"] - row["reply"]["num_prompt_tokens"]
-        assert num > row["reply"]["num_output_tokens"]
 
 
 class StoppedError(Exception):
