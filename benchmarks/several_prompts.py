@@ -30,6 +30,7 @@ from benchmarks.provenance import print_last_line, provenance
 from benchmarks.task_speed import PROMPTS
 
 DS: Final = "2026-01-31"
+_RELEVANT: Final = {**PROMPTS["relevant"], "labels": {"yes": "y", "no": "n"}}  # tokens of one byte
 POLICIES: Final = ("batchllm", "stock_sorted", "stock_shuffled")
 _SUMS: Final = ("steps", "predicted_s", "num_prompt_tokens", "num_computed_tokens")
 
@@ -49,7 +50,7 @@ def make_job(folder: Path, num_documents: int, num_tokens: int, seed: int) -> Jo
             "spec_version": 1,
             "name": "one_job",
             "input": {"uri": str(folder / "table"), "key": "key"},
-            "prompts": PROMPTS,
+            "prompts": {**PROMPTS, "relevant": _RELEVANT},
             "model": {"path": "no-model"},
             "engine": {"backend": "fake", "extra_args": {"byte_tokens": True}},
             "planner": {"num_shards": 1},
