@@ -20,8 +20,7 @@ from batchllm_operator import errors
 from batchllm_operator.cli import main
 from batchllm_operator.spec import JobSpec, load_spec, parse_spec
 from batchllm_operator.spec.expect import Bounds
-from batchllm_operator.spec.model import _AFTER
-from batchllm_operator.spec.question import QuestionSpec
+from batchllm_operator.spec.question import _AFTER, QuestionSpec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
