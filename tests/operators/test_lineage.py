@@ -34,7 +34,7 @@ def told(task: WithLineage, *, has_ended: bool = True) -> dict[str, Any]:
 
 def run(task: Any) -> dict[str, Any]:
     ti = TaskInstance()
-    context = {"ti": ti, "dag": None, "outlet_events": {}}
+    context: dict[str, Any] = {"ti": ti, "dag": None, "outlet_events": {}}
     type(task).execute.__wrapped__(task, context)
     return ti.pushed
 
@@ -104,7 +104,7 @@ def test_a_plan_that_fails_tells_what_it_would_have_read(
         run(plan)
     (read,) = told(plan)["inputs"]
     assert read["name"] == f"{tmp_path}/documents"
-    nothing = {"inputs": [], "outputs": [], "run_facets": {}, "job_facets": {}}
+    nothing: dict[str, Any] = {"inputs": [], "outputs": [], "run_facets": {}, "job_facets": {}}
     absent = BatchLLMPlanOperator(task_id="absent", spec_path=f"{tmp_path}/absent.yaml")
     assert told(absent) == told(BatchLLMCommitOperator(task_id="c", plan_uri="p")) == nothing
 

@@ -77,7 +77,7 @@ def test_each_local_day_is_planned_once_when_clocks_change(
     assert len(days) >= 5 and f"{change:%Y-%m-%d}" in days
     assert days == [f"{first + timedelta(days=idx):%Y-%m-%d}" for idx in range(len(days))]
     if zone == BERLIN:
-        moments = [run.partition_date or run.logical_date for run in runs]
+        moments: list[Any] = [run.partition_date or run.logical_date for run in runs]
         hours = {(b - a).total_seconds() / 3600 for a, b in pairwise(moments)}
         assert hours == {24, 23 if change == SHORT else 25}
 
