@@ -8,12 +8,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from airflow.sdk import DAG, Asset, Param
+from airflow.sdk import DAG, Param
 
-from batchllm_operator.operators import batchllm_task_group, one_run_per_partition
+from batchllm_operator.operators import batchllm_task_group, input_asset, one_run_per_partition
 
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
-DOCUMENTS = Asset.ref(name="documents")  # its events say which partition: {"ds": "2026-01-31"}
+SPEC = SPEC_DIR / "daily_snippets.yaml"
+DOCUMENTS = input_asset("documents", SPEC)  # its events name a partition: {"ds": "2026-01-31"}
 GPU = os.environ.get("BATCHLLM_GPU") or None  # see daily_snippets.py
 NUM_WORKERS = int(os.environ.get("BATCHLLM_NUM_WORKERS") or 0) or None
 
@@ -39,7 +40,7 @@ with DAG(
     tags=["batchllm"],
 ):
     batchllm_task_group(
-        SPEC_DIR / "daily_snippets.yaml",
+        SPEC,
         group_id="snippets",
         num_workers=NUM_WORKERS,
         ds=one_run_per_partition(DOCUMENTS),

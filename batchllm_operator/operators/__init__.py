@@ -6,6 +6,7 @@ DAG files continually, on machines without engine or GPU.
 
 from batchllm_operator.operators.arrival import BatchLLMArrivalOperator as BatchLLMArrivalOperator
 from batchllm_operator.operators.arrival import one_run_per_partition as one_run_per_partition
+from batchllm_operator.operators.assets import input_asset as input_asset
 from batchllm_operator.operators.assets import table_asset as table_asset
 from batchllm_operator.operators.command import BatchLLMReportOperator as BatchLLMReportOperator
 from batchllm_operator.operators.stages import BatchLLMCommitOperator as BatchLLMCommitOperator

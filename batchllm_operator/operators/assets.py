@@ -3,8 +3,37 @@
 from pathlib import Path
 
 from airflow.sdk import Asset
+from airflow.sdk.definitions.asset import AssetRef
 
+from batchllm_operator.errors import SpecError
+from batchllm_operator.spec import JobSpec, load_spec
 from batchllm_operator.spec.addresses import TableAddress, scheme_of
+
+
+def readable_spec(spec_path: str) -> JobSpec | None:
+    """The job, if its spec is readable where a DAG is parsed."""
+    try:
+        return load_spec(spec_path)
+    except (SpecError, TypeError):
+        return None
+
+
+def input_asset(name: str, spec_path: str | Path) -> Asset | AssetRef:
+    """The asset of the table that a job reads, to schedule a DAG by; see `batchllm_task_group`.
+
+    A DAG whose schedule has an asset by its name alone is started, but isn't told of its events.
+    """
+    spec = readable_spec(str(spec_path))
+    return named_asset(name, spec.input.uri if spec else None)
+
+
+def named_asset(name: str, uri: str | None) -> Asset | AssetRef:
+    """The asset of the table at `uri`.
+
+    If that isn't known here, it is the asset that has the name in another DAG: Airflow would stop
+    one of two whose URIs differ.
+    """
+    return Asset.ref(name=name) if uri is None else table_asset(name, uri)
 
 
 def table_asset(name: str, uri: str) -> Asset:

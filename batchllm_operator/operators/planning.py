@@ -10,6 +10,7 @@ from airflow.sdk import Context
 from jinja2 import UndefinedError
 
 from batchllm_operator.errors import SpecError
+from batchllm_operator.operators.assets import readable_spec
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.jobs.job_operator import number_of_workers
 from batchllm_operator.operators.jobs.owner import LABEL
@@ -111,14 +112,6 @@ class Planning(WithLineage):
     def job_arguments(self) -> list[str]:
         """The job and its partition, for a command that can't read the spec's file."""
         return ["--job-json", self.spec.model_dump_json(exclude_unset=True), "--ds", self.ds]
-
-
-def readable_spec(spec_path: str) -> JobSpec | None:
-    """The job, if its spec is readable where a DAG is parsed."""
-    try:
-        return load_spec(spec_path)
-    except (SpecError, TypeError):
-        return None
 
 
 def _report_root(spec_path: str) -> str | None:

@@ -8,11 +8,11 @@ from airflow.sdk import Asset, BaseOperator, TaskGroup, XComArg
 from airflow.sdk.definitions.asset import AssetRef
 
 from batchllm_operator.operators import stages
-from batchllm_operator.operators.assets import table_asset
+from batchllm_operator.operators.assets import named_asset, readable_spec
 from batchllm_operator.operators.command import BatchLLMReportOperator
 from batchllm_operator.operators.jobs.job_operator import Runner
 from batchllm_operator.operators.jobs.pod import GpuVendor
-from batchllm_operator.operators.planning import NUM_WORKERS_KEY, PLAN_URI_KEY, readable_spec
+from batchllm_operator.operators.planning import NUM_WORKERS_KEY, PLAN_URI_KEY
 from batchllm_operator.operators.spark import spark_plan_operator
 
 
@@ -110,11 +110,7 @@ def batchllm_task_group(
 
 
 def _assets(given: Asset | str | None, uri: str | None) -> list[Asset | AssetRef]:
-    """The asset, if there is one; a name is that of the table at `uri`.
-
-    If that isn't known here, it is the asset that has the name in another DAG: Airflow would stop
-    one of two whose URIs differ.
-    """
+    """The asset, if there is one; a name is that of the table at `uri`."""
     if isinstance(given, str):
-        return [Asset.ref(name=given) if uri is None else table_asset(given, uri)]
+        return [named_asset(given, uri)]
     return [] if given is None else [given]

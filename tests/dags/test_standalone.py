@@ -87,8 +87,9 @@ def test_a_partition_that_arrives_is_run(standalone: Standalone, arrived: str) -
 def test_the_plugin_is_whole_and_links_a_task_to_its_page(
     standalone: Standalone, scheduled: str
 ) -> None:
-    (plugin,) = standalone.api("GET", "/api/v2/plugins")["plugins"]
-    assert (plugin["name"], len(plugin["external_views"])) == ("batchllm", 2)
+    plugins = standalone.api("GET", "/api/v2/plugins")["plugins"]
+    (plugin,) = (each for each in plugins if each["name"] == "batchllm")
+    assert len(plugin["external_views"]) == 2
     assert standalone.api("GET", "/api/v2/plugins/importErrors")["total_entries"] == 0
     task = f"dagRuns/{scheduled}/taskInstances/snippets.generate"
     links = standalone.api("GET", f"/api/v2/dags/daily_snippets/{task}/links")["extra_links"]

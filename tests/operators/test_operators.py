@@ -29,6 +29,7 @@ from batchllm_operator.operators import (
     BatchLLMPlanOperator,
     BatchLLMReportOperator,
     batchllm_task_group,
+    input_asset,
     one_run_per_partition,
     stages,
     table_asset,
@@ -275,6 +276,7 @@ def test_an_assets_name_gets_the_uri_of_the_specs_table(tmp_path: Path) -> None:
         batchllm_task_group(spec, input_asset="documents", output_asset="snippets")
     plan, commit = dag.get_task("batchllm.plan"), dag.get_task("batchllm.commit")
     assert plan.inlets == [Asset("documents", uri="s3://b/documents")]
+    assert input_asset("documents", spec) == plan.inlets[0]
     assert commit.outlets == [Asset("snippets", uri="s3://b/out")]
 
 
