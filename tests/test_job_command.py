@@ -65,7 +65,7 @@ def test_one_command_goes_through_all_rounds(job: JobFolder, commands: ForkServe
     ]
     assert "24 answers to 2 prompts: 24 out, 0 failed" in done.stdout
     status = commands.run(CLI, ["status", *arguments])
-    assert "round 2 of 2, 12/12 (100 %) rows, committed" in status.stdout
+    assert "round 2 of 2, 12/12 (100 %) answers, committed" in status.stdout
 
 
 def test_one_prompt_is_asked_again_by_command(job: JobFolder, commands: ForkServer) -> None:

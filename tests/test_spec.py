@@ -23,6 +23,7 @@ from batchllm_operator.spec import (
     template_columns,
 )
 from batchllm_operator.spec.fields import Section
+from batchllm_operator.spec.question import QuestionSpec
 from batchllm_operator.storage import Folder
 
 AWS_KEY = "AKIA" + "IOSFODNN7EXAMPLE"
@@ -821,7 +822,8 @@ def leaves(section: Section, path: str = "") -> Iterator[str]:
 def replaced(section: Section, path: str) -> Any:
     """The section with another value of a field, which needn't be a valid one."""
     name, _, rest = path.partition(".")
-    value = replaced(getattr(section, name), rest) if rest else 123_456
+    others = {"prompts": {"one": QuestionSpec(template="{document}")}}
+    value = replaced(getattr(section, name), rest) if rest else others.get(name, 123_456)
     return section.model_copy(update={name: value})
 
 
