@@ -155,7 +155,8 @@ def test_commit_sends_each_asset_counts_and_uris_and_warns_of_failed_rows(
     outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
     task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
     execute(task, {"ti": TaskInstance(), "outlet_events": events, **RUN})
-    assert [list(accessor.partition_keys) for accessor in events.values()] == [[], []]
+    keys = [list(getattr(each, "partition_keys", ())) for each in events.values()]  # from 3.3 on
+    assert keys == [[], []]
     sent = {asset.name: accessor.extra for asset, accessor in events.items()}
     assert sent == {"snippets": event, "s3://b/snippets": event}
     assert task.outcome == f"56,789 rows, {num_failed:,} failed, 60.0% of prompt tokens saved"
