@@ -437,7 +437,7 @@ def test_prompts_that_do_not_fit_the_table_are_refused(
 
 def test_advice_counts_all_prompts_together(tmp_path: Path) -> None:
     put(tmp_path)
-    late = {"template": "{query}: {document}", **FREE}
+    late: dict[str, Any] = {"template": "{query}: {document}", **FREE}
     spec = several(tmp_path, {**PROMPTS, "late": late, "next": {"template": "{document} {topic}"}})
     advice = advise(spec, DS)
     assert {each.prompt for each in advice.alternatives} == {*PROMPTS, "late"}
