@@ -195,6 +195,9 @@ def main() -> None:
     args = parser.parse_args()
     args.documents = args.documents or (8 if args.quick else 40)
     args.model, args.packages = args.model.resolve(), args.packages.resolve()
+    for folder in (args.out, args.plot and args.plot.parent):  # before the minutes pass
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
     facts = provenance_of_another_process()
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
@@ -204,12 +207,12 @@ def main() -> None:
         facts |= {"max_tokens": args.max_tokens, "engine": series.engine}
         report = {**facts, "results": (stop if args.stops else compare)(series, args)}
     print(markdown(report))
-    if args.plot is not None:
-        plot(report, args.plot)
     stem = args.out and args.out / f"peers_{'stops' if args.stops else args.workload}_cpu"
     if stem is not None:
         stem.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
     print_last_line(report, stem and stem.with_suffix(".json"))
+    if args.plot is not None:
+        plot(report, args.plot)
 
 
 if __name__ == "__main__":
