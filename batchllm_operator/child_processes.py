@@ -18,13 +18,14 @@ from batchllm_operator.errors import (
     ConflictError,
     FailedRowsError,
     InvalidError,
+    LimitError,
 )
 
 _PR_SET_PDEATHSIG: Final = 1
 _POLL_S: Final = 0.2
 _MOST_SAID: Final = 1 << 16
 _KINDS: Final[Mapping[int, type[BatchLLMError]]] = {
-    kind.exit_code: kind for kind in (InvalidError, FailedRowsError, ConflictError)
+    kind.exit_code: kind for kind in (InvalidError, FailedRowsError, ConflictError, LimitError)
 }
 
 

@@ -38,11 +38,14 @@ class ExitCode(IntEnum):
     REFUSED = 4  # too many rows failed, or the answers aren't as the spec expects
     INCOMPLETE = 5  # commit before every shard has finished
     CONFLICT = 6  # another client has published the partition meanwhile
+    LIMIT = 7  # the run has used what the spec allows
     INTERRUPTED = 130  # 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
 
 
-FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.REFUSED, ExitCode.CONFLICT)
+FINAL_EXIT_CODES: Final = (
+    *(ExitCode.INVALID, ExitCode.REFUSED, ExitCode.CONFLICT, ExitCode.LIMIT),
+)
 """Failures that a retry can't mend. An empty partition is not among them, as data may come late."""
 
 
@@ -128,6 +131,15 @@ class ExpectationError(BatchLLMError):
     """
 
     exit_code = ExitCode.REFUSED
+
+
+class LimitError(BatchLLMError):
+    """A run has used what `limits` allows: raise the limit in the spec, plan again and run.
+
+    Finished rows are kept.
+    """
+
+    exit_code = ExitCode.LIMIT
 
 
 class IncompleteRunError(BatchLLMError):

@@ -191,6 +191,11 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     _check_nulls_fit(spec, stored)
     check_lengths(spec, tokenizer.max_model_len)
     target = find_target(spec)
+    if target is None and spec.limits.cost is not None:
+        raise SpecError(
+            "limits.cost: needs planner.target_gpu, whose price counts, and a model of a known"
+            " shape; limit gpu_hours instead"
+        )
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     known = (answers, adapters, target, replicas, budget, earlier)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from batchllm_operator.amounts import counted
-from batchllm_operator.errors import Interrupted
+from batchllm_operator.errors import Interrupted, LimitError
 
 _log = logging.getLogger(__name__)
 
@@ -19,8 +19,19 @@ class Drain:
 
     def __init__(self) -> None:
         self.has_begun = False
+        self.limit: LimitError | None = None
+        """Why, if it wasn't a signal."""
+        self._limit_s: float | None = None
         self.num_open_parts: Callable[[], int] = lambda: 0
         """Parts that the engine works on; set by the worker."""
+
+    def begin(self, why: str, limit: LimitError | None = None) -> None:
+        """Let no part be opened any more; any thread may call it."""
+        self.limit, self.has_begun = limit, True
+        most = "" if self._limit_s is None else f", for at most {self._limit_s:.0f} s"
+        _log.info("%s: finishing %s%s", why, counted(self.num_open_parts(), "open part"), most)
+        if self._limit_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, self._limit_s)
 
     def end(self) -> None:
         """Clear the time limit, because no part is open any more and the rest is quick."""
@@ -28,9 +39,14 @@ class Drain:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def check(self, *, num_left: int) -> None:
-        """Raise `Interrupted` if draining has begun and `num_left` parts haven't been generated."""
+        """Raise `Interrupted`, or the `limit`, if draining has begun and `num_left` parts haven't
+        been generated."""
         if self.has_begun and num_left:
-            raise Interrupted(signal.SIGTERM)
+            raise self.limit or Interrupted(signal.SIGTERM)
+
+    def reason_of(self, error: BaseException) -> BaseException:
+        """The limit, if its open parts took too long or a signal came meanwhile; or the error."""
+        return (isinstance(error, Interrupted) and self.limit) or error
 
     @contextmanager
     def on_sigterm(self, limit_s: float) -> Iterator[Drain]:
@@ -50,20 +66,16 @@ class Drain:
         def begin(number: int, frame: FrameType | None) -> None:
             if self.has_begun or not self.num_open_parts():
                 stop(number, frame)
-            self.has_begun = True
-            _log.info(
-                "asked to stop: finishing %s, for at most %.0f s",
-                counted(self.num_open_parts(), "open part"),
-                limit_s,
-            )
-            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            self.begin("asked to stop")
 
+        self._limit_s = limit_s
         before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
         signal.signal(signal.SIGTERM, begin)
         signal.signal(signal.SIGALRM, stop)
         try:
             yield self
         finally:
+            self._limit_s = None
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)

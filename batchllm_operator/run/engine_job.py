@@ -4,7 +4,7 @@ import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -78,11 +78,15 @@ def traced(folder: Folder) -> Iterator[Path]:
 
 
 def stream_with_retries(
-    engine: Engine, requests: Iterator[EngineRequest], spec: JobSpec
+    engine: Engine,
+    requests: Iterator[EngineRequest],
+    spec: JobSpec,
+    drop: Callable[[EngineOutput], object],
 ) -> Iterator[EngineOutput]:
     """As `Engine.stream`; rows whose answers aren't in the spec's form come again before new ones.
 
-    Each row is one request at any time, and has one output, that of its last try.
+    Each row is one request at any time, and has one output, that of its last try; `drop` gets those
+    of the others.
     """
     most_tries = [question.retry_invalid for question in spec.questions]
     if not any(most_tries):
@@ -107,6 +111,7 @@ def stream_with_retries(
             if request.num_tries == most_tries[request.question] or not is_invalid:
                 yield output
                 continue
+            drop(output)
             num_retries, num_tokens = num_retries + 1, num_tokens + output.num_output_tokens
             # The scheduler no longer waits for it as a member of its group, which may have ended.
             # It finds the group's prefix in the cache, if it is still there.

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from batchllm_operator.amounts import token_speed
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.errors import BatchLLMError
+from batchllm_operator.errors import BatchLLMError, LimitError
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.secrets.masking import Masker
 from batchllm_operator.shards.attempts import (
@@ -26,6 +26,7 @@ from batchllm_operator.shards.attempts import (
     ShardProgress,
     State,
 )
+from batchllm_operator.shards.usage import Usage
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -65,6 +66,8 @@ class Holder:
     num_gpus: int = 0
     every_s: float = DEFAULT_INTERVAL_S
     drain: Drain = field(default_factory=Drain)
+    check_limits: Callable[[], object] = lambda: None
+    """Called every few seconds from a thread; set by the worker."""
     observe: Observe | None = None
     _lap_began_at: float = field(default_factory=time.monotonic)
 
@@ -115,6 +118,7 @@ class LiveProgress:
         }
         self._clock, self._now = clock, now
         self.done, self._num_parts, self._num_rows_before = done, num_parts_done, done.num_rows
+        self._num_generated, self._num_gpus = 0, holder.num_gpus
         self._window: tuple[tuple[float, Counts], ...] = ()
         """What was done before the first output of each second with one; replaced as a whole."""
         self._began_at = clock()
@@ -148,7 +152,23 @@ class LiveProgress:
         self._state = "running"
         self._wake.set()  # doesn't wait for the write
 
+    @property
+    def usage(self) -> Usage:
+        """What this attempt has used by now."""
+        return Usage(self._num_generated, self._held_s() * self._num_gpus)
+
+    def _held_s(self) -> float:
+        held_at, ended_at = self._held_at, self._ended_at
+        if held_at is None:
+            return 0.0
+        return (self._clock() if ended_at is None else ended_at) - held_at
+
+    def count_generated(self, output: EngineOutput) -> None:
+        """Count the tokens of an output, also if it isn't kept."""
+        self._num_generated += output.num_output_tokens
+
     def count_output(self, output: EngineOutput, num_rows: int) -> None:
+        self.count_generated(output)
         clock = self._clock()
         if not self._window or clock - self._window[-1][0] >= 1:
             self._window = (*self._window[1 - _WINDOW_S :], (clock, self.done))
@@ -160,15 +180,13 @@ class LiveProgress:
 
     def end(self, error: BaseException | None, stored: Counts) -> None:
         """Write the last state: `finished` without an error, `stopped` by a `KeyboardInterrupt`
-        (such as `Interrupted`), else `failed`. Unless it is `finished`, outputs that aren't
-        `stored` are lost."""
+        (such as `Interrupted`) or a limit, else `failed`. Unless it is `finished`, outputs that
+        aren't `stored` are lost."""
         state: State = "finished"
         if error is not None:
-            state, self.done = "failed", stored
-            if isinstance(error, KeyboardInterrupt):
-                state = "stopped"
-            else:
-                self._error = shown_error(error)
+            is_signal = isinstance(error, KeyboardInterrupt)
+            state = "stopped" if is_signal or isinstance(error, LimitError) else "failed"
+            self.done, self._error = stored, None if is_signal else shown_error(error)
         self._ended_at = self._clock()
         self._state = state
         self._ended.set()
@@ -179,22 +197,22 @@ class LiveProgress:
             _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
 
     def snapshot(self) -> ShardProgress:
-        running_at, held_at, ended_at = self._running_at, self._held_at, self._ended_at
+        running_at = self._running_at
         # Read last: another thread may have set these times a moment ago.
         clock, done, state = self._clock(), self.done, self._state
         elapsed_s = clock - self._began_at
         running_s = 0.0 if running_at is None else clock - running_at
         computed_per_s, output_per_s, rows_per_s = self._rates(clock, done, running_s)
-        held_until = clock if ended_at is None else ended_at
         return ShardProgress(
             **self._constant,
             state=state,
             updated_at=self._now(),
             elapsed_s=elapsed_s,
             engine_start_s=elapsed_s - running_s,
-            gpu_held_s=0.0 if held_at is None else held_until - held_at,
+            gpu_held_s=self._held_s(),
             num_parts_done=self._num_parts,
             done=done,
+            num_generated_tokens=self._num_generated,
             computed_tokens_per_s=computed_per_s,
             output_tokens_per_s=output_per_s,
             eta_s=self._eta_s(state, done, running_s, rows_per_s),

@@ -72,6 +72,7 @@ def run_worker(
         EngineError: the engine can't start, or keeps dying.
         FailedRowsError: so many rows have failed, as far as this worker has seen, that commit will
             refuse the plan. Finished rows are kept.
+        LimitError: the plan's runs have used what `limits` allows, and parts are left.
         Interrupted: `drain` has begun, and parts are left.
     """
     if worker < 0 or num_workers < 1:

@@ -12,7 +12,7 @@ from typing import Final
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import EngineOutput, EngineRequest
-from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
+from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError, LimitError
 from batchllm_operator.row_error import INVALID_OUTPUT
 from batchllm_operator.run.live_progress import Holder, LiveProgress
 from batchllm_operator.run.shard_work import ShardWork
@@ -145,7 +145,7 @@ class ShardRun:
         self._lock = threading.RLock()
         self.progress = LiveProgress(
             *(plan, shard_idx, attempt, holder, self.finished.counts, self._num_resumed),
-            also=self._spill_while_waiting,
+            also=self._while_waiting,
         )
         self._context = ExitStack()
         self._spill_idxs = count()
@@ -191,12 +191,13 @@ class ShardRun:
                 self.progress.end(error, self.finished.counts)
 
     def _keep_finished(self, why: BaseException, unread: Sequence[EngineOutput]) -> None:
-        is_trusted = isinstance(why, (KeyboardInterrupt, FailedRowsError))
+        is_trusted = isinstance(why, (KeyboardInterrupt, FailedRowsError, LimitError))
 
         def keep() -> None:
             with self._lock:
                 for output in filter(self._is_final, map(self._judged, unread)):
                     if output in self.open_parts:
+                        self.progress.count_generated(output)
                         self.open_parts.add(output)
                 self.spill(with_suspects=is_trusted)
 
@@ -293,11 +294,13 @@ class ShardRun:
         self.progress.count_part()
         self.open_parts.close(part_idx)
 
-    def _spill_while_waiting(self) -> None:
-        """Spill what is due while the engine finishes nothing; for another thread.
+    def _while_waiting(self) -> None:
+        """Spill what is due, and see to limits, while the engine finishes nothing; for another
+        thread.
 
         What fails here fails again in `take`, where it is raised.
         """
+        self._holder.check_limits()
         if not self._lock.acquire(blocking=False):
             return
         try:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 from batchllm_operator.amounts import counted
 from batchllm_operator.answers import Answers
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
-from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
+from batchllm_operator.errors import BatchLLMError, FencedError, LimitError, PlanError
 from batchllm_operator.progress import Progress
+from batchllm_operator.run.budget import Budget
 from batchllm_operator.run.engine_job import engine_job, pin_revision, stream_with_retries, traced
 from batchllm_operator.run.live_progress import Holder
 from batchllm_operator.run.shard_queue import ShardQueue
@@ -80,6 +81,8 @@ class Worker:
         holder.drain.num_open_parts = lambda: sum(
             len(run.open_parts.in_engine) for run in self._runs
         )
+        self._budget = Budget(plan, holder.drain, clock)
+        holder.check_limits = self._budget.check
 
     def steps(self) -> Generator[float, None, None]:
         """Run shards until none is left; the caller may do other things between the steps.
@@ -90,13 +93,16 @@ class Worker:
         with ExitStack() as lines:
             try:
                 yield from self._run_all(lines)
-            except BaseException as error:
+            except BaseException as raised:
+                error = self._holder.drain.reason_of(raised)
                 self._holder.drain.end()
                 unread = self._unread(error)
                 for run in reversed(self._runs):
                     run.end(error, unread)
                 if (kept := self._kept(error)) is not None:
                     error.add_note(kept)
+                if error is not raised:
+                    raise error from None
                 raise
             finally:
                 if self._replicas is not None:
@@ -130,10 +136,12 @@ class Worker:
             self._progress.expect(0)
 
     def _claim(self) -> ShardRun | None:
-        """Claim the next shard with something left to generate."""
+        """Claim the next shard with something left to generate, unless a limit is reached."""
+        self._budget.check()
         while not self._holder.drain.has_begun and (claimed := self._shards.take()) is not None:
             self._plan.check_stays()
             run = ShardRun(self._plan, *claimed, self._holder)
+            self._budget.watch(claimed.shard_idx, claimed.attempt.number, run.progress)
             self._runs.append(run)
             run.begin()
             self._runs[0].progress.hold_gpus()
@@ -159,7 +167,7 @@ class Worker:
 
     def _kept(self, error: BaseException) -> str | None:
         """How many rows are stored, once an error has ended all runs; None if that is no news."""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | LimitError):
             with suppress(BatchLLMError, OSError):
                 self._shards.look()  # others have gone on
         num_kept = sum(run.progress.done.num_rows for run in self._runs)
@@ -184,7 +192,8 @@ class Worker:
         else:
             self._progress.expect(num_left)
         self._holder.lap()  # the engine's time begins here
-        for output in stream_with_retries(engine, self._requests(run), spec):
+        requests = self._requests(run)
+        for output in stream_with_retries(engine, requests, spec, self._count_dropped):
             self._keep(output)
             yield 0.0
         for given_up in self._given_up:
@@ -226,8 +235,15 @@ class Worker:
         idxs = begun.keys() | self._shards.own()
         return sum(self._plan.shard(idx).num_rows - begun.get(idx, 0) for idx in idxs)
 
+    def _run_of(self, output: EngineOutput) -> ShardRun:
+        return next(run for run in (*self._runs, *self._given_up) if output in run.open_parts)
+
+    def _count_dropped(self, output: EngineOutput) -> None:
+        self._run_of(output).progress.count_generated(output)
+        self._budget.check(looks=False)
+
     def _keep(self, output: EngineOutput) -> None:
-        run = next(run for run in (*self._runs, *self._given_up) if output in run.open_parts)
+        run = self._run_of(output)
         num_failed = run.num_failed_rows
         try:
             num_rows = run.take(self._charged(output))
@@ -249,6 +265,7 @@ class Worker:
             self._check_failures()
         if not run.num_left and not run.is_given_up:
             self._finish(run)
+        self._budget.check(looks=False)
 
     def _finish(self, run: ShardRun) -> None:
         try:

@@ -93,6 +93,8 @@ class ShardProgress(StoredJson):
     """Written parts. Rows of other parts count as done once the engine has generated them."""
     done: Counts
     """Finished work, by this attempt and by those before it."""
+    num_generated_tokens: Count = 0
+    """Output tokens of this attempt, with those of rows that are generated again, or lost."""
     computed_tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
     """Prompt tokens of this attempt over the last minute, without those found in the cache."""
     output_tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0

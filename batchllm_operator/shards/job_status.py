@@ -1,9 +1,10 @@
 """The status of a plan's run, from what its attempts store in the lake; read-only."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Final
 
 from batchllm_operator.errors import PlanError, TableError
@@ -28,9 +29,11 @@ from batchllm_operator.shards.status import (
     WorkerState,
     WorkerStatus,
 )
-from batchllm_operator.spec import JobSpec
+from batchllm_operator.shards.usage import Usage
+from batchllm_operator.spec import JobSpec, LimitsSpec
 from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
+from batchllm_operator.stored_plan.rounds import plans_of_rounds
 from batchllm_operator.stored_plan.run_report import Bill
 from batchllm_operator.stored_plan.stored_plan import (
     PLAN_FOLDER,
@@ -82,8 +85,10 @@ def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
     return max(complete, key=turn_of).uri if complete else None
 
 
-def read_attempts(plan: StoredPlan, *, with_reports: bool = False) -> dict[int, ShardAttempts]:
-    """What attempts have left, by shard_idx, of the shards that were begun."""
+def read_attempts(
+    plan: StoredPlan, *, with_reports: bool = False, but: Collection[int] = ()
+) -> dict[int, ShardAttempts]:
+    """What attempts have left, by shard_idx, of the shards that were begun, all `but` these."""
 
     def read(shard_idx: int) -> ShardAttempts:
         folder = plan.run_folder(shard_idx)
@@ -105,8 +110,21 @@ def read_attempts(plan: StoredPlan, *, with_reports: bool = False) -> dict[int, 
                 notes.append(str(error))
         return ShardAttempts(len(numbers), tuple(progress), report, tuple(notes))
 
-    begun = plan.begun_shards()
+    begun = [idx for idx in plan.begun_shards() if idx not in but]
     return dict(zip(begun, ahead(begun, read, num_threads=_NUM_THREADS), strict=True))
+
+
+def used_before(plan: StoredPlan) -> Usage:
+    """What the rounds before a plan's have used."""
+    before = [read_attempts(each) for each in plans_of_rounds(plan)[:-1]]
+    return Usage.total(Usage.of(made.progress) for made in chain(*(m.values() for m in before)))
+
+
+def _limits_reached(plan: StoredPlan, attempts: Mapping[int, ShardAttempts]) -> list[str]:
+    if plan.manifest.spec.limits == LimitsSpec():
+        return []
+    used = [Usage.of(made.progress) for made in attempts.values()]
+    return list(Usage.total([used_before(plan), *used]).reached(plan.manifest))
 
 
 def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobStatus:
@@ -131,6 +149,8 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         for idx in range(num_shards)
     ]
     notes += [note for made in attempts.values() for note in made.notes]
+    if committed is None and any(shard.state != "finished" for shard in shards):
+        notes += _limits_reached(plan, attempts)
     if committed is None:
         try:
             refusal = Refusal.read(plan.folder, REFUSED_FILE, plan_id=manifest.plan_id)

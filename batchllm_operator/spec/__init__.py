@@ -6,6 +6,7 @@ from batchllm_operator.spec.addresses import check_folder as check_folder
 from batchllm_operator.spec.conditions import Comparison as Comparison
 from batchllm_operator.spec.conditions import FilterTerm as FilterTerm
 from batchllm_operator.spec.execution import EngineSpec as EngineSpec
+from batchllm_operator.spec.execution import LimitsSpec as LimitsSpec
 from batchllm_operator.spec.fields import Decides as Decides
 from batchllm_operator.spec.loading import load_spec as load_spec
 from batchllm_operator.spec.loading import parse_spec as parse_spec

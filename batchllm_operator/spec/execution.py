@@ -146,6 +146,17 @@ OutputTokens = Annotated[
 ]
 
 
+class LimitsSpec(Section):
+    """What a run may use."""
+
+    output_tokens: Neutral[int | None] = Field(default=None, ge=1, le=MAX_BYTES)
+    """Tokens generated, with those of rows that are generated again."""
+    gpu_hours: Neutral[float | None] = Field(default=None, gt=0.0, le=1e9)
+    """Hours that attempts hold GPUs, with engine starts."""
+    cost: Neutral[float | None] = Field(default=None, gt=0.0, le=1e9)
+    """US dollars for these hours, at the price of `planner.target_gpu`."""
+
+
 class SparkSpec(Section):
     """The Spark session that plans and commits, if there is none yet (spark-submit, a notebook)."""
 

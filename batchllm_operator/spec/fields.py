@@ -100,10 +100,10 @@ class Section(BaseModel):
         """
         stored, chosen = self.model_dump(mode="json"), dict[str, Any]()
         for name in stored:
-            value, field = getattr(self, name), type(self).model_fields[name]
-            if isinstance(value, Section):
+            value, decides = getattr(self, name), _decided(type(self).model_fields[name])
+            if isinstance(value, Section) and decides != Decides(0):
                 chosen[name] = value.settings(decided)
-            elif value is not None and decided in (_decided(field) or Decides(0)):
+            elif value is not None and decided in (decides or Decides(0)):
                 chosen[name] = stored[name]
         return chosen
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from batchllm_operator.secrets.finding import find_secrets
 from batchllm_operator.spec import rounds
-from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
+from batchllm_operator.spec.execution import EngineSpec, LimitsSpec, PlannerSpec
 from batchllm_operator.spec.expect import Expectation
 from batchllm_operator.spec.fields import Decides, Neutral, OfPlan, by_name
 from batchllm_operator.spec.limits import check_values, shown
@@ -61,6 +61,11 @@ class JobSpec(AnswerSpec):
     """Settings of the inference engine."""
     planner: PlannerSpec = PlannerSpec()
     """How the work is cut."""
+    limits: Neutral[LimitsSpec] = Field(default_factory=LimitsSpec)
+    """What a run may use: all attempts of all workers, and of earlier rounds, together. A worker
+    that sees a limit reached, fifteen seconds later at most, opens no further part of the output,
+    finishes its open ones (for at most `run --drain-s`, if given) and ends with exit code 7.
+    Raising the limit and planning again lets the next run go on."""
     on_empty: Neutral[Literal["fail", "commit"]] = "fail"
     """A partition that has no rows or isn't there: `fail` (exit code 3), or `commit` an empty
     partition."""

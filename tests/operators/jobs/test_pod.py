@@ -300,7 +300,7 @@ def test_a_job_has_a_pod_for_each_worker_and_says_which_failures_count() -> None
     assert (spec["backoffLimitPerIndex"], spec["podReplacementPolicy"]) == (3, "Failed")
     assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (86400, 60)
     final, disrupted = spec["podFailurePolicy"]["rules"]
-    assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [2, 4, 6])
+    assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [2, 4, 6, 7])
     assert (disrupted["action"], disrupted["onPodConditions"][0]["type"]) == (
         *("Ignore", "DisruptionTarget"),
     )
