@@ -11,6 +11,7 @@ from support.levels import examples
 from batchllm_operator.vllm_plugin.scheduler.groups import Member
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.projection import Growth
+from batchllm_operator.vllm_plugin.scheduler.reservations import Reservations
 
 NO_PACE = SchedulerSettings(pace=False)
 
@@ -130,6 +131,30 @@ def test_the_blocks_of_a_request_are_projected_once_if_all_goes_as_expected(
     engine.run()
     assert engine.num_steps < 64, "estimates would be counted again"
     assert sorted(projected) == sorted(engine.finished)
+
+
+def test_a_request_is_prefilled_after_what_an_earlier_step_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each prompt but the first is cut by a step's end."""
+    expected: dict[str, int] = {}
+    admit = Reservations.admit
+
+    def noting(self: Reservations, request: Any, growth: Growth) -> None:
+        expected[request.request_id] = growth.start
+        admit(self, request, growth)
+
+    monkeypatch.setattr(Reservations, "admit", noting)
+    engine = EngineSteps(num_blocks=100, chunk=64, settings=NO_PACE)
+    engine.add_alone(4, distinct=50, output=20)
+    prefilled: dict[str, int] = {}
+    while len(prefilled) < 4:
+        engine.step()
+        for request in engine.scheduler.running:
+            if request.num_output_tokens:
+                prefilled.setdefault(request.request_id, engine.num_steps)
+    assert prefilled == expected == {"0.0": 1, "1.0": 2, "2.0": 3, "3.0": 4}
+    engine.run()
 
 
 def test_what_ends_soon_makes_room_for_what_grows_late() -> None:

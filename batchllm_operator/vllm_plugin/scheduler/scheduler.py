@@ -226,7 +226,8 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _begin_step(self) -> None:
         self._step += 1
-        self._now = StepState(self.chunk_size, self.chunk_size, self._now.num_prefill_ahead)
+        ahead = self._now.num_prefill_ahead
+        self._now = StepState(self.chunk_size, self.chunk_size, num_prefill_ahead=ahead)
         self._reservations.advance(self._step, self._prefilling)
         # vLLM schedules them in order: no decode waits for a prefill.
         last = self.running[len(self.running) - len(self._prefilling) :]
