@@ -5,9 +5,11 @@ the time of scheduling are real, the time of a step is a roofline's. Workloads a
 cases 1 and 2 and its microbenchmarks (Sec. 6), and some in which memory is short, outputs are
 long, or nothing is shared. Each is run with vLLM's scheduler on rows as they come, on prompts in
 the order of the plan, and with ours; ours also with estimates of output lengths that are wrong.
+Where lengths have heavy tails, ours knows each of them, as no estimate could, or only their mean.
 
     python -m benchmarks.scheduler
     python -m benchmarks.scheduler --workloads case_1 --policies stock_sorted batchllm
+    python -m benchmarks.scheduler --workloads lognormal log_t runaways runaways_alone
 """
 
 import argparse
@@ -25,7 +27,8 @@ from numpy.typing import NDArray
 
 from batchllm_operator.cost import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
-from batchllm_operator.simulate.workload import Workload
+from batchllm_operator.simulate.run import Run
+from batchllm_operator.simulate.workload import Shape, Workload
 from benchmarks.provenance import provenance
 from benchmarks.workloads import WORKLOADS, case_1
 
@@ -35,7 +38,28 @@ BLOCK_SIZE, CHUNK_SIZE = 16, 8192
 
 
 SMALL = "case_1_quarter_cache"
-SHAPES = {**WORKLOADS, SMALL: case_1(SMALL)}
+MOST_TOKENS = 4096  # of an output, where lengths have a tail
+
+
+def runaways(generator: np.random.Generator, num: int) -> NDArray[np.float64]:
+    """One output in fifty goes on to the limit."""
+    usual = generator.lognormal(-0.125, 0.5, num)
+    return np.where(generator.random(num) < 0.02, MOST_TOKENS, usual)
+
+
+TAILS: dict[str, Callable[[np.random.Generator, int], NDArray[np.float64]]] = {
+    "lognormal": lambda generator, num: generator.lognormal(-0.5, 1.0, num),
+    "log_t": lambda generator, num: np.exp(0.6 * generator.standard_t(3, num)),
+    "runaways": runaways,
+    "runaways_alone": runaways,
+}
+"""Draws output lengths, over those of the shape."""
+SHAPES = {
+    **WORKLOADS,
+    SMALL: case_1(SMALL),
+    **{name: Shape(name, 1500, 6, 1000, 200, 200) for name in TAILS},
+    "runaways_alone": Shape("runaways_alone", 900, 1, 0, 300, 300),
+}
 
 
 def random_error(outputs: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
@@ -48,12 +72,14 @@ ESTIMATES: dict[str, Callable[[NDArray[np.int64], int], NDArray[np.float64]]] = 
     "_estimates_off": random_error,
     "_estimates_low": lambda outputs, _: np.rint(outputs * 0.7),
     "_estimates_high": lambda outputs, _: np.rint(outputs * 1.3),
+    "_means": lambda outputs, _: np.full(len(outputs), round(outputs.mean())),
 }
 
 
 WRONG_ESTIMATES = {
     "case_1": ("_estimates_off", "_estimates_low", "_estimates_high"),
     "case_1_output_400": ("_estimates_off", "_estimates_low"),
+    **dict.fromkeys(TAILS, ("_means",)),
 }
 
 
@@ -71,8 +97,8 @@ def run(job: Job) -> list[dict[str, Any]]:
     """A row for each variant of a job."""
     from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
 
-    workload = SHAPES[job.workload].make(job.seed)
-    num_blocks = NUM_BLOCKS // 4 if job.workload == SMALL else NUM_BLOCKS
+    workload = make(job.workload, job.seed)
+    num_blocks = NUM_BLOCKS // 4 if job.workload in (SMALL, *TAILS) else NUM_BLOCKS
     machine = Machine(MODEL_SHAPES[MODEL], find_gpu(GPU), num_blocks, BLOCK_SIZE, CHUNK_SIZE)
     by_memory = memory_bound_steps(workload, num_blocks)
     bounds = {
@@ -85,12 +111,34 @@ def run(job: Job) -> list[dict[str, Any]]:
         policy = POLICIES[policy_name]
         gc.collect()
         gc.freeze()  # millions of objects of vLLM's that stay
-        result = simulate(
-            replace(workload, estimated_tokens=estimated), policy, machine, seed=job.seed
-        )
-        row = {**result.row(), **bounds, "num_blocks": num_blocks}
+        most = MOST_TOKENS if estimates and job.workload in TAILS else None
+        known = replace(workload, estimated_tokens=estimated, max_output_tokens=most)
+        result = simulate(known, policy, machine, seed=job.seed)
+        row = {**result.row(), **bounds, **while_any_waits(result), "num_blocks": num_blocks}
         rows.append({**row, "policy": policy_name + estimates})
     return rows
+
+
+def make(name: str, seed: int) -> Workload:
+    """The requests of one of `SHAPES`."""
+    workload = SHAPES[name].make(seed)
+    if name not in TAILS:
+        return workload
+    draw = TAILS[name](np.random.default_rng(seed + 1), len(workload))
+    outputs = np.clip(np.rint(draw * workload.output_tokens), 1, MOST_TOKENS).astype(np.int64)
+    return replace(workload, output_tokens=outputs, estimated_tokens=outputs)
+
+
+def while_any_waits(result: Run) -> dict[str, Any]:
+    """Steps and predicted time until the last request has begun, and memory that is idle then."""
+    line = result.timeline
+    end = int(np.flatnonzero(line.num_waiting).max(initial=-1)) + 1
+    used = line.num_used_blocks[:end].mean() if end else 0.0
+    return {
+        "waiting_steps": end,
+        "waiting_s": round(float(line.step_s[:end].sum()), 3),
+        "mean_used_blocks": round(float(used), 1),
+    }
 
 
 def memory_bound_steps(workload: Workload, num_blocks: int) -> float:
@@ -134,6 +182,10 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         "valleys_vs_sorted": ours["valley_steps"] / max(in_order["valley_steps"], 1),
         "sched_ms_vs_sorted": ours["sched_ms_per_step"] / in_order["sched_ms_per_step"],
     }
+    if (by_means := by_policy.get("batchllm_means")) is not None:
+        values["steps_of_means"] = by_means["steps"] / ours["steps"]
+        values["waiting_steps_of_means"] = by_means["waiting_steps"] / ours["waiting_steps"]
+        values["predicted_of_means"] = by_means["predicted_s"] / ours["predicted_s"]
     return {name: round(value, 3) for name, value in values.items()}
 
 
@@ -167,7 +219,9 @@ def main() -> None:
             f"{row['workload']:28}{row['policy']:26}{row['steps']:6} steps"
             f" {row['saving_ratio']:7.4f} of {row['optimal_saving_ratio']:.4f}"
             f" {row['preemptions']:5} preempted {row['valley_steps']:5} valleys"
-            f" {row['predicted_s']:8.2f} s {row['sched_ms_per_step']:6.2f} ms",
+            f" {row['predicted_s']:8.2f} s {row['sched_ms_per_step']:6.2f} ms;"
+            f" while any waits {row['waiting_steps']:6} steps"
+            f" {1 - row['mean_used_blocks'] / row['num_blocks']:5.1%} idle",
             flush=True,
         )
     compared = {
