@@ -1,10 +1,8 @@
 """Turns rows into prompt texts and token ids, exactly as the engine's own tokenizer does."""
 
-import gc
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from operator import itemgetter, methodcaller
@@ -231,8 +229,7 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
     if is_fake and spec.engine.extra_args.get("byte_tokens"):
         return Utf8Tokenizer(spec)
     try:
-        with _garbage_ignored():
-            return Tokenizer(spec, ds)
+        return Tokenizer(spec, ds)
     except ModelError as error:
         if not is_fake:
             raise
@@ -258,18 +255,6 @@ def load_tokenizers(spec: JobSpec, ds: str) -> tuple[Tokenizer, ...]:
 def joint_fingerprint(tokenizers: Sequence[Tokenizer]) -> str:
     """The fingerprint of all questions' tokenizers together."""
     return " ".join(dict.fromkeys(tokenizer.fingerprint for tokenizer in tokenizers))
-
-
-@contextmanager
-def _garbage_ignored() -> Iterator[None]:
-    """Python doesn't search for garbage meanwhile: a vocabulary is many objects and no garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _ids_by_call(tokenizer: Any, adds_special: bool, texts: Sequence[str]) -> list[list[int]]:
