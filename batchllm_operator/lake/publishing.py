@@ -123,10 +123,7 @@ def looking_again(uri: str, partition: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        raise CommitUnknownError(
-            f"output {uri}: no answer came whether partition {partition!r} was published, and the"
-            f" table can't be read; commit again to find out: {error}"
-        ) from error
+        raise RefusedCommit(f"{error}", may_arrive=True).error(uri, partition) from error
 
 
 def is_published(
