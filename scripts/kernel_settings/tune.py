@@ -122,13 +122,20 @@ def _tune_launch(
     jobs = len(os.sched_getaffinity(0))
     candidates = shortlist(config.arch, chip_of_gpu(), *key, count=NUM_CANDIDATES, jobs=jobs)
     tried = {
-        str(launch): config.with_launch(launch)
+        str(launch): with_launch(config, launch)
         for launch in (config.launch_config(*key), *candidates)
     }
     left_s = budget_s - (time.monotonic() - began_at)
     timing_s = max(left_s, _LEAST_TIMING * budget_s)
     name, bench = f"{config.arch} {key[0]}/{key[1]}", _bench(config.arch, key, "launch")
     return fastest(name, tried, bench, budget_s=timing_s, raw=raw)
+
+
+def with_launch(config: ArchConfig, launch: LaunchConfig) -> ArchConfig:
+    """The settings with others for a head size and width."""
+    key = launch.head_dim, launch.kv_bits
+    launches = (launch if (old.head_dim, old.kv_bits) == key else old for old in config.launch)
+    return replace(config, launch=tuple(launches))
 
 
 def _bench(arch: str, key: tuple[int, int], step: str) -> Bench:

@@ -89,7 +89,7 @@ def tuned(
     clock: Callable[[], float] = lambda: 0.0,
 ) -> LaunchConfig:
     """The launch settings that are chosen."""
-    configs = {str(launch): CONFIG.with_launch(launch) for launch in (current, *tried)}
+    configs = {str(launch): tune.with_launch(CONFIG, launch) for launch in (current, *tried)}
     found = fastest("launch", configs, bench, budget_s=0.5, raw={}, clock=clock)
     return found.launch_config(64, 16)
 
@@ -160,7 +160,7 @@ def test_a_shortlist_has_settings_that_may_ship_the_best_first(
         assert programs == sorted(programs, reverse=True)
         config = load_config(arch)
         for launch in found:
-            made = parse_config(to_json(config.with_launch(launch)), source="a.json")
+            made = parse_config(to_json(tune.with_launch(config, launch)), source="a.json")
             assert made.launch_config(head_dim, kv_bits) == launch
     assert 128 in rows
 

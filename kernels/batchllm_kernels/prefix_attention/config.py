@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -103,12 +102,6 @@ class ArchConfig:
             f"{self.arch} has no settings for head_dim {head_dim} and {kv_bits}-bit KV; it has "
             f"{sorted(by_key)}"
         )
-
-    def with_launch(self, launch: LaunchConfig) -> ArchConfig:
-        """These settings with others for a head size and width."""
-        key = launch.head_dim, launch.kv_bits
-        launches = (launch if (old.head_dim, old.kv_bits) == key else old for old in self.launch)
-        return replace(self, launch=tuple(launches))
 
 
 _CONFIG: Final = TypeAdapter(ArchConfig)
