@@ -277,7 +277,6 @@ class ShardFiles:
 
 
 def _table_of(rows: Sequence[tuple[int, list[int], EngineOutput]], schema: pa.Schema) -> pa.Table:
-    """Outputs, each with its part and its rows, as a table of `schema`."""
     part_idxs, row_idxs, outputs = zip(*rows, strict=True)
     texts = [output.text for output in outputs]
     columns = {_PART_FIELD.name: part_idxs, "row_idxs": row_idxs, "generated_text": texts}

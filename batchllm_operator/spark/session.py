@@ -92,7 +92,6 @@ def _without_logs_of_py4j() -> Iterator[None]:
 
 @contextmanager
 def _ended(spark: SparkSession) -> Iterator[None]:
-    """Ends the session."""
     try:
         yield
     except BaseException:
