@@ -6,8 +6,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from prompts.test_chats import STRICT
-from prompts.test_tokenizer import build_tokenizer
 from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, write_table
 from support.lake_tables import Lake
@@ -60,16 +58,6 @@ def test_every_format_holds_chats(lakes: tuple[Lake, Lake], is_json: bool, tmp_p
     assert texts == {f"{idx:03}": fake_text(prompt_of(*chat)) for idx, chat in enumerate(chats)}
 
 
-def test_turns_with_a_system_message(tmp_path: Path) -> None:
-    rows = [{"row_key": "a", "document": 'D "1"', "query": "q"}]
-    write_table(tmp_path / "documents", rows)
-    spec = chatting(tmp_path, prompt={"system": "Be brief.", "turns": TURNS})
-    run_and_commit(spec)
-    head = {"role": "system", "content": "Be brief."}
-    wanted = prompt_of(head, *({**USER, "content": text} for text in ('D "1"', "q")))
-    assert [row["generated_text"] for row in published(spec)] == [fake_text(wanted)]
-
-
 def test_rows_that_hold_no_chat_have_an_error(tmp_path: Path) -> None:
     chats = [json.dumps([USER]), *BAD.values()]
     write_table(tmp_path / "documents", rows_of(chats))
@@ -83,21 +71,6 @@ def test_rows_that_hold_no_chat_have_an_error(tmp_path: Path) -> None:
     assert all(
         "column 'chat'" in row["error"]["message"] and row["generated_text"] is None for row in bad
     )
-
-
-def test_a_chat_that_the_model_refuses_has_an_error(tmp_path: Path) -> None:
-    model = build_tokenizer(tmp_path / "model", chat_template=STRICT)
-    write_table(tmp_path / "documents", rows_of([[USER], [USER, USER], [USER, REPLY, USER]]))
-    spec = chatting(
-        tmp_path,
-        model={"path": str(model)},
-        engine={"backend": "fake"},
-        max_failed_fraction=0.5,
-    )
-    run_and_commit(spec)
-    one, refused, three = published(spec)
-    assert refused["error"]["message"].endswith("refuses them: roles must alternate")
-    assert one["generated_text"] != three["generated_text"]
 
 
 def test_classify_knows_chats(tmp_path: Path) -> None:

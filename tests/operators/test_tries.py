@@ -199,21 +199,12 @@ def test_a_try_that_sees_neither_lake_nor_job_leaves_the_job_only_to_a_next_try(
             execute(task, context(is_last=is_last))
 
 
+@pytest.mark.parametrize("is_refused", [False, True], ids=["unseen", "refused"])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_job_that_cannot_be_seen_is_left_to_the_next_try_if_there_is_one(
-    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch, is_last: bool
+def test_a_job_that_is_not_there_for_this_try_is_left_to_the_next_one_if_there_is_one(
+    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch, is_last: bool, is_refused: bool
 ) -> None:
-    monkeypatch.setattr(task, "verified", lambda context, end: "shard 3 is missing")
-    expected: type[Exception] = ReleasedError if is_last else AirflowException
-    with pytest.raises(expected):
-        task._conclude(context(is_last=is_last), JobEnd(EndKind.UNSEEN))
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_a_try_whose_job_is_refused_leaves_an_earlier_ones_only_to_a_next_try(
-    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch, is_last: bool
-) -> None:
-    """As after a change of the template, while the Job of a worker that died still runs."""
+    """Refused: as after a change of the template, while a dead worker's Job still runs."""
 
     def take(_: Any) -> None:
         raise AirflowException("the cluster refuses the Job")
@@ -221,7 +212,10 @@ def test_a_try_whose_job_is_refused_leaves_an_earlier_ones_only_to_a_next_try(
     monkeypatch.setattr(task, "verified", lambda context, end: "shard 3 is missing")
     monkeypatch.setattr(task, "_take", take)
     with pytest.raises(ReleasedError if is_last else AirflowException):
-        execute(task, context(is_last=is_last))
+        if is_refused:
+            execute(task, context(is_last=is_last))
+        else:
+            task._conclude(context(is_last=is_last), JobEnd(EndKind.UNSEEN))
 
 
 @pytest.mark.parametrize("num_workers", ["many", "None", ""])

@@ -198,10 +198,7 @@ def test_a_template_is_a_file_a_dictionary_or_a_model_and_arguments_win(tmp_path
         ({"runner": "docker"}, "'local' or 'kubernetes'"),
         ({"secret_names": "s3"}, "list of names"),
         ({"termination_grace_period": 30}, "above 30 seconds"),
-        ({"cmds": ["sh"]}, "cmds can't be set"),
         ({"memory": "1Gi", "container_resources": k8s.V1ResourceRequirements()}, "not both"),
-        ({"on_kill_action": "keep_pod"}, "on_kill_action can't be set"),
-        ({"callbacks": [object]}, "callbacks can't be set"),
         ({"startup_timeout_seconds": 600}, "see queue_timeout"),
     ],
 )
