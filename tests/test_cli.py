@@ -13,9 +13,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from support.demo_job import live_processes, wait_until
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, write_job, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator import cli, standard_streams
@@ -33,10 +32,8 @@ COMMAND = [sys.executable, "-m", CLI]
 def job(tmp_path: Path) -> Path:
     """A spec file for a job of 40 rows in 8 parts that takes a few seconds."""
     write_table(tmp_path / "documents", document_rows(8, 5))
-    fields = job_fields(".", engine={"extra_args": {"delay_s": 0.05}}, planner={"num_shards": 1})
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
-    return path
+    engine = {"extra_args": {"delay_s": 0.05}}
+    return write_job(tmp_path, engine=engine, planner={"num_shards": 1})
 
 
 def plan(job: Path) -> str:

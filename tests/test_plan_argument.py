@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import Batchllm
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, write_job, write_table
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.inspect import simulations as simulate
@@ -17,13 +16,11 @@ from batchllm_operator.inspect import simulations as simulate
 def job(tmp_path: Path) -> Path:
     folder = tmp_path / "with a space"
     write_table(folder / "documents", document_rows())
-    return write_job(folder / "job.yaml")
+    return write(folder)
 
 
-def write_job(path: Path, **changes: Any) -> Path:
-    fields = job_fields(".", planner={"num_shards": 1}, **changes)
-    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
-    return path
+def write(folder: Path, **changes: Any) -> Path:
+    return write_job(folder, planner={"num_shards": 1}, **changes)
 
 
 def test_every_command_finds_the_newest_plan(
@@ -32,7 +29,7 @@ def test_every_command_finds_the_newest_plan(
     result = job.parent / "result.json"
     of_job = ("--job", job, "--ds", DS)
     first = batchllm("plan", *of_job).out.splitlines()[-1]
-    write_job(job, sampling={"max_tokens": 9})
+    write(job.parent, sampling={"max_tokens": 9})
     second = batchllm("plan", *of_job, "--result", result).out.splitlines()[-1]
     assert json.loads(result.read_text())["plan_uri"] == second != first
     assert batchllm("verify", *of_job).code == 5
@@ -42,7 +39,7 @@ def test_every_command_finds_the_newest_plan(
         assert json.loads(result.read_text())["plan_uri"] == second
         assert f"INFO: newest plan of job job, partition {DS}: {second}\n" in done.err
         assert "differ in" not in done.err
-    write_job(job)
+    write(job.parent)
     assert batchllm("plan", *of_job).out.splitlines()[-1] == first, "planned again, it is newest"
     asked: list[str] = []
 
@@ -60,9 +57,8 @@ def test_every_command_finds_the_newest_plan(
 
 def test_a_spec_that_has_changed_since_is_told(job: Path, batchllm: Batchllm) -> None:
     batchllm("plan", "--job", job, "--ds", DS)
-    write_job(
-        job, engine={"max_num_seqs": 7}, prompt={"template": "{query}"}, max_failed_fraction=0.25
-    )
+    changes = {"engine": {"max_num_seqs": 7}, "prompt": {"template": "{query}"}}
+    write(job.parent, **changes, max_failed_fraction=0.25)
     done = batchllm("status", "--job", job, "--ds", DS)
     assert done.code == 0
     assert (

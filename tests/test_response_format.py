@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from support.answers_job import asking
-from support.fake_job import job_fields
+from support.fake_job import write_job
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec, JsonSchemaFormat, load_spec
@@ -21,13 +21,6 @@ def form(schema: object = SCHEMA, **more: Any) -> dict[str, Any]:
 
 def of_properties(*names: str, **more: Any) -> dict[str, Any]:
     return form({"type": "object", "properties": {key: {} for key in names}}, **more)
-
-
-def write_job(folder: Path, response_format: dict[str, Any]) -> Path:
-    path = folder / "job.yaml"
-    fields = {**job_fields(str(folder)), "response_format": response_format}
-    path.write_text(yaml.safe_dump(fields))
-    return path
 
 
 @pytest.mark.parametrize("given", [SCHEMA, {"name": "answer", "strict": True, "schema": SCHEMA}])
@@ -45,7 +38,7 @@ def test_columns_come_in_the_schemas_order(given: dict[str, Any]) -> None:
 def test_a_schema_in_a_file_becomes_part_of_the_spec(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "schemas").mkdir()
     (tmp_path / "schemas" / name).write_text(text)
-    spec = load_spec(write_job(tmp_path, form(f"schemas/{name}")))
+    spec = load_spec(write_job(tmp_path, response_format=form(f"schemas/{name}")))
     assert isinstance(spec.response_format, JsonSchemaFormat)
     assert spec.response_format.schema_fields == SCHEMA
 
@@ -64,7 +57,7 @@ def test_a_file_without_a_schema_is_refused(tmp_path: Path, text: str | None, me
     if text is not None:
         (tmp_path / "schema.json").write_text(text)
     with pytest.raises(SpecError, match=message):
-        load_spec(write_job(tmp_path, form("schema.json")))
+        load_spec(write_job(tmp_path, response_format=form("schema.json")))
 
 
 @pytest.mark.parametrize(

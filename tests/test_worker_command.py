@@ -11,9 +11,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from support.demo_job import live_processes, wait_until
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, write_job, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator.commands import replicas
@@ -32,9 +31,7 @@ def make_plan(tmp_path: Path) -> Callable[..., str]:
 
     def make(**engine: Any) -> str:
         write_table(tmp_path / "documents", document_rows(8, 5))
-        fields = job_fields(".", engine=engine, planner={"num_shards": NUM_SHARDS})
-        path = tmp_path / "job.yaml"
-        path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+        path = write_job(tmp_path, engine=engine, planner={"num_shards": NUM_SHARDS})
         return plan_job(load_spec(path), DS).folder.uri
 
     return make

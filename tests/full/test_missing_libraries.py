@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, write_job, write_table
 
 BARE = """
 import contextlib, importlib.abc, io, json, sys
@@ -33,17 +32,15 @@ print(json.dumps(found))
 """
 
 
-def write_job(folder: Path, name: str, **changes: Any) -> list[str]:
-    path = folder / f"{name}.yaml"
-    fields = job_fields(".", name=name, planner={"num_shards": 1}, **changes)
-    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+def arguments(folder: Path, name: str, **changes: Any) -> list[str]:
+    path = write_job(folder, name=name, planner={"num_shards": 1}, **changes)
     return ["--job", str(path), "--ds", DS]
 
 
 def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows())
-    job = write_job(tmp_path, "job")
-    delta = write_job(tmp_path, "delta", output={"uri": "delta+./delta"})
+    job = arguments(tmp_path, "job")
+    delta = arguments(tmp_path, "delta", output={"uri": "delta+./delta"})
     iceberg = {"uri": "iceberg://c/n.t", "staging_uri": "./iceberg"}
     works = [
         ["schema"],
@@ -59,11 +56,11 @@ def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     tokens = {"engine": {"extra_args": {"byte_tokens": False}}, "model": {"path": str(tmp_path)}}
     fails = {
-        "transformers": [["plan", *write_job(tmp_path, "tokens", **tokens)]],
-        "s3fs": [["plan", *write_job(tmp_path, "s3", output={"uri": "s3://bucket/out"})]],
+        "transformers": [["plan", *arguments(tmp_path, "tokens", **tokens)]],
+        "s3fs": [["plan", *arguments(tmp_path, "s3", output={"uri": "s3://bucket/out"})]],
         "vllm": [["simulate"]],
         "deltalake": [["plan", *delta], ["report", *delta]],
-        "pyiceberg": [["plan", *write_job(tmp_path, "iceberg", output=iceberg)]],
+        "pyiceberg": [["plan", *arguments(tmp_path, "iceberg", output=iceberg)]],
     }
     commands = [*works, *(each for some in fails.values() for each in some)]
     done = subprocess.run(

@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from helm_chart.rendering import Values, of_kind, pod_templates, render
+from helm.test_chart import pods_of
+from helm_chart.rendering import Values, of_kind, render
 from helm_python import HelmError
 from site_pages import reference
 from support.shard_progress import shard_progress
@@ -19,12 +20,6 @@ def with_metrics(**metrics: Any) -> dict[str, Any]:
     return {"monitoring": {"metrics": {"enabled": True, **metrics}}, "cpu": {"enabled": True}}
 
 
-def pods(values: Values) -> dict[str, Any]:
-    """Pod templates by preset."""
-    found = pod_templates(render(values))
-    return {each.name.removeprefix("batchllm-"): each.content for each in found}
-
-
 def main(pod: dict[str, Any]) -> dict[str, Any]:
     [container] = pod["spec"]["containers"]
     return dict(container)
@@ -35,14 +30,14 @@ def variable(pod: dict[str, Any]) -> list[str]:
 
 
 def test_by_default_nothing_is_served() -> None:
-    for pod in pods({"cpu": {"enabled": True}}).values():
+    for pod in pods_of({"cpu": {"enabled": True}}).values():
         assert variable(pod) == []
         assert "ports" not in main(pod)
         assert "annotations" not in pod["metadata"]
 
 
 def test_gpu_pods_listen_on_the_named_port() -> None:
-    found = pods(with_metrics(port=9401) | {"gpu": {"amd": {"enabled": True}}})
+    found = pods_of(with_metrics(port=9401) | {"gpu": {"amd": {"enabled": True}}})
     for name in ("nvidia", "amd"):
         [address] = variable(found[name])
         assert MetricsAddress.parse(address) == MetricsAddress("0.0.0.0", 9401)
@@ -53,14 +48,14 @@ def test_gpu_pods_listen_on_the_named_port() -> None:
 
 def test_the_users_address_wins() -> None:
     env = {ADDRESS_VARIABLE: "[::]:9400"}
-    assert variable(pods({**with_metrics(), "pods": {"env": env}})["nvidia"]) == ["[::]:9400"]
+    assert variable(pods_of({**with_metrics(), "pods": {"env": env}})["nvidia"]) == ["[::]:9400"]
 
 
 def test_annotations_are_added_where_they_are_wanted() -> None:
     values = with_metrics(annotations=True) | {
         "pods": {"annotations": {"team": "data", "prometheus.io/path": "/other"}}
     }
-    found = pods(values)
+    found = pods_of(values)
     assert found["nvidia"]["metadata"]["annotations"] == {
         "team": "data",
         "prometheus.io/scrape": "true",

@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from conftest import Batchllm
-from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.fake_job import DS, document_rows, fake_spec, write_job, write_table
 from support.shard_progress import leave_progress
 from support.staged_job import Engines, check_published, claim_attempt, plan_one_shard, put_table
 
@@ -411,10 +410,7 @@ def test_records_and_temporary_files_go_one_by_one(local_plan: StoredPlan) -> No
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """A spec; of two partitions one is committed, all a month ago."""
-    fields = job_fields(str(tmp_path))
-    fields["planner"]["num_shards"] = 1
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    path = write_job(tmp_path, tmp_path, planner={"num_shards": 1})
     spec = fake_spec(tmp_path, planner={"num_shards": 1})
     for ds in (DS, "2026-02-01"):
         write_table(tmp_path / "documents", document_rows(2, 3), ds=ds)

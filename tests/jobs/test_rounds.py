@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from jobs.test_lake_formats import run_job
 from prompts.test_tokenizer import build_tokenizer
 from support.fake_job import DS, document_rows, write_table
 from support.lake_tables import Lake, open_lake
@@ -75,14 +76,8 @@ def by_hand(rows: list[dict[str, Any]]) -> dict[str, dict[str, str | None]]:
     return {row["row_key"]: expected(row) for row in rows}
 
 
-def run_round(spec: JobSpec) -> StoredPlan:
-    plan = plan_job(spec, DS)
-    run_worker(plan)
-    return plan
-
-
 def run_all(spec: JobSpec) -> RunReport:
-    plans = [run_round(spec) for _ in spec.rounds]
+    plans = [run_job(spec) for _ in spec.rounds]
     return commit_run(plans[-1])
 
 
@@ -168,7 +163,7 @@ def test_planning_goes_on_with_the_next_round_once_one_is_finished(spec: JobSpec
     assert "round 2 of 3, " in format_status(read_status(second))
     assert verify_worker(first.folder.uri).num_finished == len(first.manifest.shards)
     run_worker(second)
-    third = run_round(spec)
+    third = run_job(spec)
     assert plan_job(spec, DS).manifest == third.manifest
     report = commit_run(third)
     assert commit_run(third) == report
@@ -193,7 +188,7 @@ def test_a_chats_next_turn_begins_with_the_whole_last_conversation(tmp_path: Pat
         model={"path": str(model)},
         engine={"backend": "fake", "extra_args": {"byte_tokens": False}},
     )
-    first, second = run_round(spec), plan_job(spec, DS)
+    first, second = run_job(spec), plan_job(spec, DS)
     last = {asks[0] // 2: ids for ids, asks in asks_of(first)}
     tokenizer, num_begun = load_tokenizers(spec, DS)[0], 0
     for ids, asks in asks_of(second):
@@ -218,7 +213,7 @@ def stop() -> None:
 
 
 def test_a_run_that_is_stopped_in_the_second_round_goes_on_there(spec: JobSpec) -> None:
-    first = run_round(spec)
+    first = run_job(spec)
     second = plan_job(spec, DS)
     with pytest.raises(StoppedError):
         run_worker(second, start=Engines(7, stop))
@@ -229,20 +224,20 @@ def test_a_run_that_is_stopped_in_the_second_round_goes_on_there(spec: JobSpec) 
     engines = Engines()
     run_worker(first, start=engines)
     assert engines.num_answers == 0
-    commit_run(run_round(spec))
+    commit_run(run_job(spec))
     assert texts(spec) == by_hand(document_rows())
 
 
 def test_a_plan_or_a_commit_that_is_stopped_is_made_again(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run_round(spec)
+    first = run_job(spec)
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(plan_module, "complete", lambda *_: stop())
         plan_job(spec, DS)
     assert newest_plan_uri(spec, DS) == first.folder.uri
-    run_round(spec)
-    last = run_round(spec)
+    run_job(spec)
+    last = run_job(spec)
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(commit_module, "_publish", lambda *_: stop())
         commit_run(last)
@@ -335,23 +330,23 @@ def test_few_failures_of_those_asked_are_too_many(tmp_path: Path) -> None:
 def test_later_rounds_read_what_the_first_has_read(lake: Lake, tmp_path: Path) -> None:
     lake.append(DS, pa.Table.from_pylist(document_rows()))
     spec = several(tmp_path, PROMPTS, input={"uri": lake.address})
-    first = run_round(spec)
+    first = run_job(spec)
     lake.append("2026-12-31", pa.Table.from_pylist(document_rows(1, 1)))
-    second = run_round(spec)
+    second = run_job(spec)
     assert second.manifest.input_version == first.manifest.input_version
     lake.append(DS, pa.Table.from_pylist([{**document_rows()[0], "row_key": "new"}]))
     if not lake.has_versions:
         with pytest.raises(TableError, match=r"round 3 has to read .* remove the folder"):
             plan_job(spec, DS)
         return
-    commit_run(run_round(spec))
+    commit_run(run_job(spec))
     assert texts(spec) == by_hand(document_rows())
     assert plan_job(spec, DS).manifest.round_idx == 0  # of the table as it is now
     assert open_lake(lake).snapshot(DS).version != first.manifest.input_version
 
 
 def test_gc_keeps_the_rounds_that_a_later_one_needs(spec: JobSpec) -> None:
-    first, second = run_round(spec), plan_job(spec, DS)
+    first, second = run_job(spec), plan_job(spec, DS)
     made_at = max(path.stat().st_mtime for path in Path(first.folder.path).rglob("*"))
     old = {second.folder.path: made_at + 100.0}
 
@@ -364,7 +359,7 @@ def test_gc_keeps_the_rounds_that_a_later_one_needs(spec: JobSpec) -> None:
         os.utime(path, (old[second.folder.path],) * 2)
     assert kept(made_at + 50.0) == ["a later round needs its outputs"]
     run_worker(second)
-    commit_run(run_round(spec))
+    commit_run(run_job(spec))
     assert kept(made_at + 50.0) == []
 
 
@@ -376,7 +371,7 @@ def changed(folder: Path, name: str, **fields: Any) -> JobSpec:
 def test_rounds_before_a_changed_prompt_are_taken_over(
     spec: JobSpec, tmp_path: Path, is_published: bool
 ) -> None:
-    plans = [run_round(spec) for _ in spec.rounds]
+    plans = [run_job(spec) for _ in spec.rounds]
     if is_published:
         commit_run(plans[-1])
     other = changed(tmp_path, "summary", template="{document}\n\nBriefly:")
@@ -427,7 +422,7 @@ def test_a_round_that_has_begun_goes_on_though_a_later_prompt_has_changed(
 def test_a_round_that_changes_is_asked_again(
     spec: JobSpec, tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:
-    first = run_round(spec)
+    first = run_job(spec)
     again = plan_job(changed(tmp_path, name, **fields), DS).manifest
     assert again.round_idx == 0
     assert again.plan_id != first.manifest.plan_id

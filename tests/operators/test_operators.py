@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from jsonschema import Draft7Validator
-from support.fake_job import job_fields
+from support.fake_job import job_fields, write_job
 from support.task_runs import TaskInstance
 
 from batchllm_operator import __version__
@@ -67,9 +67,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 def write_spec(folder: Path, num_shards: int | None) -> str:
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(job_fields("s3://b", planner={"num_shards": num_shards})))
-    return str(path)
+    return str(write_job(folder, "s3://b", planner={"num_shards": num_shards}))
 
 
 def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from airflow.sdk import DAG
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, write_job, write_table
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.operators import batchllm_task_group
@@ -52,10 +51,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     connection = {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_HERE", json.dumps(connection))
     write_table(tmp_path / "lake" / "documents", document_rows())
-    path = tmp_path / "job.yaml"
-    fields = job_fields(str(tmp_path / "lake"), prompt={"system": 'Answer "$(HOME)" and $$5. '})
-    path.write_text(yaml.safe_dump(fields))
-    return path
+    return write_job(tmp_path, tmp_path / "lake", prompt={"system": 'Answer "$(HOME)" and $$5. '})
 
 
 def submitted(spec: Path, ti: TaskInstance, **options: Any) -> TaskRun:

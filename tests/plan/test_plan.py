@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from plan.test_cut import read_shards
 from support.fake_job import DS, document_rows, fake_spec, planned, write_table
 
 from batchllm_operator.errors import FailedRowsError, StorageError
@@ -27,11 +27,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def requests(plan: StoredPlan) -> list[dict[str, Any]]:
     """All requests of a plan, shard after shard."""
-    return [
-        row
-        for shard in plan.manifest.shards
-        for row in pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
-    ]
+    return [row for shard in read_shards(plan) for row in shard]
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:

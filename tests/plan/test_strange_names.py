@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.dataset as pds
 import pytest
 from conftest import Batchllm
-from support.fake_job import DS, fake_spec, job_fields, write_table
+from jobs.test_lake_formats import read
+from support.fake_job import DS, fake_spec, write_job, write_table
 from support.lake_tables import LAKES, Lake, ParquetLake, of_plan, open_lake, publish
 
 from batchllm_operator.answers.fakes import fake_text
@@ -20,7 +21,7 @@ from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_wo
 from batchllm_operator.lake import in_order
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
-from batchllm_operator.spec import JobSpec, parse_spec
+from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
@@ -66,15 +67,9 @@ def run_job(spec: JobSpec, ds: str) -> StoredPlan:
     return plan
 
 
-def read(lake: Lake, ds: str) -> list[dict[str, Any]]:
-    table = open_lake(lake)
-    columns = ["row_key", "query", "place", "ds", "generated_text", "error"]
-    batches = table.scan(table.snapshot(ds), columns)
-    return [row for batch in batches for row in batch.to_pylist()]
-
-
 def check_rows(lake: Lake, ds: str, rows: list[dict[str, Any]]) -> None:
-    for found, given in zip(read(lake, ds), rows, strict=True):
+    columns = ["row_key", "query", "place", "ds", "generated_text", "error"]
+    for found, given in zip(read(lake, columns, ds), rows, strict=True):
         prompt = f"Answer. {given['document']}|{given['query']}"
         expected = {name: given[name] for name in ("row_key", "query", "place")}
         text = fake_text(list(prompt.encode()))
@@ -184,14 +179,10 @@ def test_partition_columns_of_any_name(tmp_path: Path, column: str) -> None:
 
 @pytest.mark.parametrize("ds", ["\0", "a\0b", "\ud800", "\udcff", "x" * 300, ""])
 def test_names_that_no_partition_can_have(tmp_path: Path, batchllm: Batchllm, ds: str) -> None:
-    import yaml
-
     write_table(tmp_path / "documents", rows_of(["k"]))
-    fields = job_fields(str(tmp_path), on_empty="commit")
-    job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump(fields))
+    job = write_job(tmp_path, tmp_path, on_empty="commit")
     before = files_below(tmp_path)
-    spec = parse_spec(fields, source="test spec")
+    spec = fake_spec(tmp_path, on_empty="commit")
     for action in (
         lambda: plan_job(spec, ds),
         lambda: published_plan_uri(spec, ds),
@@ -210,13 +201,9 @@ def test_control_characters_of_values_do_not_reach_the_terminal(
     tmp_path: Path, batchllm: Batchllm
 ) -> None:
     """In errors, values are shown as Python writes them: no colours, no lines of their own."""
-    import yaml
-
     rows = rows_of(["\x1b[31mred\nbatchllm: error: forged"] * 2)
     write_table(tmp_path / "documents", rows)
-    job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump(job_fields(str(tmp_path))))
-    outcome = batchllm("plan", "--job", job, "--ds", DS)
+    outcome = batchllm("plan", "--job", write_job(tmp_path, tmp_path), "--ds", DS)
     assert outcome.code == 2
     assert "\x1b" not in outcome.err
     assert [

@@ -557,7 +557,6 @@ def _fail() -> None:
 
 
 def verify_shards(plan: StoredPlan) -> set[int]:
-    """The shards that are finished."""
     return {idx for idx in range(NUM_SHARDS) if plan.run_folder(idx).exists("report.json")}
 
 

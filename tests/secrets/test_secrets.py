@@ -11,9 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from conftest import Batchllm, CommandOutcome
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, job_fields, write_job, write_table
 
 from batchllm_operator.secrets import Masker
 from batchllm_operator.secrets.finding import holds_credentials
@@ -49,16 +48,14 @@ def job(tmp_path: Path, fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch) 
     write_table(lake / "documents", document_rows(2, 2))
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    yield write_job(tmp_path)
+    yield write(tmp_path)
     stored = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in stored if CANARY.encode() in path.read_bytes()] == []
     assert [path for path in stored if CANARY in str(path)] == []
 
 
-def write_job(folder: Path, **changes: Any) -> Path:
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(job_fields(str(folder / "lake"), **changes)))
-    return path
+def write(folder: Path, **changes: Any) -> Path:
+    return write_job(folder, folder / "lake", **changes)
 
 
 def check_silent(outcome: CommandOutcome, code: int | None = None) -> None:
@@ -114,7 +111,7 @@ def test_a_catalog_that_fails(
     set_catalog(variables, monkeypatch)
     lake = {"uri": "iceberg://lake/ns.t"}
     output = {**lake, "staging_uri": str(job.parent / "jobs")}
-    write_job(job.parent, **({"output": output} if command == ["report"] else {"input": lake}))
+    write(job.parent, **({"output": output} if command == ["report"] else {"input": lake}))
     check_silent(batchllm(*command, "--job", job, "--ds", DS))
 
 
@@ -134,9 +131,9 @@ def test_a_storage_that_fails(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    write_job(job.parent, input={"uri": table})
+    write(job.parent, input={"uri": table})
     check_silent(batchllm("plan", "--job", job, "--ds", DS))
-    write_job(job.parent, output={"uri": table})
+    write(job.parent, output={"uri": table})
     check_silent(batchllm("plan", "--job", job, "--ds", DS))
     check_silent(batchllm("report", "--job", job, "--ds", DS))
     check_silent(batchllm("verify", "--job", job, "--ds", DS, "--record", "pod"))
@@ -148,7 +145,7 @@ def test_an_endpoint_with_credentials_is_refused_by_name(
     job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, f"http://user:{CANARY}@{REFUSED}")
-    write_job(job.parent, input={"uri": "s3://bucket/in"})
+    write(job.parent, input={"uri": "s3://bucket/in"})
     outcome = batchllm("plan", "--job", job, "--ds", DS)
     check_silent(outcome, 2)
     assert f"{name}: must be http" in outcome.err
@@ -158,7 +155,7 @@ def test_credentials_that_the_storage_refuses(
     job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch, s3_endpoint: str
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    write_job(job.parent, input={"uri": "s3://no-such-bucket/in"})
+    write(job.parent, input={"uri": "s3://no-such-bucket/in"})
     check_silent(batchllm("plan", "--job", job, "--ds", DS), 2)
     for variable in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(variable, f"{CANARY}\n\u2603{CANARY}")
@@ -196,7 +193,7 @@ def test_a_spec_with_credentials_in_a_uri(
     changes = {"output" if place == "staging" else place: {field: uri}}
     fields = job_fields(str(job.parent / "lake"), **changes)
     check_silent(batchllm("plan", "--job-json", json.dumps(fields), "--ds", DS), 2)
-    write_job(job.parent, **changes)
+    write(job.parent, **changes)
     outcome = batchllm("plan", "--job", job, "--ds", DS)
     job.unlink()  # it holds them, by this test
     check_silent(outcome, 2)
@@ -223,9 +220,9 @@ def test_damaged_plans_and_unknown_tables(job: Path, batchllm: Batchllm, tmp_pat
     (plan / "manifest.json").write_bytes((plan / "manifest.json").read_bytes()[:-40])
     for command in COMMANDS:
         check_silent(batchllm(*command, "--plan", plan), 2)
-    write_job(job.parent, input={"uri": "nosuch"})
+    write(job.parent, input={"uri": "nosuch"})
     check_silent(batchllm("plan", "--job", job, "--ds", DS), 2)
-    write_job(job.parent, model={"path": "nosuch/nosuch"}, engine={"backend": "vllm"})
+    write(job.parent, model={"path": "nosuch/nosuch"}, engine={"backend": "vllm"})
     check_silent(batchllm("plan", "--job", job, "--ds", DS), 2)
 
 
@@ -379,7 +376,7 @@ def test_what_is_pasted_or_read_by_programs_is_never_changed(
     secret = "S3cr3t-Pa55word"
     lake = tmp_path / "airflow" / "testing" / secret / "lake"
     write_table(lake / "documents", document_rows(2, 2))
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_fields(str(lake))))
+    write_job(tmp_path, lake)
     monkeypatch.setenv("SQL_ALCHEMY_CONN", "postgresql+psycopg2://airflow:airflow@h/airflow")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("DB_PASSWORD", "properties")

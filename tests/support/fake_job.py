@@ -61,6 +61,14 @@ def job_fields(lake: str, **changes: Any) -> dict[str, Any]:
     return without_model(fields)
 
 
+def write_job(folder: Path, lake: Path | str = ".", **changes: Any) -> Path:
+    """Write a spec of `job_fields` into a file of its name."""
+    fields = job_fields(str(lake), **changes)
+    path = folder / f"{fields['name']}.yaml"
+    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    return path
+
+
 def without_model(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, with bytes for tokens if the engine is the fake one: tokenizers take seconds."""
     engine = fields.get("engine")
@@ -71,7 +79,6 @@ def without_model(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def fake_spec(lake: Path | str, **changes: Any) -> JobSpec:
-    """A checked spec of `job_fields`."""
     return parse_spec(job_fields(str(lake), **changes), source="test spec")
 
 
@@ -109,10 +116,8 @@ class JobFolder:
 
     def write_spec(self, name: str, **changes: Any) -> str:
         """A spec, as a path; `changes` add to its sections or replace its fields."""
-        fields = {"name": name, "output": {"uri": f"{self.path}/{name}"}, **changes}
-        path = self.path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(job_fields(str(self.path), **fields)))
-        return str(path)
+        fields = {"output": {"uri": f"{self.path}/{name}"}, **changes}
+        return str(write_job(self.path, self.path, name=name, **fields))
 
     def partition(self, name: str, ds: str = DS) -> Path:
         return self.path / name / f"ds={ds}"

@@ -247,7 +247,6 @@ LAKES: dict[str, Callable[..., Lake]] = {
 
 
 def open_lake(lake: Lake) -> LakeTable:
-    """The table as a job opens it."""
     return open_table(lake.address, "ds")
 
 

@@ -50,7 +50,6 @@ class PodRun:
 
     @property
     def task(self) -> dict[str, Any]:
-        """The task that generates."""
         return dict(self.airflow.api("GET", f"{self.path}/taskInstances/{GENERATE}"))
 
     def wait(self, condition: Callable[[], object], what: str, poll_s: float = POLL_S) -> None:

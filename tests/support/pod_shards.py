@@ -110,7 +110,6 @@ class Shards:
         return list(self.cluster.batch.list_namespaced_job(self.cluster.namespace).items)
 
     def job(self) -> Any:
-        """The Job that is there."""
         self.wait(self.jobs, "a Job")
         (job,) = self.jobs()
         return job

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from support.answers_job import published
 from support.fake_job import DS, job_fields
 
 from batchllm_operator.spec import JobSpec, parse_spec
@@ -26,7 +27,6 @@ OF_PLACE = {"num_cached_tokens"}
 
 
 def several(folder: Path | str, prompts: Mapping[str, Any] = PROMPTS, **changes: Any) -> JobSpec:
-    """The spec of a job with these prompts."""
     fields = job_fields(str(folder), **changes)
     del fields["prompt"], fields["sampling"]
     return parse_spec({**fields, "prompts": prompts}, source="test spec")
@@ -52,9 +52,4 @@ def asks_of(plan: StoredPlan) -> list[tuple[list[int], list[int]]]:
 
 def rows_by_key(spec: JobSpec, ds: str = DS) -> dict[str, dict[str, Any]]:
     """The published rows, with the columns that the job writes, by `row_key`."""
-    from batchllm_operator.lake import open_table
-
-    table, rows = open_table(spec.output.uri, spec.input.partition_column), dict[str, Any]()
-    for batch in table.scan(table.snapshot(ds), ["row_key", *spec.output_columns]):
-        rows |= {row.pop("row_key"): row for row in batch.to_pylist()}
-    return rows
+    return {row.pop("row_key"): row for row in published(spec, ds)}

@@ -117,7 +117,6 @@ class Jobs:
                 driver.wait()
 
     def spec(self, name: str, conf: Mapping[str, str] | None = None, **changes: Any) -> str:
-        """The spec of job `name`, as JSON."""
         settings = _CONF | {"spark.master": self.cluster.master} | dict(conf or {})
         planner = {"num_shards": None, "spark": {"conf": settings}}
         output = {"uri": f"{self.lake}/{name}/out"} | changes.pop("output", {})
@@ -191,7 +190,6 @@ def wait_for(driver: Driver | None, look: Callable[[], Any]) -> Any:
 
 
 def rows_of_shards(plan: StoredPlan) -> list[list[int]]:
-    """The rows that each shard answers."""
     found = []
     for shard_idx in range(len(plan.manifest.shards)):
         with plan.open_shard(shard_idx) as shard:
@@ -201,5 +199,4 @@ def rows_of_shards(plan: StoredPlan) -> list[list[int]]:
 
 
 def planned_rows(plan: StoredPlan) -> Counter[int]:
-    """How often each row is planned."""
     return Counter(chain.from_iterable(rows_of_shards(plan)))

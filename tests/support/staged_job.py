@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.answers_job import published
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
 from batchllm_operator.answers.fakes import fake_text
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.fake import FakeEngine
-from batchllm_operator.lake import open_table
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.live_progress import Holder, interval_s
 from batchllm_operator.run.shard_queue import ShardQueue
@@ -113,10 +113,7 @@ def run_only(
 
 def check_published(plan: StoredPlan) -> None:
     """Each row of the input is in the output table once, in order, with its own text."""
-    spec = plan.manifest.spec
-    table = open_table(spec.output.uri, spec.input.partition_column)
-    batches = table.scan(table.snapshot(DS), ["row_key", "generated_text"])
-    found = [row for batch in batches for row in batch.to_pylist()]
+    found = published(plan.manifest.spec)
     assert [(row["row_key"], row["generated_text"]) for row in found] == [
         (row["row_key"], fake_text(list(expected_prompt(row).encode()))) for row in document_rows()
     ]

@@ -78,7 +78,6 @@ class Standalone:
 
     @property
     def home(self) -> Path:
-        """AIRFLOW_HOME."""
         return Path(self.env["BATCHLLM_AIRFLOW_HOME"])
 
     def command(self, *args: str) -> None:

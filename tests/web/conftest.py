@@ -12,7 +12,7 @@ os.environ["AIRFLOW__API_AUTH__JWT_SECRET"] = (
 )  # a short one is warned of
 
 from support.airflow_records import Records
-from support.fake_job import document_rows, planned
+from support.fake_job import document_rows, finish, planned
 
 ROOT_PATH = "/batchllm"
 
@@ -136,9 +136,5 @@ def plan(tmp_path: Any) -> Any:
 @pytest.fixture
 def committed(plan: Any) -> Any:
     """The same plan, after its commit."""
-    from batchllm_operator.commit.commit_run import commit_run
-    from batchllm_operator.run.run_shards import run_worker
-
-    run_worker(plan)
-    commit_run(plan.folder.uri)
+    finish(plan)
     return plan

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
+from test_frames import FAKE
 
 from batchllm_operator import frames, generate
 from batchllm_operator.duckdb import register
@@ -15,11 +16,6 @@ from batchllm_operator.errors import TableError
 if TYPE_CHECKING:
     import duckdb
 
-FAKE: dict[str, Any] = {
-    "model": "no-model",
-    "engine": {"backend": "fake", "extra_args": {"byte_tokens": True}},
-    "sampling": {"max_tokens": 8},
-}
 FIELDS = "{sampling: {max_tokens: 8}, engine: {backend: 'fake', extra_args: {byte_tokens: true}}}"
 CALL = f"generate('FROM docs WHERE n < 6', '{{kind}}: {{body}}', 'no-model', fields := {FIELDS})"
 pytestmark = pytest.mark.usefixtures("programs", "cache")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from airflow.providers.common.compat.sdk import AirflowFailException
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, write_job, write_table
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer
 from support.task_runs import TaskInstance, TaskRun
 
@@ -27,10 +27,7 @@ def plan_run(shards: Shards, spec: Path, ti: TaskInstance | None = None, **optio
 @pytest.fixture
 def spec(shards: Shards) -> Path:
     write_table(shards.lake / "documents", document_rows())
-    path = shards.lake / "job.yaml"
-    fields = job_fields(str(shards.lake), prompt={"system": 'Answer "$(HOME)" and $$5. '})
-    path.write_text(yaml.safe_dump(fields))
-    return path
+    return write_job(shards.lake, shards.lake, prompt={"system": 'Answer "$(HOME)" and $$5. '})
 
 
 @in_triggerer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from airflow.providers.common.compat.sdk import AirflowException, TaskDeferred
-from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fake_job import DS, document_rows, write_job, write_table
 from support.kubernetes.pod_worker import Image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
@@ -51,8 +51,7 @@ def test_a_task_marked_after_its_trigger_fired_leaves_no_job(shards: Shards) -> 
 def test_a_run_that_is_made_anew_does_not_take_the_record_of_the_old_one(shards: Shards) -> None:
     """Deleting a DAG run and making it again gives the same run id and try: the same names."""
     write_table(shards.lake / "documents", document_rows())
-    spec = shards.lake / "job.yaml"
-    spec.write_text(yaml.safe_dump(job_fields(str(shards.lake))))
+    spec = write_job(shards.lake, shards.lake)
 
     def make() -> BatchLLMPlanOperator:
         arguments = shards.pod_arguments()
