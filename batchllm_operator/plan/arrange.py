@@ -19,9 +19,11 @@ from batchllm_operator.prefixes import (
     PromptClasses,
     RankedPrompts,
     Requests,
+    TreeNode,
     choose_prefixes,
     cut_into_shards,
     hash_prefixes,
+    largest_nodes,
     order_groups_by_subtree,
     split_groups,
 )
@@ -137,6 +139,7 @@ class Arrangement:
         decode_tokens: int64 [num_requests], those that take decode steps; 0 in a job without.
         prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; None if nothing is to be learned.
         counts: fields of `PlanCounts`, but those that reading rows tells.
+        tree: the largest nodes of the prefix tree.
         prompts: of a job of several prompts.
     """
 
@@ -148,6 +151,7 @@ class Arrangement:
     decode_tokens: Int64s
     prefix_hashes: Int64s | None
     counts: dict[str, int]
+    tree: tuple[TreeNode, ...]
     prompts: tuple[PromptCounts, ...]
 
 
@@ -170,7 +174,7 @@ def arrange(
         target: shards are balanced by this GPU's time; None to balance by tokens.
     """
     tree = ranked.tree(requests.lengths)
-    choice = choose_prefixes(tree)
+    largest, choice = largest_nodes(tree), choose_prefixes(tree)
     hashes = None
     if spec.planner.learns_output_tokens:
         hashes = hash_prefixes(requests, choice.groups)
@@ -206,7 +210,7 @@ def arrange(
         "num_algorithm_1_saved_tokens": choice.algorithm_1_saved_tokens,
         "num_exact_saved_tokens": choice.exact_saved_tokens,
     }
-    numbers = (output_tokens, decode_tokens, hashes, counts)
+    numbers = (output_tokens, decode_tokens, hashes, counts, largest)
     prompts = tuple(_prompt_counts(spec, requests, ranked, asked)) if spec.prompts else ()
     return Arrangement(groups, by_shard, group_bounds, cut, *numbers, prompts)
 

@@ -133,7 +133,7 @@ class RangePlanner:
             num_prompts=int(requests.num_rows.sum()),
             counts=chosen.counts,
             prompts=chosen.prompts,
-            sharing=describe_sharing(requests, chosen.groups, decode),
+            sharing=describe_sharing(requests, chosen.groups, decode, chosen.tree),
             shards=infos,
             works=works,
             costs=tuple(chosen.cut.costs.tolist()),

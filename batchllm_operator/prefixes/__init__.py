@@ -37,5 +37,7 @@ from batchllm_operator.prefixes.requests import Requests as Requests
 from batchllm_operator.prefixes.requests import make_requests as make_requests
 from batchllm_operator.prefixes.requests import optimal_saving_ratio as optimal_saving_ratio
 from batchllm_operator.prefixes.sharing import PlanSharing as PlanSharing
+from batchllm_operator.prefixes.sharing import TreeNode as TreeNode
 from batchllm_operator.prefixes.sharing import describe_sharing as describe_sharing
+from batchllm_operator.prefixes.sharing import largest_nodes as largest_nodes
 from batchllm_operator.prefixes.token_table import TokenTable as TokenTable

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
 from batchllm_operator.prefixes.jit import Int64s
+from batchllm_operator.prefixes.prefix_tree import ROOT, PrefixTree
 from batchllm_operator.prefixes.requests import Requests
 
 _NUM_GROUPS: Final = 10
@@ -21,6 +22,7 @@ _HALF: Final = "\N{REPLACEMENT CHARACTER} "
 _LONGEST_COMMON: Final = 4096
 """Most tokens of the LCP of all largest groups."""
 
+_NUM_NODES: Final = 128
 _MOST_EDGES: Final = 65
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -77,6 +79,22 @@ class LargeGroup(_Frozen):
     these groups (mostly an instruction)."""
 
 
+class TreeNode(_Frozen):
+    """A node of the prefix tree: tokens that several requests have in the same place."""
+
+    level: _Count
+    """Nodes above it; 0 for the root, which has no tokens."""
+    num_requests: _Count
+    num_tokens: _Count
+    """Its own, after those of the nodes above it."""
+    num_saved_tokens: _Count
+    """Of it and all nodes below it, drawn or not: each token once for each request but one."""
+
+    @property
+    def num_own_saved_tokens(self) -> int:
+        return max(0, self.num_requests - 1) * self.num_tokens
+
+
 class PlanSharing(_Frozen):
     """The sharing in a plan."""
 
@@ -86,6 +104,15 @@ class PlanSharing(_Frozen):
     """Requests, by how many share their group's prefix; 1 for those that share none."""
     largest_groups: tuple[LargeGroup, ...]
     """The most saved tokens first; at most ten."""
+    tree: tuple[TreeNode, ...] = Field(default=(), max_length=_NUM_NODES)
+    """The 128 nodes at and below which most is saved, each after the one above it."""
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> PlanSharing:
+        levels = [node.level for node in self.tree]
+        if any(levels[:1]) or any(not 0 < low <= high + 1 for high, low in pairwise(levels)):
+            raise ValueError("nodes of a tree follow the one above them")
+        return self
 
 
 def merged(parts: Sequence[PlanSharing]) -> PlanSharing:
@@ -96,7 +123,52 @@ def merged(parts: Sequence[PlanSharing]) -> PlanSharing:
         prefix_lengths=_added([part.prefix_lengths for part in parts]),
         share_degrees=_added([part.share_degrees for part in parts]),
         largest_groups=tuple(largest[:_NUM_GROUPS]),
+        tree=_merged_trees([part.tree for part in parts if part.tree]),
     )
+
+
+def _merged_trees(trees: Sequence[tuple[TreeNode, ...]]) -> tuple[TreeNode, ...]:
+    """The nodes that save most of several trees, under one root."""
+    if not trees:
+        return ()
+    root = TreeNode(
+        level=0,
+        num_requests=sum(tree[0].num_requests for tree in trees),
+        num_tokens=0,
+        num_saved_tokens=sum(tree[0].num_saved_tokens for tree in trees),
+    )
+    nodes = [root, *(node for tree in trees for node in tree[1:])]
+    # A node saves less than the one above it, which is therefore among those that save most.
+    chosen = sorted(range(1, len(nodes)), key=lambda idx: -nodes[idx].num_saved_tokens)
+    return tuple(nodes[idx] for idx in sorted([0, *chosen[: _NUM_NODES - 1]]))
+
+
+def largest_nodes(tree: PrefixTree) -> tuple[TreeNode, ...]:
+    """The inner nodes at and below which most is saved, in preorder; none if nothing is shared."""
+    inner = np.flatnonzero(tree.num_leaves > 1)
+    if len(inner) < 2:
+        return ()
+    begin, end, sizes = tree.leaf_begin[inner], tree.leaf_end[inner], tree.num_leaves[inner]
+    tokens = tree.depth[inner] - tree.depth[np.maximum(tree.parent[inner], ROOT)]
+    saved = np.append(0, np.cumsum((sizes - 1) * tokens))
+    below = np.searchsorted(begin, end)  # inner nodes until the first one that isn't below
+    saved = saved[below] - saved[:-1]
+    # The root comes first: all others save less, or as much if it has a single one below it.
+    chosen = np.sort(np.argsort(-saved, kind="stable")[:_NUM_NODES])
+    nodes, open_ends = list[TreeNode](), list[int]()
+    for idx in chosen.tolist():
+        while open_ends and open_ends[-1] <= begin[idx]:
+            open_ends.pop()
+        nodes.append(
+            TreeNode(
+                level=len(open_ends),
+                num_requests=int(sizes[idx]),
+                num_tokens=int(tokens[idx]),
+                num_saved_tokens=int(saved[idx]),
+            )
+        )
+        open_ends.append(int(end[idx]))
+    return tuple(nodes)
 
 
 def _added(histograms: Sequence[Histogram]) -> Histogram:
@@ -112,7 +184,12 @@ def _added(histograms: Sequence[Histogram]) -> Histogram:
     return Histogram(edges=edges, counts=tuple(counts.get(edge, 0) for edge in edges[:-1]))
 
 
-def describe_sharing(requests: Requests, groups: PrefixGroups, decode: Decode) -> PlanSharing:
+def describe_sharing(
+    requests: Requests,
+    groups: PrefixGroups,
+    decode: Decode,
+    tree: tuple[TreeNode, ...] = (),
+) -> PlanSharing:
     """Describe the groups of a plan; `decode` turns token ids into text."""
     sizes, lengths = groups.sizes, groups.num_prefix_tokens
     saved = (sizes - 1) * lengths
@@ -137,6 +214,7 @@ def describe_sharing(requests: Requests, groups: PrefixGroups, decode: Decode) -
         prefix_lengths=Histogram.of(lengths[sizes > 1]),
         share_degrees=Histogram.of(sizes, weights=sizes),
         largest_groups=tuple(largest),
+        tree=tree,
     )
 
 

@@ -1,5 +1,6 @@
 """What a plan says of how prefixes are shared."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from batchllm_operator.prefixes import PlanSharing, TokenTable, describe_sharing
+from batchllm_operator.prefixes import (
+    PlanSharing,
+    TokenTable,
+    TreeNode,
+    build_prefix_tree,
+    describe_sharing,
+    largest_nodes,
+    sharing,
+)
 from batchllm_operator.prefixes.algorithm1 import PrefixGroups
 from batchllm_operator.prefixes.requests import Requests
 from batchllm_operator.prefixes.sharing import Histogram, _first_words
@@ -108,3 +117,67 @@ def test_nothing_shared() -> None:
 def test_halves_of_characters_at_the_ends_arent_shown() -> None:
     text = "\ufffd\ufffd The rose \ufffd is red \ufffd"
     assert _first_words(np.arange(3), 0, lambda _: text) == "The rose \ufffd is red"
+
+
+def tree_of(prompts: Sequence[Sequence[int]]) -> tuple[TreeNode, ...]:
+    tokens = TokenTable.from_lists(prompts)
+    return largest_nodes(build_prefix_tree(tokens))
+
+
+def counted_nodes(prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """How many prompts begin with each prefix that several have, but for its longest extension."""
+    begun = Counter(p[:end] for p in prompts for end in range(1, len(p) + 1))
+    return {p: n for p, n in begun.items() if n > 1}
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=2, max_size=30))
+def test_the_nodes_of_the_tree_have_all_that_is_shared(prompts: list[list[int]]) -> None:
+    tree = tree_of(prompts)
+    shared = counted_nodes([tuple(prompt) for prompt in prompts])
+    saved = sum(number - 1 for number in shared.values())
+    if not saved:
+        assert tree == ()
+        return
+    assert (tree[0].num_saved_tokens, tree[0].num_requests) == (saved, len(prompts))
+    assert sum(node.num_own_saved_tokens for node in tree) == saved
+    assert Counter(node.num_requests for node in tree[1:] for _ in range(node.num_tokens)) == (
+        Counter(shared.values())
+    )
+    PlanSharing.model_validate_json(
+        sharing.merged(
+            [describe(["a"], [(1, 0)]).model_copy(update={"tree": tree})] * 2
+        ).model_dump_json()
+    )
+
+
+def test_the_nodes_that_save_most_are_kept_with_those_above_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = [[1, 1, 1, x] for x in range(5)] + [[1, 2, x, y] for x in range(2) for y in range(2)]
+    whole = tree_of(prompts)
+    assert [(node.level, node.num_requests, node.num_tokens) for node in whole] == [
+        (0, 9, 0),
+        (1, 9, 1),
+        (2, 5, 2),
+        (2, 4, 1),
+        (3, 2, 1),
+        (3, 2, 1),
+    ]
+    assert [node.num_saved_tokens for node in whole] == [21, 21, 8, 5, 1, 1]
+    monkeypatch.setattr(sharing, "_NUM_NODES", 4)
+    assert tree_of(prompts) == whole[:4]
+    both = sharing.merged([describe(["a"], [(1, 0)]).model_copy(update={"tree": whole})] * 2).tree
+    assert [(node.level, node.num_saved_tokens) for node in both] == [
+        *((0, 42), (1, 21), (2, 8), (1, 21))
+    ]
+
+
+@pytest.mark.parametrize("levels", [[1], [0, 0], [0, 2], [0, 1, 0]])
+def test_nodes_of_a_tree_follow_the_one_above(levels: list[int]) -> None:
+    nodes = [
+        {"level": level, "num_requests": 2, "num_tokens": 1, "num_saved_tokens": 1}
+        for level in levels
+    ]
+    stored = describe(["a"], [(1, 0)]).model_dump() | {"tree": nodes}
+    with pytest.raises(ValidationError, match="follow"):
+        PlanSharing.model_validate(stored)
