@@ -55,6 +55,12 @@ def add_only(command: argparse.ArgumentParser) -> None:
         help="of a job's prompts, ask these again; take the other answers from the published"
         " partition",
     )
+    command.add_argument(
+        "--retry",
+        metavar="PLAN",
+        help="URI of a published plan: ask again only the rows that failed in it, and keep its"
+        " other outputs; in place of --job and --ds",
+    )
 
 
 def load_job(args: argparse.Namespace, *, needs_ds: bool = False) -> JobSpec:

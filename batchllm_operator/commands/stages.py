@@ -30,6 +30,7 @@ from batchllm_operator.secrets.masking import print_unmasked
 
 if TYPE_CHECKING:
     from batchllm_operator.metrics import MetricsAddress
+    from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _PREDICTED: Final = ("gpu_s", "cost_usd", "saved_gpu_s", "saved_cost_usd")
 _VERIFIED_TOGETHER: Final = (
@@ -54,6 +55,13 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> Mapping[str, Any]:
     """Plan a job for one partition of its input table."""
+    if args.retry is not None:
+        from batchllm_operator.plan.plan_job import retry_job
+
+        others = (args.job, args.job_json, args.ds, args.record, args.on, args.only or None)
+        if args.advise or any(other is not None for other in others):
+            raise UsageError("--retry: goes with no other option")
+        return _show_plan(retry_job(args.retry))
     spec = load_job(args, needs_ds=True)
     if args.advise:
         from batchllm_operator.plan.advise import advise, format_advice
@@ -62,7 +70,6 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
         print(format_advice(advice))
         return asdict(advice)
     from batchllm_operator.plan.plan_job import plan_job
-    from batchllm_operator.report import format_plan
 
     if is_on_spark(args, spec):
         if args.only:
@@ -72,11 +79,21 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
         planned = plan_on_spark(spec, args.ds)
     else:
         planned = plan_job(spec, args.ds, args.only)
+    result = _show_plan(planned)
+    if args.record is not None:
+        from batchllm_operator.inspect.verify import record_plan
+
+        record_plan(spec, args.ds, args.record, result)
+    return result
+
+
+def _show_plan(planned: StoredPlan) -> dict[str, Any]:
+    from batchllm_operator.report import format_plan
     from batchllm_operator.stored_plan.lineage import input_of
 
     counts, estimate = planned.manifest.counts, planned.manifest.estimate
     print_unmasked(format_plan(planned.manifest, planned.folder.uri))
-    result = {
+    return {
         "plan_uri": planned.folder.uri,
         "num_shards": len(planned.manifest.shards),
         "round": planned.manifest.round_idx + 1,
@@ -89,11 +106,6 @@ def plan(args: argparse.Namespace) -> Mapping[str, Any]:
         **counts.model_dump(),
         "lineage": {"input": input_of(planned.manifest).model_dump()},
     }
-    if args.record is not None:
-        from batchllm_operator.inspect.verify import record_plan
-
-        record_plan(spec, args.ds, args.record, result)
-    return result
 
 
 def add_run_arguments(command: argparse.ArgumentParser) -> None:

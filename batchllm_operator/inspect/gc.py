@@ -24,7 +24,7 @@ from batchllm_operator.stored_plan.manifest import (
     MANIFEST_FILE,
     REUSED_FILE,
 )
-from batchllm_operator.stored_plan.rounds import plans_of_rounds
+from batchllm_operator.stored_plan.rounds import INPUT_FILE, plans_of_rounds
 from batchllm_operator.stored_plan.stored_plan import (
     COMMITTING_FILE,
     PLAN_FOLDER,
@@ -180,7 +180,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         name: file
         for name, file in files.items()
         if name.startswith("runs/")
-        or name in (FINGERPRINTS_FILE, GROUPS_FILE, REUSED_FILE, COMMITTING_FILE)
+        or name in (INPUT_FILE, FINGERPRINTS_FILE, GROUPS_FILE, REUSED_FILE, COMMITTING_FILE)
         or _ROWS.fullmatch(name)
         or _SHARD.fullmatch(name)
         or _is_temporary(folder, name)

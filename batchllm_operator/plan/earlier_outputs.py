@@ -21,6 +21,7 @@ from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.published import PublishedAnswers
 from batchllm_operator.prefixes import TokenTable
 from batchllm_operator.prefixes.jit import Int64s
+from batchllm_operator.shards.kept_outputs import KeptOutputs
 from batchllm_operator.shards.parts import PART_SCHEMA
 from batchllm_operator.shards.reports import find_committed
 from batchllm_operator.shards.reuse_index import (
@@ -61,7 +62,8 @@ class Reuse:
 
     The files in the local folder are `FINGERPRINTS_FILE` and `REUSED_FILE`, with the `schema` of
     parts. Of the indexes, the first that has a prompt decides. In a job of several prompts, rows
-    are asks; for `salts` see `reuse_salts`. Answers of the `published` partition come first.
+    are asks; for `salts` see `reuse_salts`. Answers of the `published` partition come first, and
+    outputs that are `kept` for these same rows.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Reuse:
         schema: pa.Schema = PART_SCHEMA,
         salts: Sequence[bytes] = (b"",),
         published: PublishedAnswers | None = None,
+        kept: KeptOutputs | None = None,
     ) -> None:
         self._indexes, self._folder, self._schema = indexes, folder, schema
-        self._salts, self.published = salts, published
+        self._salts, self.published, self._kept = salts, published, kept
         self._reuses: list[list[Int64s]] = [[np.zeros((2, 0), np.int64)] for _ in indexes]
         """For each index, arrays of rows and of their places in it: [2, n]."""
         self._num_rows_read = 0
@@ -118,6 +121,8 @@ class Reuse:
         if self.published is not None:
             asks = row_idxs - first_row * len(self._salts)
             is_reused = self.published.take(rows, fingerprints, asks)
+        if self._kept is not None:
+            is_reused |= self._kept.has_output[row_idxs]
         for index, reuses in zip(self._indexes, self._reuses, strict=True):
             places = index.places(fingerprints)
             is_found = (places >= 0) & ~is_reused
@@ -132,14 +137,20 @@ class Reuse:
         self._fingerprints.close()
         num_before = 0
         with RowGroupWriter(self._folder / REUSED_FILE, self._schema, compression="zstd") as writer:
-            for index, reuses in zip(self._indexes, self._reuses, strict=True):
-                rows, places = np.concatenate(reuses, axis=1)
-                for table in _reused(index, rows, places, self._schema):
-                    numbers = pa.array(np.arange(num_before, num_before + table.num_rows))
-                    writer.write(table.add_column(0, self._schema.field(0), numbers))
-                    num_before += table.num_rows
-                reusing = counted(len(rows), "row reuses an output", "rows reuse outputs")
-                _log.info("%s of partition %s", reusing, index.ds)
+            for table in self._outputs():
+                numbers = pa.array(np.arange(num_before, num_before + table.num_rows))
+                writer.write(table.add_column(0, self._schema.field(0), numbers))
+                num_before += table.num_rows
+
+    def _outputs(self) -> Iterator[pa.Table]:
+        """What is reused, as the schema without its first field."""
+        if self._kept is not None:
+            yield from self._kept.outputs(self._schema.names[1:])
+        for index, reuses in zip(self._indexes, self._reuses, strict=True):
+            rows, places = np.concatenate(reuses, axis=1)
+            yield from _reused(index, rows, places, self._schema)
+            reusing = counted(len(rows), "row reuses an output", "rows reuse outputs")
+            _log.info("%s of partition %s", reusing, index.ds)
 
     def _keep(self, fingerprints: npt.NDArray[np.bytes_], row_idxs: Int64s, num_rows: int) -> None:
         """Write fingerprints up to row `num_rows`, with zeros for rows that have none."""

@@ -51,7 +51,12 @@ from batchllm_operator.shards.row_errors import (
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, errors_of
-from batchllm_operator.stored_plan.stored_plan import check_partition, check_publisher, job_folder
+from batchllm_operator.stored_plan.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    job_folder,
+)
 
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner
@@ -156,8 +161,11 @@ def _check_rejected(spec: JobSpec, written: WrittenRows) -> None:
                 raise ExpectationError(f"{each}, even if all other rows are ok; no plan was made")
 
 
-def find_given(spec: JobSpec, ds: str) -> Given:
-    """Check the spec, the tables and the model; see `plan_job`, which reads rows then."""
+def find_given(spec: JobSpec, ds: str, retried: StoredPlan | None = None) -> Given:
+    """Check the spec, the tables and the model; see `plan_job`, which reads rows then.
+
+    The input is what the plan `retried` has read, if there is one.
+    """
     if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
         raise SpecError(
             f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
@@ -177,8 +185,8 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     adapters = RowAdapters.of(spec, tokenizer)
     adapter_versions = adapters.versions if adapters is not None else ()
     earlier = find_earlier(spec, ds, snapshot.version, tokenizers, adapter_versions)
-    if earlier.rounds:
-        snapshot = pinned_input(table, earlier.rounds[-1].plan)
+    if (before := earlier.rounds[-1].plan if earlier.rounds else retried) is not None:
+        snapshot = pinned_input(table, before)
     # Faults that would stop the commit should show before the GPU runs.
     _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)

@@ -16,8 +16,8 @@ import numpy as np
 
 from batchllm_operator.answers import NOTHING_PLANNED
 from batchllm_operator.cost import Work
-from batchllm_operator.errors import SpecError, StorageError
-from batchllm_operator.lake import Publication, joined
+from batchllm_operator.errors import PlanError, SpecError, StorageError, TableError
+from batchllm_operator.lake import Publication, joined, open_table
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
@@ -32,6 +32,7 @@ from batchllm_operator.prefixes import PromptStore, imbalance, sort_prompts
 from batchllm_operator.prefixes.sharing import merged
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
+from batchllm_operator.shards.kept_outputs import KeptOutputs
 from batchllm_operator.shards.parts import part_schema
 from batchllm_operator.shards.reuse_index import ReuseIndex, reuse_identity, reuse_salts
 from batchllm_operator.shards.row_errors import WrittenRows
@@ -52,7 +53,7 @@ from batchllm_operator.stored_plan.manifest import (
 )
 from batchllm_operator.stored_plan.rounds import INPUT_FILE, PinnedInput
 from batchllm_operator.stored_plan.shard_files import shard_file
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, plan_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan, check_publisher, plan_folder
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
@@ -96,13 +97,64 @@ def plan_job(
     if (published := given.earlier.published) is not None:
         _log.info("all rounds are published already: %s", published.folder.uri)
         return published
+    return _plan(given, only)
+
+
+def retry_job(plan: StoredPlan | str) -> StoredPlan:
+    """Plan the rows of a published plan that failed, over the input that it has read.
+
+    Its other outputs are taken over from its parts. If such a plan is published already, it is
+    returned.
+
+    Raises:
+        PlanError: the plan's failed rows can't be told apart, or its parts are gone.
+        TableError: other outputs are published, or the input is gone.
+        SpecError: the model has changed.
+    And what `plan_job` raises.
+    """
+    failed = StoredPlan.open(plan)
+    if (published := _retried_since(failed.manifest)) is not None:
+        return published
+    spec, ds, where = failed.manifest.spec, failed.manifest.ds, failed.folder.uri
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    if check_publisher(table, spec, ds) != failed.publication:
+        raise TableError(f"table {table.uri}: partition {ds!r} isn't what plan {where} published")
+    failed.mark_committing()  # `gc` spares it
+    kept = KeptOutputs(failed)
+    given = find_given(spec, ds, failed)
+    manifest = failed.manifest
+    planned = (manifest.model_version, manifest.tokenizer_fingerprint, manifest.max_model_len)
+    if given.versions != (*planned, manifest.adapter_versions):
+        raise SpecError(f"plan {where}: its model has changed since; plan the day again")
+    return _plan(given, kept=kept)
+
+
+def _retried_since(manifest: PlanManifest) -> StoredPlan | None:
+    """The published plan, if it has asked again what failed in this one."""
+    spec = manifest.spec
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    published = check_publisher(table, spec, manifest.ds)
+    if published is None or published.plan_id == manifest.plan_id:
+        return None
+    try:
+        plan = StoredPlan.open(plan_folder(spec, published).uri)
+    except PlanError:
+        return None
+    if plan.manifest.retries != manifest.plan_id:
+        return None
+    _log.info("published already, with failed rows retried: %s", plan.folder.uri)
+    plan.note_turn()
+    return plan
+
+
+def _plan(given: Given, only: Sequence[str] = (), kept: KeptOutputs | None = None) -> StoredPlan:
     try:
         with _open_scratch() as scratch:
-            return _build(given, scratch, only)
+            return _build(given, scratch, only, kept)
     except TokenIdsDifferError as error:  # it won't happen again
         _log.warning("%s: planning starts again", error)
     with _open_scratch() as scratch:  # not above: the error holds the first attempt's memory
-        return _build(given, scratch, only)
+        return _build(given, scratch, only, kept)
 
 
 @contextmanager
@@ -121,11 +173,13 @@ def _open_scratch() -> Iterator[Path]:
             ) from error
 
 
-def _build(given: Given, scratch: Path, only: Sequence[str]) -> StoredPlan:
+def _build(
+    given: Given, scratch: Path, only: Sequence[str], kept: KeptOutputs | None
+) -> StoredPlan:
     """Build the plan, with temporary files in `scratch`; may raise `TokenIdsDifferError`."""
     spec = given.spec
     with ExitStack() as stack:
-        rows = _read(given, scratch, stack, only)
+        rows = _read(given, scratch, stack, only, kept)
         check_keys(scratch / ROWS_FILE, spec.input.key, given.where)
         learned = learn_output_lengths(spec, given.ds)
         with Progress("sort prompts", len(rows.prompts), unit="prompts", announce=False) as shown:
@@ -148,11 +202,15 @@ def _build(given: Given, scratch: Path, only: Sequence[str]) -> StoredPlan:
         names.append(GROUPS_FILE)
     if spec.keeps_fingerprints:
         names.append(FINGERPRINTS_FILE)
-    if spec.reuse_outputs:
+    if spec.reuse_outputs or kept is not None:
         names.append(REUSED_FILE)
     files = {name: describe_file(scratch / name) for name in names}
     manifest = describe_plan(given, [planned], rows.counts, files, learned)
-    manifest = manifest.model_copy(update={"num_repeated_tokens": num_repeated})
+    retries = None if kept is None else kept.plan_id
+    changes = {"num_repeated_tokens": num_repeated, "retries": retries}
+    manifest = manifest.model_copy(update=changes)
+    if (published := _retried_since(manifest)) is not None:
+        return published
     return complete(manifest, lambda folder: _publish(folder, files, scratch, given))
 
 
@@ -225,7 +283,9 @@ def describe_plan(
     )
 
 
-def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) -> Rows:
+def _read(
+    given: Given, scratch: Path, stack: ExitStack, only: Sequence[str], kept: KeptOutputs | None
+) -> Rows:
     """All rows, which `stack` closes."""
     spec, budget = given.spec, given.budget
     num_asks = given.snapshot.num_rows * len(spec.questions)
@@ -233,13 +293,14 @@ def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) ->
     reuse = published = None
     if only:
         published = PublishedAnswers(spec, given.ds, only, scratch)
-    if spec.keeps_fingerprints:
+    if spec.keeps_fingerprints or kept is not None:
         indexes, versions = list[ReuseIndex](), given.versions
-        if spec.reuse_outputs:
+        if spec.reuse_outputs and kept is None:
             identity = reuse_identity(spec, *versions)
             indexes = find_indexes(spec, given.ds, identity, budget, scratch)
         salts = reuse_salts(spec, *versions)
-        reuse = stack.enter_context(Reuse(indexes, scratch, part_schema(spec), salts, published))
+        schema = part_schema(spec)
+        reuse = stack.enter_context(Reuse(indexes, scratch, schema, salts, published, kept))
         budget = budget.holding(reuse.num_bytes)
     if not (spec.input.filter or given.snapshot.conditions):  # which may skip any number of rows
         budget.check(num_asks)
@@ -262,9 +323,8 @@ def _read(given: Given, scratch: Path, stack: ExitStack, only: Sequence[str]) ->
 
 
 def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path, given: Given) -> None:
-    """Copy data files into the plan's folder, and note the input for later rounds."""
-    if len(given.spec.rounds) > 1:
-        folder.write_bytes(INPUT_FILE, PinnedInput.of(given.snapshot).to_bytes())
+    """Copy data files into the plan's folder, and note the input for later rounds and tries."""
+    folder.write_bytes(INPUT_FILE, PinnedInput.of(given.snapshot).to_bytes())
     num_bytes = sum(file.size_bytes for file in files.values())
     with Progress("publish the plan", num_bytes, unit="bytes", announce=False) as progress:
         for name, file in files.items():

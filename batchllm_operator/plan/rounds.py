@@ -122,7 +122,7 @@ def _is_same(
 
 
 def pinned_input(table: LakeTable, before: StoredPlan) -> Snapshot:
-    """The partition that the round before has read.
+    """The partition that an earlier plan has read.
 
     Raises `TableError`: it isn't there any more.
     """
@@ -136,9 +136,9 @@ def pinned_input(table: LakeTable, before: StoredPlan) -> Snapshot:
             pass
     except (PlanError, StorageError, TableError) as error:
         raise TableError(
-            f"round {before.manifest.round_idx + 2} has to read what the rounds before have read,"
-            f" and it is gone: {error}. To begin again with the first round, remove the folder"
-            f" {before.folder.uri}"
+            f"the input that plan {before.folder.uri} has read is gone: {error}. To begin again"
+            " with the input as it is now, plan without --retry, or, with several rounds, remove"
+            " that folder"
         ) from error
     return snapshot
 

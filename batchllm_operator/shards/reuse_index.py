@@ -233,7 +233,7 @@ class ReusedOutputs:
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Read the outputs in batches. Raises `PlanError` if the file is missing or altered."""
-        if not self.plan.manifest.spec.reuse_outputs:
+        if REUSED_FILE not in self.plan.manifest.files:
             return
         with self.plan.open_parquet(REUSED_FILE, part_schema(self.plan.manifest.spec)) as file:
             for batch in file.iter_batches(ROW_GROUP_ROWS, columns=list(columns)):

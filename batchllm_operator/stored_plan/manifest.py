@@ -206,6 +206,8 @@ class PlanManifest(StoredJson):
     """Position in `JobSpec.rounds` of the round that it asks."""
     before: str | None = Field(default=None, exclude_if=lambda plan_id: plan_id is None)
     """Id of the plan of the round before; None in the first round."""
+    retries: str | None = Field(default=None, exclude_if=lambda plan_id: plan_id is None)
+    """Id of the plan whose failed rows it asks again, directly or of such a plan."""
     input_version: str
     """State of the table that was read, such as `delta:<version>`."""
     input_columns: dict[str, str] = Field(default_factory=dict, exclude_if=lambda names: not names)
