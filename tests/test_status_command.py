@@ -30,7 +30,7 @@ from batchllm_operator.shards.status import (
     WorkerState,
     WorkerStatus,
 )
-from batchllm_operator.stored_plan.run_report import Bill
+from batchllm_operator.stored_plan.bill import Bill
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from batchllm_operator.amounts import clipped
 from batchllm_operator.answers.expectations import Measured
+from batchllm_operator.commit.earlier import EarlierReports, read_earlier
 from batchllm_operator.commit.failed_rows import find_errors
 from batchllm_operator.commit.gate import check, measure
 from batchllm_operator.commit.partition import write_partition
@@ -36,7 +37,12 @@ from batchllm_operator.shards.reports import (
     find_committed,
 )
 from batchllm_operator.shards.reuse_index import ReusedOutputs, write_index
-from batchllm_operator.shards.row_errors import RowErrors, are_too_many, too_many_failed
+from batchllm_operator.shards.row_errors import (
+    NUM_SHOWN,
+    RowErrors,
+    are_too_many,
+    too_many_failed,
+)
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import (
@@ -100,10 +106,12 @@ def _commit(plan: StoredPlan, write: WritePartition, *, accept: bool) -> RunRepo
     plan.mark_committing()
     rounds = finished_rounds(plan)
     seen = check_publisher(table, spec, manifest.ds)
-    errors = find_errors(plan, [shard for each in rounds for shard in each.shards])
+    shards = [shard for each in rounds for shard in each.shards]
+    errors, earlier = find_errors(plan, shards, NUM_SHOWN), read_earlier(plan, table)
     if seen == plan.publication:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
-        return _write_report(rounds, table, errors, measure(plan, table, None))
+        expectations = measure(plan, table, None, earlier)
+        return _write_report(rounds, table, errors, expectations, earlier)
     plan.check_current()
     num_rows = sum(each.plan.manifest.counts.num_asked_rows for each in rounds)
     if not accept and are_too_many(spec, errors.num_rows, num_rows):
@@ -114,12 +122,12 @@ def _commit(plan: StoredPlan, write: WritePartition, *, accept: bool) -> RunRepo
         )
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write(plan, outputs_of(rounds), Path(spool), table)
-        expectations = () if isinstance(data, StagedRows) else measure(plan, table, data)
+        expectations = () if isinstance(data, StagedRows) else measure(plan, table, data, earlier)
         check(plan, expectations, accept=accept)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
-    return _write_report(rounds, table, errors, expectations)
+    return _write_report(rounds, table, errors, expectations, earlier)
 
 
 def _check_last(plan: StoredPlan) -> None:
@@ -182,10 +190,11 @@ def _write_report(
     table: LakeTable,
     errors: RowErrors,
     expectations: tuple[Measured, ...],
+    earlier: EarlierReports,
 ) -> RunReport:
     """Write the report and its page, and only then the note that the plan is committed."""
     plan, shards = rounds[-1].plan, rounds[-1].shards
-    report = describe_run(rounds, table, errors, expectations)
+    report = describe_run(rounds, table, errors, expectations, earlier)
     plan.folder.write_bytes(REPORT_FILE, report.to_bytes())
     store_page(plan.folder, report)
     write_lengths(rounds)

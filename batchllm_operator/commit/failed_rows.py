@@ -14,23 +14,13 @@ from batchllm_operator.lake import open_table
 from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.parts import ShardParts
 from batchllm_operator.shards.reports import COMMITTED_FILE, find_committed
-from batchllm_operator.shards.row_errors import NUM_EXAMPLES, RowErrors, clip
+from batchllm_operator.shards.row_errors import RowErrors, clip
 from batchllm_operator.stored_plan.counts import PlanCounts
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN
 from batchllm_operator.stored_plan.rounds import plans_of_rounds
 from batchllm_operator.stored_plan.row_keys import key_texts
+from batchllm_operator.stored_plan.run_report import FailedRow
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
-
-
-@dataclass(frozen=True, slots=True)
-class FailedRow:
-    key: Mapping[str, str]
-    """By column, as text."""
-    kind: str
-    message: str
-    """Clipped to 300 characters with the kind; empty if the error is a kind alone."""
-    prompt: str | None = None
-    """The one that failed, in a job of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +45,7 @@ class FailedRows:
         return sum(self.errors_by_kind.values())
 
 
-def find_errors(
-    plan: StoredPlan, shards: Sequence[ShardParts], num_examples: int = NUM_EXAMPLES
-) -> RowErrors:
+def find_errors(plan: StoredPlan, shards: Sequence[ShardParts], num_examples: int) -> RowErrors:
     errors = RowErrors(num_examples)
     errors.add_rejected(plan)
     for shard in shards:
@@ -98,7 +86,7 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         errors = find_errors(plan, shards, limit)
         num_done = counts.num_rejected_rows + counts.num_reused_rows
         num_done += sum(shard.counts.num_rows for shard in shards)
-        found, kinds = errors.first_rows(plan), errors.counts
+        found, kinds = [*errors.first_rows(plan)], errors.counts
     return FailedRows(
         plan_uri=plan.folder.uri,
         job=plan.manifest.spec.name,
@@ -107,21 +95,16 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         num_rows=counts.num_asked_rows,
         num_rows_done=num_done,
         errors_by_kind=dict(sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))),
-        rows=tuple(
-            FailedRow(key, error.kind, error.message or "", prompt) for key, prompt, error in found
-        ),
+        rows=tuple(found),
     )
 
 
-def _published(
-    plan: StoredPlan, limit: int
-) -> tuple[list[tuple[dict[str, str], str | None, RowError]], Counter[str]]:
-    """Key, prompt and error of the first failed rows of the output partition, and the number by
-    kind."""
+def _published(plan: StoredPlan, limit: int) -> tuple[list[FailedRow], Counter[str]]:
+    """The first failed rows of the output partition, and the number by kind."""
     spec = plan.manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column)
     kinds: Counter[str] = Counter()
-    first: list[tuple[dict[str, str], str | None, RowError]] = []
+    first: list[FailedRow] = []
     prompts: list[str | None] = list(spec.prompts) or [None]
     columns = [*spec.input.key, *(spec.prompts or [ERROR_COLUMN])]
     for batch in table.scan(table.snapshot(plan.manifest.ds), columns):
@@ -136,8 +119,9 @@ def _published(
             for prompt, column in zip(prompts, errors, strict=True):
                 if not (fields := column[idx].as_py()):
                     continue
-                error = RowError(**fields)
+                error = clip(RowError(**fields))
                 kinds[error.kind] += 1
                 if len(first) < limit:
-                    first.append((key_texts(batch, idx, spec.input.key), prompt, clip(error)))
+                    key = key_texts(batch, idx, spec.input.key)
+                    first.append(FailedRow(key, error.kind, error.message or "", prompt))
     return first, kinds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -20,20 +19,20 @@ from batchllm_operator.answers.expectations import (
     watched_column,
     watched_columns,
 )
-from batchllm_operator.errors import ExpectationError, PlanError, SpecError
-from batchllm_operator.lake import LakeTable, Publication
+from batchllm_operator.commit.earlier import EarlierReports
+from batchllm_operator.errors import ExpectationError, SpecError
+from batchllm_operator.lake import LakeTable
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.stored_plan.run_report import REPORT_FILE, RunReport
-from batchllm_operator.stored_plan.stored_plan import StoredPlan, earlier_publications, plan_folder
+from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-_NUM_EARLIER: Final = 13
-"""Partitions before, whose numbers a report has: two weeks with its own."""
 _BATCH_ROWS: Final = 1 << 14
 _log = logging.getLogger(__name__)
 
 
-def measure(plan: StoredPlan, table: LakeTable, data: Path | None) -> tuple[Measured, ...]:
+def measure(
+    plan: StoredPlan, table: LakeTable, data: Path | None, reports: EarlierReports
+) -> tuple[Measured, ...]:
     """What the spec expects, as local files of rows have it; None for what the table holds."""
     spec, ds = plan.manifest.spec, plan.manifest.ds
     if not spec.expect:
@@ -44,12 +43,11 @@ def measure(plan: StoredPlan, table: LakeTable, data: Path | None) -> tuple[Meas
         files = files_of(data)
         watched = watched_columns(spec, pq.read_schema(files[0]))
         tallies = tally(watched, _read(files, _columns(watched)))
-    published = list(islice(earlier_publications(table, spec, ds), _NUM_EARLIER))
     drifting = [name for name, expected in spec.expect.items() if expected.drift is not None]
     before: dict[str, Tally] = {}
-    if published and drifting:
-        before = _tally_published(spec, table, published[0].partition, drifting)
-    earlier = _reported(spec, published)
+    if reports and drifting:
+        before = _tally_published(spec, table, next(iter(reports)), drifting)
+    earlier = _reported(reports)
     return tuple(
         each.model_copy(update={"earlier": earlier.get((each.column, each.what), {})})
         for name, own in tallies.items()
@@ -96,20 +94,11 @@ def _tally_published(
     return tally(watched, table.scan(snapshot, _columns(watched))) if watched else {}
 
 
-def _reported(
-    spec: JobSpec, published: list[Publication]
-) -> dict[tuple[str, str], dict[str, float]]:
-    """What reports of earlier partitions have measured, by column and bounds."""
+def _reported(reports: EarlierReports) -> dict[tuple[str, str], dict[str, float]]:
+    """What earlier partitions' reports have measured, by column and bounds."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for publication in reversed(published):
-        folder = plan_folder(spec, publication)
-        try:
-            report = RunReport.read(folder, REPORT_FILE)
-        except PlanError as error:
-            _log.info("partition %s: its report isn't compared: %s", publication.partition, error)
-            continue
+    for ds, report in reversed(reports.items()):
         for each in () if report is None else report.expectations:
             if each.value is not None:
-                own = found.setdefault((each.column, each.what), {})
-                own[publication.partition] = each.value
+                found.setdefault((each.column, each.what), {})[ds] = each.value
     return found

@@ -2,6 +2,7 @@
 
 import heapq
 import logging
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from batchllm_operator.answers import Answers, PlannedAnswers
 from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.answers.kind import Parts
+from batchllm_operator.commit.earlier import EarlierReports
+from batchllm_operator.commit.work_bars import work_bars
 from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import LakeTable, Snapshot
 from batchllm_operator.prefixes.sharing import merged
@@ -25,6 +28,7 @@ from batchllm_operator.shards.attempts import Worker
 from batchllm_operator.shards.buckets import Outputs, read_all, read_asked
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.shards.joining import FinishedRound, model_name, outputs_of
+from batchllm_operator.shards.kept_outputs import why_not_retried
 from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
@@ -40,9 +44,9 @@ from batchllm_operator.stored_plan.run_report import (
     RunReport,
     SampleRow,
     ShardRun,
-    Timeline,
 )
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.stored_plan.timeline import Timeline
 
 _NUM_SAMPLE_ROWS: Final = 3
 _NUM_TIMELINES: Final = 3
@@ -60,6 +64,7 @@ def describe_run(
     table: LakeTable,
     errors: RowErrors,
     expectations: tuple[Measured, ...],
+    earlier: EarlierReports,
 ) -> RunReport:
     """The report of a job whose outputs are published, of all its rounds together.
 
@@ -77,7 +82,9 @@ def describe_run(
     for warning in answers.warnings:
         _log.warning("%s", warning)
     timelines = map(_timelines, (each.plan for each in rounds), by_round, attempts)
-    makers = {begun.latest.maker for made in attempts for begun in made if begun.latest}
+    of_shards = list(chain.from_iterable(attempts))
+    makers = {begun.latest.maker for begun in of_shards if begun.latest}
+    start_gpu_s = None if gpu_s is None else sum(begun.start_gpu_s for begun in of_shards)
     return RunReport(
         job=spec.name,
         ds=manifest.ds,
@@ -91,10 +98,15 @@ def describe_run(
         done=Counts.total(run.done for run in runs),
         errors_by_kind=dict(errors.counts),
         errors=errors.kinds(plan),
-        bill=bill_of(manifests, gpu_s),
+        failed_rows=errors.rows_by_kind(plan),
+        retry=_retry(plan, errors.num_rows),
+        bill=bill_of(manifests, gpu_s, start_gpu_s),
+        earlier=tuple(each.run for each in reversed(earlier.values()) if each is not None),
         num_shards=len(runs),
         shards=tuple(run.model_copy(update={"shard_idx": idx}) for idx, run in enumerate(runs)),
         timelines=tuple(chain.from_iterable(timelines))[:_MOST_TIMELINES],
+        work=work_bars(of_shards),
+        num_attempts=sum(begun.num_attempts for begun in of_shards),
         sharing=merged([each.sharing for each in manifests]) if manifests[1:] else manifest.sharing,
         num_workers=len(makers),
         answers=answers,
@@ -105,6 +117,14 @@ def describe_run(
         sample_rows=_sample(table, published, manifest),
         lineage=Lineage.of(manifest, published),
     )
+
+
+def _retry(plan: StoredPlan, num_failed: int) -> str | None:
+    """The command that asks the failed rows of a published plan again."""
+    manifest = plan.manifest
+    if num_failed <= manifest.counts.num_rejected_rows or why_not_retried(plan) is not None:
+        return None
+    return f"batchllm job --retry {shlex.quote(plan.folder.uri)}"
 
 
 def _shard_runs(of_round: FinishedRound, attempts: Sequence[ShardAttempts]) -> list[ShardRun]:

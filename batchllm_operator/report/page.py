@@ -5,7 +5,7 @@ Its templates draw the numbers here, with words and a table for each picture.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Final
 
@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.prefixes.sharing import Histogram
-from batchllm_operator.report.pages import Trail, count, duration, ratio, render
+from batchllm_operator.report.charts import WIDTH, boxes, gantt, tree_rows
+from batchllm_operator.report.pages import Trail, count, duration, ratio, render, usd
 from batchllm_operator.report.timelines import TOKEN_STACK, VALLEY_BIN
-from batchllm_operator.stored_plan.run_report import RunReport, ShardRun, Timeline
+from batchllm_operator.stored_plan.run_report import RunReport
+from batchllm_operator.stored_plan.timeline import Timeline
 
 _NUM_SLOWEST: Final = 10
-_MOST_BARS: Final = 40
 _TABLE_POINTS: Final = 24
 """Rows of a timeline's table."""
 
@@ -87,9 +88,21 @@ def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) 
         "timelines": [(line, _timeline_plot(line)) for line in report.timelines],
         "lengths": _histogram_plot(sharing.prefix_lengths),
         "degrees": _histogram_plot(sharing.share_degrees),
-        "shards": _shard_plot(by_time[:_MOST_BARS]) if len(by_time) > 1 else None,
+        "costs": _cost_plot(report) if report.earlier else None,
+        "work": gantt(report.work),
+        "tree": Plot(tree_rows(sharing.tree)) if sharing.tree else None,
     }
-    values = {"report": report, "plots": plots, "slowest": by_time[:_NUM_SLOWEST]}
+    values = {
+        "report": report,
+        "plots": plots,
+        "boxes": list(boxes(sharing.tree)),
+        "failed": [
+            (kind, list(rows))
+            for kind, rows in groupby(report.failed_rows, key=lambda row: row.kind)
+        ],
+        "width": WIDTH,
+        "slowest": by_time[:_NUM_SLOWEST],
+    }
     return render("report.html.j2", trail=trail, actions=actions, **values)
 
 
@@ -100,18 +113,24 @@ def _plot_shares(counts: Mapping[str, int]) -> Plot:
     return Plot(rows, list(counts.values()))
 
 
-def _shard_plot(shards: Sequence[ShardRun]) -> Plot:
+def _cost_plot(report: RunReport) -> Plot:
+    """Bars of what each partition cost, in money or, without a price, in GPU time."""
+    runs = [*report.earlier, report.as_earlier()]
+    has_price = any(run.cost_usd is not None for run in runs)
     rows = [
         (
-            str(shard.shard_idx),
-            duration(shard.done.engine_s),
-            count(shard.done.num_rows),
-            count(shard.done.computed_tokens_per_s),
-            count(shard.done.output_tokens_per_s),
+            run.ds,
+            usd(run.cost_usd) if has_price else duration(run.gpu_s),
+            usd(run.usd_per_1000_rows),
+            usd(run.unshared_usd),
+            duration(run.gpu_s),
+            count(run.num_rows),
+            count(run.num_failed_rows),
+            ratio(run.achieved_saving),
         )
-        for shard in shards
+        for run in runs
     ]
-    return Plot(rows, [shard.done.engine_s for shard in shards])
+    return Plot(rows, [(run.cost_usd if has_price else run.gpu_s) or 0.0 for run in runs])
 
 
 def _histogram_plot(histogram: Histogram) -> Plot | None:

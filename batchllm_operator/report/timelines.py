@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from batchllm_operator.errors import StorageError
 from batchllm_operator.shards.attempts import ShardProgress, attempt_name
 from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.run_report import Timeline
+from batchllm_operator.stored_plan.timeline import Timeline
 from batchllm_operator.vllm_plugin.scheduler.trace import CHUNK_SIZE_KEY, TRACE_SCHEMA, in_valley
 
 NUM_BINS: Final = 240

@@ -112,6 +112,12 @@ class ShardProgress(StoredJson):
         """GPU seconds that count for the attempt, up to its last sign."""
         return self.gpu_held_s * self.num_gpus
 
+    @property
+    def start_gpu_s(self) -> float:
+        """The part of `gpu_s` before the engine took requests."""
+        held_after_s = max(0.0, self.elapsed_s - self.gpu_held_s)
+        return max(0.0, self.engine_start_s - held_after_s) * self.num_gpus
+
     def age_s(self, now: datetime) -> float:
         """Seconds since it was written, at least 0, because clocks differ."""
         return max(0.0, (now - self.updated_at).total_seconds())

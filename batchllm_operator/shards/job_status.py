@@ -31,10 +31,10 @@ from batchllm_operator.shards.status import (
 )
 from batchllm_operator.shards.usage import Usage
 from batchllm_operator.spec import JobSpec, LimitsSpec
+from batchllm_operator.stored_plan.bill import Bill
 from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.manifest import MANIFEST_FILE, PlanManifest
 from batchllm_operator.stored_plan.rounds import plans_of_rounds
-from batchllm_operator.stored_plan.run_report import Bill
 from batchllm_operator.stored_plan.stored_plan import (
     PLAN_FOLDER,
     StoredPlan,
@@ -67,6 +67,11 @@ class ShardAttempts:
     def gpu_s(self) -> float:
         """GPU seconds that the attempts have held; lacks those without progress."""
         return sum(attempt.gpu_s for attempt in self.progress)
+
+    @property
+    def start_gpu_s(self) -> float:
+        """The part of `gpu_s` before engines took requests."""
+        return sum(attempt.start_gpu_s for attempt in self.progress)
 
     @property
     def is_complete(self) -> bool:
@@ -176,13 +181,16 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
     )
 
 
-def bill_of(manifests: Sequence[PlanManifest], gpu_s: float | None) -> Bill:
+def bill_of(
+    manifests: Sequence[PlanManifest], gpu_s: float | None, start_gpu_s: float | None = None
+) -> Bill:
     """GPU seconds that the runs of plans have held, beside what the plans predict."""
     estimates = [each.estimate for each in manifests if each.estimate is not None]
     if not estimates:
-        return Bill(gpu_s=gpu_s, usd_per_hour=None)
+        return Bill(gpu_s=gpu_s, start_gpu_s=start_gpu_s, usd_per_hour=None)
     return Bill(
         gpu_s=gpu_s,
+        start_gpu_s=start_gpu_s,
         usd_per_hour=estimates[0].gpu.usd_per_hour,
         gpu=estimates[0].gpu.name,
         predicted_gpu_s=sum(estimate.gpu_s for estimate in estimates),

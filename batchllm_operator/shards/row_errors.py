@@ -4,6 +4,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,9 +19,11 @@ from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import share
 from batchllm_operator.stored_plan.manifest import ERROR_COLUMN, errors_of
 from batchllm_operator.stored_plan.row_keys import key_texts
-from batchllm_operator.stored_plan.run_report import ErrorKind
+from batchllm_operator.stored_plan.run_report import ErrorKind, FailedRow
 
-NUM_EXAMPLES: Final = 3
+NUM_SHOWN: Final = 100
+"""Rows that a report shows."""
+_NUM_EXAMPLES: Final = 3
 _NUM_KINDS: Final = 20
 _NUM_NAMED_KINDS: Final = 5
 _MAX_CHARS: Final = 300
@@ -62,7 +65,7 @@ class WrittenRows:
 class RowErrors:
     """Failed rows by the kind of their errors; in a job of several prompts, failed asks."""
 
-    num_examples: int = NUM_EXAMPLES
+    num_examples: int = _NUM_EXAMPLES
     """Rows of each kind that are kept."""
     counts: Counter[str] = field(default_factory=Counter)
     _first: dict[str, list[tuple[int, RowError]]] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class RowErrors:
     def kinds(self, rows: PlanRows) -> tuple[ErrorKind, ...]:
         """The most frequent kinds, in descending order, with the keys of their first rows."""
         chosen = sorted(self.counts, key=lambda kind: (-self.counts[kind], kind))[:_NUM_KINDS]
-        first = {kind: self._kept(kind) for kind in chosen}
+        first = {kind: self._kept(kind)[:_NUM_EXAMPLES] for kind in chosen}
         asked = _Asked(rows, (row_idx for kept in first.values() for row_idx, _ in kept))
         return tuple(
             ErrorKind(
@@ -115,12 +118,29 @@ class RowErrors:
             for kind, kept in first.items()
         )
 
-    def first_rows(self, rows: PlanRows) -> list[tuple[dict[str, str], str | None, RowError]]:
-        """Key, prompt and error of the first `num_examples` rows of all kinds, in input order."""
+    def first_rows(self, rows: PlanRows) -> tuple[FailedRow, ...]:
+        """The first `num_examples` rows of all kinds, in input order."""
         kept = (row for kind in self._first for row in self._kept(kind))
-        first = heapq.nsmallest(self.num_examples, kept)
-        asked = _Asked(rows, (row_idx for row_idx, _ in first))
-        return [(asked.key(idx), asked.prompt(idx), error) for idx, error in first]
+        return self._shown(rows, heapq.nsmallest(self.num_examples, kept))
+
+    def rows_by_kind(self, rows: PlanRows) -> tuple[FailedRow, ...]:
+        """`num_examples` rows, one of each kind in turn; by kind, the most frequent first."""
+        kinds = sorted(self.counts, key=lambda kind: (-self.counts[kind], kind))
+        dealt = sorted(
+            (turn, place, row)
+            for place, kind in enumerate(kinds)
+            for turn, row in enumerate(self._kept(kind))
+        )[: self.num_examples]
+        return self._shown(rows, [row for _, _, row in sorted(dealt, key=itemgetter(1, 0))])
+
+    def _shown(
+        self, rows: PlanRows, chosen: Sequence[tuple[int, RowError]]
+    ) -> tuple[FailedRow, ...]:
+        asked = _Asked(rows, (idx for idx, _ in chosen))
+        return tuple(
+            FailedRow(asked.key(idx), error.kind, error.message or "", asked.prompt(idx))
+            for idx, error in chosen
+        )
 
 
 def clip(error: RowError) -> RowError:

@@ -5,8 +5,8 @@ from datetime import datetime
 from typing import Literal
 
 from batchllm_operator.shards.reports import Refusal
+from batchllm_operator.stored_plan.bill import Bill
 from batchllm_operator.stored_plan.counts import NOTHING, Counts
-from batchllm_operator.stored_plan.run_report import Bill
 
 ShardState = Literal["waiting", "starting", "running", "silent", "stopped", "failed", "finished"]
 """`waiting`: no attempt has begun. `silent`: an attempt has stopped updating its progress, because

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import AwareDatetime, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.row_error import INVALID_OUTPUT
-from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, PlanCounts, Seconds
+from batchllm_operator.stored_plan.bill import Bill, EarlierRun, Number
+from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, PlanCounts
 from batchllm_operator.stored_plan.lineage import Lineage
 from batchllm_operator.stored_plan.stored_json import StoredJson
+from batchllm_operator.stored_plan.timeline import Share, Timeline, WorkBar
 
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
@@ -26,13 +29,8 @@ _OF_PLAN: Final = {
     *("num_requests", "num_groups", "num_shared_groups", "num_logical_tokens"),
     *("num_field_orders", "num_field_bytes", "num_shared_field_bytes", "num_single_order_bytes"),
 }
-_MOST_BINS: Final = 1000
-
-# Bounded so that every readable report can be drawn.
-_Number = Annotated[float, Field(ge=0, le=1e24)]
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Bins = Annotated[tuple[_Number, ...], Field(min_length=1, max_length=_MOST_BINS)]
-_Shares = Annotated[tuple[_Share, ...], Field(min_length=1, max_length=_MOST_BINS)]
+_MOST_TIMES: Final = 1000
+"""Beyond that, what a run would have cost without sharing isn't estimated."""
 
 
 class SampleRow(Frozen):
@@ -53,58 +51,30 @@ class ErrorKind(Frozen):
     """Error of the first of these rows, clipped."""
 
 
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class FailedRow:
+    """A row without a usable answer; in a job of several prompts, one of its answers."""
+
+    key: dict[str, str]
+    """By column, as text."""
+    kind: str
+    message: str
+    """Clipped to 300 characters with the kind; empty if the error is a kind alone."""
+    prompt: str | None = None
+    """The one that failed, in a job of several."""
+
+
 class ShardRun(Frozen):
     """What one shard took."""
 
     shard_idx: Count
     done: Counts
     num_attempts: Count
-    gpu_s: _Number | None = None
+    gpu_s: Number | None = None
     """GPU seconds of all attempts, with engine starts and dropped work; None if unknown."""
-    predicted_gpu_s: _Number | None = None
+    predicted_gpu_s: Number | None = None
     worker: Count | None = None
     """Number of the worker that finished it; None if unknown."""
-
-
-class Bill(Frozen):
-    """GPU time and its price, against what was predicted."""
-
-    gpu_s: _Number | None
-    """GPU seconds that attempts have held, from their start to their last sign, with engine starts
-    and dropped work; those that a worker's shards share count once. None if unknown, or without a
-    GPU."""
-    usd_per_hour: _Number | None
-    """Price of a GPU, from the table of GPUs; None if the spec names none."""
-    gpu: str | None = None
-    """The GPU of the price and the prediction."""
-    predicted_gpu_s: _Number | None = None
-    unshared_gpu_s: _Number | None = None
-    """Prediction if each row's prompt were computed alone."""
-
-    def usd(self, gpu_s: float | None) -> float | None:
-        """The price of GPU seconds; None if either is unknown."""
-        if gpu_s is None or self.usd_per_hour is None:
-            return None
-        return gpu_s / 3600 * self.usd_per_hour
-
-    @property
-    def cost_usd(self) -> float | None:
-        return self.usd(self.gpu_s)
-
-    @property
-    def predicted_cost_usd(self) -> float | None:
-        return self.usd(self.predicted_gpu_s)
-
-    @property
-    def predicted_saved_gpu_s(self) -> float | None:
-        """Predicted GPU seconds that the plan saves against each row's prompt computed alone."""
-        if self.unshared_gpu_s is None or self.predicted_gpu_s is None:
-            return None
-        return self.unshared_gpu_s - self.predicted_gpu_s
-
-    @property
-    def predicted_saved_usd(self) -> float | None:
-        return self.usd(self.predicted_saved_gpu_s)
 
 
 class PromptRun(Frozen):
@@ -127,7 +97,7 @@ class AnswerSummary(Frozen):
     """Rows by value, the most frequent first: by label, or by choice."""
     means: dict[str, Annotated[float, Field(ge=-1e24, le=1e24)]] = Field(default_factory=dict)
     """Of probabilities, scores, mean log-probabilities; not of infinite ones."""
-    prior: dict[str, _Share] = Field(default_factory=dict)
+    prior: dict[str, Share] = Field(default_factory=dict)
     """Mean probability of each label before calibration, by which it was divided; empty without."""
     warnings: tuple[str, ...] = ()
     """What makes the answers doubtful, and its cures."""
@@ -138,47 +108,6 @@ class AnswerSummary(Frozen):
         """Share of the rows that have the value, 0 to 1; None without rows."""
         counts = self.counts.get(column, {})
         return counts.get(value, 0) / sum(counts.values()) if counts else None
-
-
-class Timeline(Frozen):
-    """The token batches of one engine over time (paper, Fig. 2 and 6), in bins of equal length.
-
-    A worker's engine goes on to other shards, and the timeline has the steps of all of them. Tuples
-    hold a value for each bin; token counts are means over its time.
-    """
-
-    shard_idx: Count
-    """The shard that the engine began with."""
-    worker: Count
-    """Number of the worker whose engine it is."""
-    num_steps: Count
-    duration_s: Seconds
-    chunk_size: Count
-    bin_s: Annotated[float, Field(gt=0, le=1e12)]
-    num_decode_tokens: _Bins
-    num_distinct_tokens: _Bins
-    num_prefix_tokens: _Bins
-    kv_used: _Shares
-    """Share of the KV cache's blocks in use, 0 to 1; the largest of the bin."""
-    kv_held: _Shares
-    """Share held for members of groups that have yet to come; the largest of the bin."""
-    valley: _Shares
-    """Share of the bin's time in valleys, 0 to 1."""
-    num_valley_steps: Count
-    valley_share: _Share
-    """Share of the time in valleys, 0 to 1."""
-    num_preempted: Count
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.worker}, from shard {self.shard_idx}"
-
-    @model_validator(mode="after")
-    def _check_bins(self) -> Timeline:
-        lengths = {len(value) for _, value in self if isinstance(value, tuple)}
-        if len(lengths) != 1:
-            raise ValueError("a timeline has a value of each kind for each bin")
-        return self
 
 
 class RunReport(StoredJson):
@@ -207,8 +136,14 @@ class RunReport(StoredJson):
     """Failed rows by kind."""
     errors: tuple[ErrorKind, ...] = ()
     """The twenty most frequent kinds, each with rows, keys and an example."""
+    failed_rows: tuple[FailedRow, ...] = ()
+    """At most a hundred, by kind and in input order: the first of each kind, then the second."""
+    retry: str | None = None
+    """The command that asks again only what failed; None if that would fail again, or can't be."""
     bill: Bill
     """GPU seconds, price of an hour, prediction."""
+    earlier: tuple[EarlierRun, ...] = ()
+    """Up to thirteen earlier partitions of the job, the last one nearest."""
     num_shards: Count
     """Shards of the plan."""
     shards: tuple[ShardRun, ...] = ()
@@ -216,8 +151,13 @@ class RunReport(StoredJson):
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
     """Token batches of the three shards or workers that took longest; none with vLLM's own
     scheduler."""
+    work: tuple[WorkBar, ...] = ()
+    """Attempts at shards by worker and time, of forty workers at most; none without progress."""
+    num_attempts: Count = 0
+    """Of all shards, those without progress included."""
     sharing: PlanSharing
-    """Histograms of prefix lengths and share degrees; the ten groups that save most."""
+    """Histograms of prefix lengths and share degrees; the ten groups that save most; the
+    nodes of the prefix tree that save most."""
     num_workers: Count = 0
     """Workers that have finished a shard, by number and host; lacks those without progress."""
     answers: AnswerSummary = AnswerSummary()
@@ -291,6 +231,41 @@ class RunReport(StoredJson):
         """Eq. 2 as measured; None if no row got a generated text."""
         return self.done.saving_ratio
 
+    @property
+    def unshared_gpu_s(self) -> float | None:
+        """GPU seconds of this run, had each row's prompt been computed alone; None if unknown.
+
+        The engines' starts as measured, and generating as measured, times what is predicted for
+        each row alone over what is predicted for the tokens that were computed. The latter lies as
+        far between the plan's prediction and that for each row alone as the achieved saving does
+        between the planned one and none.
+        """
+        bill, planned, achieved = self.bill, self.planned_saving, self.achieved_saving
+        alone_s, plan_s, start_s = bill.unshared_gpu_s, bill.predicted_gpu_s, bill.start_gpu_s
+        if not bill.gpu_s or start_s is None or alone_s is None or plan_s is None:
+            return None
+        reached = achieved / planned if achieved is not None and planned else 1.0
+        computed_s = alone_s - reached * (alone_s - plan_s)
+        if computed_s <= alone_s / _MOST_TIMES:
+            return None
+        return start_s + (bill.gpu_s - start_s) * alone_s / computed_s
+
+    @property
+    def unshared_usd(self) -> float | None:
+        return self.bill.usd(self.unshared_gpu_s)
+
+    def as_earlier(self) -> EarlierRun:
+        """What later partitions' reports say of this one."""
+        return EarlierRun(
+            ds=self.ds,
+            num_rows=self.num_rows_in,
+            num_failed_rows=self.num_failed_rows,
+            achieved_saving=self.achieved_saving,
+            gpu_s=self.bill.gpu_s,
+            cost_usd=self.bill.cost_usd,
+            unshared_usd=self.unshared_usd,
+        )
+
     def figures(self) -> dict[str, Any]:
         """The figures for programs: URIs, counts, ratios, times and cost, without texts of rows.
 
@@ -318,6 +293,8 @@ class RunReport(StoredJson):
             "rows_per_s": _rounded(done.rows_per_s, 3),
             "gpu_s": bill.gpu_s,
             "cost_usd": bill.cost_usd,
+            "unshared_gpu_s": self.unshared_gpu_s,
+            "unshared_cost_usd": self.unshared_usd,
             "predicted_gpu_s": bill.predicted_gpu_s,
             "predicted_cost_usd": bill.predicted_cost_usd,
             "predicted_saved_gpu_s": bill.predicted_saved_gpu_s,

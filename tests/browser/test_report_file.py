@@ -64,7 +64,7 @@ def test_it_can_be_read_by_everybody_everywhere(tab: Tab, name: str, tmp_path: P
 
 def test_each_picture_can_be_seen_and_its_words_read(report_tab: Tab) -> None:
     figures = report_tab.page.locator("figure").all()
-    assert len(figures) == 7
+    assert len(figures) == 9
     for figure in figures:
         for picture in figure.locator("[role=img]").all():
             assert picture.is_visible() and picture.bounding_box()["height"] > 40
@@ -72,18 +72,37 @@ def test_each_picture_can_be_seen_and_its_words_read(report_tab: Tab) -> None:
             "figure => [...figure.querySelectorAll('.bars span, .legend, .axis')].map("
             "text => parseFloat(getComputedStyle(text).fontSize))"
         )
-        assert min(sizes) >= 9, "letters can be read"
+        assert min(sizes, default=9) >= 9, "letters can be read"
 
 
 def test_the_numbers_behind_a_picture_are_reached_by_the_keyboard(report_tab: Tab) -> None:
-    table = report_tab.page.get_by_role("region", name="Prompt tokens saved")
+    table = report_tab.page.get_by_role("region", name="Cost by partition")
     assert not table.is_visible()
     report_tab.page.keyboard.press("Tab")
     focused = report_tab.page.evaluate("document.activeElement.textContent")
-    assert focused == "Numbers: Prompt tokens saved"
+    assert focused == "Numbers: Cost by partition"
     report_tab.page.keyboard.press("Enter")
     assert table.is_visible()
-    assert "planned" in table.inner_text()
+    assert "Without sharing" in table.inner_text()
+
+
+def test_a_box_of_the_prefix_tree_is_enlarged_without_a_script(report_tab: Tab) -> None:
+    tree = report_tab.page.get_by_role("region", name="Prefix tree")
+    links = tree.get_by_role("link").all()
+    assert [link.is_visible() for link in links] == [True] * 5
+    small, whole = links[2].bounding_box(), tree.bounding_box()
+    assert small["width"] < 0.4 * whole["width"]
+    links[1].focus()
+    report_tab.page.keyboard.press("Enter")
+    assert [link.is_visible() for link in links] == [True, True, True, True, False]
+    assert links[1].bounding_box()["width"] > 0.95 * whole["width"]
+    links[2].focus()
+    report_tab.page.keyboard.press("Enter")
+    assert [link.is_visible() for link in links] == [True, True, True, False, False]
+    assert links[2].bounding_box()["width"] > 0.95 * whole["width"]
+    links[0].click()
+    assert links[2].bounding_box()["width"] == small["width"]
+    report_tab.check()
 
 
 def test_tables_scroll_in_boxes_that_show_it(report_tab: Tab) -> None:
@@ -106,7 +125,7 @@ def test_on_paper_pictures_are_dark_on_white(report_tab: Tab) -> None:
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
     )
     assert colours == ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]
-    assert report_tab.page.locator("figure [role=img]:visible").count() == 9
+    assert report_tab.page.locator("figure [role=img]:visible").count() == 10
 
 
 def test_these_checks_notice_what_they_are_for(chromium: Any) -> None:

@@ -28,8 +28,9 @@ from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
 from batchllm_operator.stored_plan.counts import Counts
-from batchllm_operator.stored_plan.run_report import PAGE_FILE, RunReport, Timeline
+from batchllm_operator.stored_plan.run_report import PAGE_FILE, RunReport
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
+from batchllm_operator.stored_plan.timeline import Timeline
 
 
 def commit_job(lake: Path, rows: list[dict[str, Any]], **changes: Any) -> RunReport:
@@ -259,3 +260,45 @@ def test_where_all_is_reused_the_bill_is_known_to_be_nothing(tmp_path: Path) -> 
     assert report.plan.num_reused_rows == len(rows) and report.shards == ()
     assert report.bill.gpu_s == 0
     assert report.figures()["achieved_saving_ratio"] is None
+
+
+def test_failed_rows_are_dealt_to_kinds_in_turn_and_lie_by_kind(tmp_path: Path) -> None:
+    rows = document_rows(8, 5)
+    for idx in range(0, 40, 2):
+        rows[idx] = {**rows[idx], "document": None}
+    rows[5] = {**rows[5], "document": "too long " * 1000}
+    report = commit_job(tmp_path, rows, max_failed_fraction=1.0)
+    shown = [(row.kind, row.key["row_key"]) for row in report.failed_rows]
+    nulls = [("null_value", rows[idx]["row_key"]) for idx in range(0, 40, 2)]
+    assert shown == [*nulls, ("prompt_too_long", rows[5]["row_key"])]
+    assert report.failed_rows[0].message == "column 'document' is null"
+    assert "too long too long" not in Path(report.report_uri).read_text()
+    assert report.retry is None, "planning has rejected them all"
+    errors = RowErrors(4)
+    errors.add(RowError("a"), list(range(10)))
+    errors.add(RowError("b", "x"), [7])
+    plan = StoredPlan.open(report.plan_uri)
+    few = errors.rows_by_kind(plan)
+    keys = [rows[idx]["row_key"] for idx in (0, 1, 2, 7)]
+    assert [(row.kind, row.key["row_key"]) for row in few] == list(zip("aaab", keys, strict=True))
+
+
+def test_what_earlier_partitions_cost_is_read_from_their_reports(tmp_path: Path) -> None:
+    reports = {}
+    for day in ("2026-01-29", "2026-01-30", "2026-01-31"):
+        write_table(tmp_path / "documents", document_rows(), day)
+        plan = plan_job(fake_spec(tmp_path), day)
+        run_worker(plan, num_gpus=2)
+        reports[day] = commit_run(plan)
+        if day == "2026-01-29":
+            plan.folder.write_bytes("report.json", b"{}")
+    first, second, third = reports.values()
+    assert (first.earlier, second.earlier) == ((), ())
+    assert third.earlier == (second.as_earlier(),)
+    [before] = third.earlier
+    assert (before.ds, before.num_rows, before.cost_usd) == ("2026-01-30", 30, None)
+    assert before.gpu_s == second.bill.gpu_s is not None
+    assert second.bill.start_gpu_s is not None and second.bill.start_gpu_s <= second.bill.gpu_s
+    assert [(bar.worker, bar.attempt) for bar in third.work] == [(0, 1), (0, 1)]
+    page = (Path(third.plan_uri) / PAGE_FILE).read_text()
+    assert "Cost by partition" in page and "Workers over time" in page and "Prefix tree" in page

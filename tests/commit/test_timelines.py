@@ -19,7 +19,7 @@ from batchllm_operator.errors import StorageError
 from batchllm_operator.report import timelines
 from batchllm_operator.report.timelines import read_timeline
 from batchllm_operator.storage import Folder
-from batchllm_operator.stored_plan.run_report import Timeline
+from batchllm_operator.stored_plan.timeline import Timeline
 from batchllm_operator.vllm_plugin.scheduler.trace import StepRow, StepTrace
 
 CHUNK = 1000

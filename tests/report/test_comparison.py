@@ -12,8 +12,9 @@ from batchllm_operator.report.comparison import (
     format_comparison,
     render_comparison,
 )
+from batchllm_operator.stored_plan.bill import Bill
 from batchllm_operator.stored_plan.counts import NOTHING
-from batchllm_operator.stored_plan.run_report import AnswerSummary, Bill
+from batchllm_operator.stored_plan.run_report import AnswerSummary
 
 LESS_SAVED = {"done": {"num_cached_tokens": 45_000}}
 

@@ -9,13 +9,15 @@ from support.run_reports import make_full_report, make_report, make_timeline
 
 from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
 from batchllm_operator.report.page import render_report
+from batchllm_operator.stored_plan.bill import Bill, EarlierRun
 from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import (
     AnswerSummary,
-    Bill,
     ErrorKind,
+    FailedRow,
     RunReport,
 )
+from batchllm_operator.stored_plan.timeline import WorkBar
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
 
@@ -29,7 +31,10 @@ def test_everything_that_the_issue_of_a_run_is_about_is_there() -> None:
         *("3,241", "800", "1 min 26 s", "40 s predicted", "$0.07", "$0.03 predicted"),
         *("55,000", "9,876", "60 of them valleys (12.5 % of the time); 2 preemptions"),
         *("… How to prune roses", "4,000"),
-        *("null_value: column 'body' is null", "id=n-1", "id=n-2", "prompt_too_long"),
+        *("null_value: 30 rows, the first 2", "id=n-1", "id=n-2", "column 'body' is null"),
+        *("prompt_too_long: 4 rows, the first 1", "--retry /lake/out/_batchllm/snippets"),
+        "40 \N{MULTIPLICATION SIGN} 900, 64.2 %",
+        *("2 workers over 44 s: 4 attempts at 4 shards, 1 of them took over", "2 silent"),
         *("id=b, lang=de", "A snippet."),
         *("/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef/report.json",),
     ):
@@ -52,7 +57,7 @@ def test_workers_are_named() -> None:
         ("1", "7"),
         ("0", "2"),
     ]
-    assert "workers" not in Page(render_report(make_full_report(num_workers=0))).text
+    assert "workers" not in Page(render_report(make_full_report(num_workers=0, work=()))).text
 
 
 def test_what_no_gpu_ran_is_marked_as_predicted() -> None:
@@ -99,11 +104,28 @@ def test_a_chart_takes_any_label(label: str) -> None:
 
 def evil_reports() -> list[dict[str, Any]]:
     error = ErrorKind(kind=EVIL, num_rows=1, example_keys=({EVIL: EVIL},), example_error=EVIL)
+    row = FailedRow({EVIL: EVIL}, EVIL, EVIL, EVIL)
+    days = EarlierRun(
+        ds=EVIL,
+        num_rows=1,
+        num_failed_rows=0,
+        achieved_saving=None,
+        gpu_s=1,
+        cost_usd=1,
+        unshared_usd=None,
+    )
+    bars = [
+        WorkBar(worker=0, host=host, shard_idx=0, attempt=1, start_s=0, end_s=1, ending="failed")
+        for host in (EVIL, "b")
+    ]
     group = LargeGroup(num_requests=2, num_prefix_tokens=1, num_saved_tokens=1, first_words=EVIL)
     empty = Histogram(edges=(), counts=())
     return [
         {"job": EVIL, "ds": EVIL, "model": EVIL, "table_uri": EVIL, "plan_uri": EVIL},
-        {"errors": (error,), "errors_by_kind": {EVIL: 1}},
+        {"errors": (error,), "errors_by_kind": {EVIL: 1}, "failed_rows": ()},
+        {"failed_rows": (row,), "errors_by_kind": {EVIL: 1}, "retry": EVIL},
+        {"earlier": (days,)},
+        {"work": tuple(bars)},
         {
             "sharing": PlanSharing(
                 prefix_lengths=empty, share_degrees=empty, largest_groups=(group,)
@@ -140,10 +162,10 @@ def test_each_plot_has_words_and_a_table_behind_it() -> None:
     pictures = [
         attributes for _, attributes in Page(html).elements if attributes.get("role") == "img"
     ]
-    assert len(pictures) == 5 + 2 * 2, "of saving, tokens, 2 histograms, shards; of 2 timelines"
+    assert len(pictures) == 6 + 2 * 2, "cost, saving, tokens, 2 histograms, work; 2 timelines"
     assert all(picture["aria-label"] for picture in pictures)
     figures = re.findall(r"<figure>.*?</figure>", html, re.DOTALL)
-    assert len(figures) == 7
+    assert len(figures) == 9, "the prefix tree, too"
     for figure in figures:
         assert "<figcaption>" in figure and "<details>" in figure and "<table>" in figure
 
@@ -153,11 +175,14 @@ def test_bars_are_as_long_as_their_numbers() -> None:
     shares = {
         title: re.findall(r"--share: ([0-9.]+); background: var\(--(\w+)\)", chart)
         for title, chart in zip(
-            ("saving", "tokens", "lengths", "degrees", "shards"),
+            ("costs", "saving", "tokens", "lengths", "degrees"),
             re.findall(r'<div class="bars".*?</div>', html, re.DOTALL),
             strict=True,
         )
     }
+    assert shares["costs"] == [
+        *(("0.8337", "muted"), ("0.0", "muted"), ("1.0", "muted"), ("0.8958", "decode"))
+    ]
     assert shares["saving"] == [("0.654", "muted"), ("0.612", "decode"), ("0.6", "prefix")]
     assert [share for share, _ in shares["lengths"]] == ["0.1", "1.0", "0.15"]
     recomputed = {"num_logical_tokens": 30_000, "num_prompt_tokens": 40_000, "num_cached_tokens": 0}
@@ -167,7 +192,7 @@ def test_bars_are_as_long_as_their_numbers() -> None:
 def test_areas_of_a_timeline_are_stacked_under_the_chunk_size() -> None:
     line = make_timeline(num_bins=2, chunk_size=1000, kv_used=(0.25, 1.0), kv_held=(0.0, 0.0))
     html = render_report(make_full_report(timelines=(line,)))
-    tokens, kv = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    tokens, kv = re.findall(r'<svg class="panel".*?</svg>', html, re.DOTALL)
     prefix, distinct, decode = re.findall(r'd="([^"]*)" style="fill: var\(--\w+\)', tokens)
     heights = [[float(y) for y in re.findall(r"V([0-9.]+)H", path)] for path in (decode, distinct)]
     percent = 1.08 * (101 + 890 + 700) / 100  # of the panel, in tokens
@@ -183,6 +208,9 @@ NO_WORK: dict[str, Any] = {
     "done": dict(NOTHING),
     "shards": (),
     "timelines": (),
+    "work": (),
+    "earlier": (),
+    "sharing": make_report().sharing,
 }
 
 
@@ -191,14 +219,15 @@ NO_WORK: dict[str, Any] = {
     [
         make_report(),
         make_report(errors_by_kind={}),
-        make_full_report(timelines=(), errors=(), errors_by_kind={}),
+        make_full_report(timelines=(), errors=(), errors_by_kind={}, failed_rows=()),
+        make_full_report(failed_rows=(), work=(), earlier=(), retry=None),
         make_full_report(timelines=(make_timeline(num_bins=1),)),
         make_report(**NO_WORK, sample_rows=(), errors_by_kind={}),
         make_full_report(
             done={"num_logical_tokens": 30_000, "num_prompt_tokens": 30_000, "num_cached_tokens": 0}
         ),
     ],
-    ids=["least", "without-errors", "no-trace", "one-bin", "empty", "recomputed"],
+    ids=["least", "without-errors", "no-trace", "older", "one-bin", "empty", "recomputed"],
 )
 def test_reports_with_less_in_them_are_pages_too(report: RunReport) -> None:
     found = Page(render_report(report))
@@ -220,3 +249,36 @@ def test_of_a_run_with_nothing_to_generate_no_plots_are_drawn() -> None:
         "\xa0", " "
     )
     assert not [each for _, each in found.elements if each.get("role") == "img"]
+
+
+def test_money_comes_first_with_what_it_would_have_been() -> None:
+    html = render_report(make_full_report())
+    facts = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html)
+    text = [(name, value.replace("\xa0", " ")) for name, value in facts[:5]]
+    assert text == [
+        ("Cost", "$0.07<small>$0.03 predicted</small>"),
+        ("Without sharing, estimated", "$0.14<small>$0.07 saved, 47.9 %</small>"),
+        ("Cost per 1,000 rows", "$0.06<small>$0.07 in partition 2026-01-30</small>"),
+        ("GPU time", "1 min 26 s<small>40 s predicted</small>"),
+        ("Failed", "34<small>2.8 %</small>"),
+    ]
+    sections = re.findall(r"<h2>(.*?)</h2>", html)
+    assert sections[:3] == ["Cost by partition", "GPU time and cost", "Failed rows"]
+
+
+def test_without_a_price_gpu_time_comes_first() -> None:
+    report = make_full_report(
+        bill=Bill(gpu_s=86.0, start_gpu_s=20.0, usd_per_hour=None), earlier=()
+    )
+    facts = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", render_report(report))
+    assert facts[0] == (
+        "GPU time",
+        "1 min 26 s<small>no price: planner.target_gpu names none</small>",
+    )
+    assert report.unshared_gpu_s is None
+
+
+def test_a_page_of_ten_thousand_shards_stays_small() -> None:
+    shards = make_full_report().shards
+    many = tuple(shards[idx % 4].model_copy(update={"shard_idx": idx}) for idx in range(10_000))
+    assert len(render_report(make_full_report(shards=many))) < 100_000

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
+from batchllm_operator.commit import earlier
 from batchllm_operator.commit import report as run_report
 from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import sharing
@@ -15,8 +16,9 @@ from batchllm_operator.report import format_summary, share, summary, timelines
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import usd
 from batchllm_operator.shards import row_errors
+from batchllm_operator.stored_plan.bill import Bill
 from batchllm_operator.stored_plan.counts import NOTHING
-from batchllm_operator.stored_plan.run_report import Bill, RunReport, SampleRow
+from batchllm_operator.stored_plan.run_report import RunReport, SampleRow
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "reference" / "reports.md").read_text(encoding="utf-8")
@@ -151,9 +153,44 @@ def test_saved_tokens_time_and_money_are_three_numbers() -> None:
     figures = make_full_report().figures()
     assert (figures["num_saved_tokens"], figures["predicted_saved_gpu_s"]) == (60_000, 50.0)
     assert figures["predicted_saved_cost_usd"] == pytest.approx(50 / 3600 * 3)
-    html = render_report(make_full_report())
-    for name in ("Prompt tokens saved", "GPU time saved, predicted", "Money saved, predicted"):
-        assert f"<dt>{name}</dt>" in html
+
+
+def test_what_a_run_would_have_cost_is_measured_time_by_the_prediction_for_what_was_computed() -> (
+    None
+):
+    bill = make_full_report().bill
+
+    def alone_s(saved: float = 0.5, **changes: Any) -> float | None:
+        """Of a plan that is to save half, of which a share was reached."""
+        return make_full_report(
+            bill=bill.model_copy(update=changes),
+            plan={"num_planned_tokens": 50_000},
+            done={"num_prompt_tokens": 100_000, "num_cached_tokens": round(100_000 * saved)},
+        ).unshared_gpu_s
+
+    # 20 s of starts, 66 s of generating; 40 s are predicted for the plan, 90 s for rows alone.
+    assert alone_s() == pytest.approx(20 + 66 * 90 / 40)
+    assert alone_s(saved=0.25) == pytest.approx(20 + 66 * 90 / 65)
+    assert alone_s(saved=0.0) == pytest.approx(86), "nothing was saved"
+    # Where decoding dominates, sharing half of the prompts' tokens saves little.
+    assert alone_s(predicted_gpu_s=85.0) == pytest.approx(20 + 66 * 90 / 85)
+    assert alone_s(predicted_gpu_s=0.0) is None
+    for name in ("gpu_s", "start_gpu_s", "predicted_gpu_s", "unshared_gpu_s"):
+        assert alone_s(**{name: None}) is None, name
+    figures = make_full_report().figures()
+    assert figures["unshared_cost_usd"] == pytest.approx(figures["unshared_gpu_s"] / 1200)
+
+
+def test_the_summary_leads_with_money_and_says_how_to_retry() -> None:
+    lines = format_summary(make_full_report()).splitlines()
+    assert lines[1] == (
+        "  cost           $0.07; without sharing $0.14, estimated; $0.08 for partition 2026-01-30"
+    )
+    assert f"  retry          {make_full_report().retry}" in lines
+    unpriced = Bill(gpu_s=86.0, usd_per_hour=None)
+    assert format_summary(make_full_report(bill=unpriced)).splitlines()[1] == (
+        "  GPU time       1 min 26 s; planner.target_gpu gives it a price"
+    )
 
 
 def test_a_saving_that_nothing_predicted_is_not_claimed() -> None:
@@ -182,13 +219,15 @@ def test_predicted_times_have_a_unit_that_reads_well(seconds: float, printed: st
 
 
 def test_numbers_in_it_are_those_of_the_code() -> None:
-    words = {3: "three", 10: "ten", 20: "twenty"}
+    words = {3: "three", 10: "ten", 20: "twenty", 100: "a hundred"}
     text = " ".join(f"{TEXT} {inspect.getsource(RunReport)}".lower().split())
     for number, phrase in (
         (timelines.NUM_BINS, "in at most {} bins"),
         (run_report._NUM_TIMELINES, "the {} shards that took longest"),
         (row_errors._NUM_KINDS, "the {} most frequent kinds"),
-        (row_errors.NUM_EXAMPLES, "the keys of {} rows"),
+        (row_errors.NUM_SHOWN, "{} failed rows"),
+        (earlier._NUM_EARLIER, "up to {} partitions before"),
+        (sharing._NUM_NODES, "the {} nodes at and below which most"),
         (sharing._NUM_GROUPS, "the {} groups that save most"),
     ):
         assert phrase.format(words.get(number, number)) in text, phrase

@@ -5,16 +5,17 @@ from typing import Any
 
 from support.shard_progress import counts
 
-from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
+from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing, TreeNode
+from batchllm_operator.stored_plan.bill import Bill, EarlierRun
 from batchllm_operator.stored_plan.counts import PlanCounts
 from batchllm_operator.stored_plan.run_report import (
-    Bill,
     ErrorKind,
+    FailedRow,
     RunReport,
     SampleRow,
     ShardRun,
-    Timeline,
 )
+from batchllm_operator.stored_plan.timeline import Timeline, WorkBar
 
 PLAN_URI = "/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef"
 
@@ -93,6 +94,25 @@ def make_timeline(shard_idx: int = 0, num_bins: int = 60, **changes: Any) -> Tim
     return Timeline(**fields)
 
 
+def _earlier(ds: str, gpu_s: float | None, cost_usd: float | None) -> EarlierRun:
+    return EarlierRun(
+        ds=ds,
+        num_rows=1200,
+        num_failed_rows=3,
+        achieved_saving=0.5,
+        gpu_s=gpu_s,
+        cost_usd=cost_usd,
+        unshared_usd=cost_usd and 2 * cost_usd,
+    )
+
+
+def _bar(
+    worker: int, shard_idx: int, attempt: int, start_s: float, end_s: float, how: str = "finished"
+) -> WorkBar:
+    fields: dict[str, Any] = {"host": "node-1", "shard_idx": shard_idx, "attempt": attempt}
+    return WorkBar(worker=worker, start_s=start_s, end_s=end_s, ending=how, **fields)
+
+
 def make_full_report(**changes: Any) -> RunReport:
     """With a bill, errors, shards, timelines and shared prefixes."""
     shards = tuple(
@@ -114,8 +134,31 @@ def make_full_report(**changes: Any) -> RunReport:
     )
     fields: dict[str, Any] = {
         "bill": Bill(
-            gpu_s=86.0, usd_per_hour=3.0, gpu="H100", predicted_gpu_s=40.0, unshared_gpu_s=90.0
+            gpu_s=86.0,
+            start_gpu_s=20.0,
+            usd_per_hour=3.0,
+            gpu="H100",
+            predicted_gpu_s=40.0,
+            unshared_gpu_s=90.0,
         ),
+        "earlier": (
+            _earlier("2026-01-28", 80.0, 0.0667),
+            _earlier("2026-01-29", None, None),
+            _earlier("2026-01-30", 96.0, 0.08),
+        ),
+        "failed_rows": (
+            FailedRow({"id": "n-1"}, "null_value", "column 'body' is null"),
+            FailedRow({"id": "n-2"}, "null_value", "column 'body' is null"),
+            FailedRow({"id": "long-1"}, "prompt_too_long", "9,000 tokens"),
+        ),
+        "retry": f"batchllm job --retry {PLAN_URI}",
+        "work": (
+            _bar(0, 0, 1, 0.0, 20.0),
+            _bar(0, 2, 1, 20.0, 30.0, "silent"),
+            _bar(1, 1, 1, 0.0, 22.0),
+            _bar(1, 2, 2, 22.0, 44.0),
+        ),
+        "num_attempts": 4,
         "errors": (
             ErrorKind(
                 kind="null_value",
@@ -142,6 +185,13 @@ def make_full_report(**changes: Any) -> RunReport:
                     num_saved_tokens=4000,
                     first_words="… How to prune roses",
                 ),
+            ),
+            tree=tuple(
+                TreeNode(level=level, num_requests=size, num_tokens=num, num_saved_tokens=num_saved)
+                for level, size, num, num_saved in (
+                    *((0, 1144, 0, 56_000), (1, 900, 40, 48_000), (2, 300, 30, 9_000)),
+                    *((2, 200, 10, 2_000), (1, 100, 30, 3_000)),
+                )
             ),
         ),
         **changes,
