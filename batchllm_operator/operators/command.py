@@ -139,13 +139,14 @@ class BatchLLMCommandOperator(BaseOperator):
     Args:
         env: environment variables for the command, on top of the task's own (templated).
             Airflow stores and shows them: no place for secrets.
-        aws_conn_id: Airflow connection of type `aws` whose credentials, region and endpoint
-            the command gets as `AWS_*` variables, which win over others (templated).
+        lake_conn_id: Airflow connection of type `aws`, `google_cloud_platform`, `wasb` or `adls`
+            whose credentials, region and endpoint the command gets as variables of its clients,
+            such as `AWS_*`, which win over others (templated).
         connection_env: environment variables that are fields of Airflow connections, such as
             `{"TOKEN": "catalog.password"}` (templated); see `Credentials.of`.
     """
 
-    template_fields: Sequence[str] = ("env", "aws_conn_id", "connection_env")
+    template_fields: Sequence[str] = ("env", "lake_conn_id", "connection_env")
     template_fields_renderers: ClassVar[dict[str, str]] = {"env": "json", "connection_env": "json"}
     ui_color = "#d7e8f4"
     _child: ChildProcess | None = None
@@ -155,17 +156,17 @@ class BatchLLMCommandOperator(BaseOperator):
         self,
         *,
         env: Mapping[str, str] | None = None,
-        aws_conn_id: str | None = None,
+        lake_conn_id: str | None = None,
         connection_env: Mapping[str, str] | None = None,
         kill_grace_s: float = 30.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.env, self.aws_conn_id, self.connection_env = env, aws_conn_id, connection_env
+        self.env, self.lake_conn_id, self.connection_env = env, lake_conn_id, connection_env
         self.kill_grace_s = kill_grace_s
 
     def credentials(self) -> Credentials:
-        return Credentials.of(self.aws_conn_id, self.connection_env)
+        return Credentials.of(self.lake_conn_id, self.connection_env)
 
     def run_command(self, command: str, *arguments: str) -> dict[str, Any]:
         """Run `batchllm <command> <arguments>` and return its result.

@@ -131,8 +131,8 @@ class BatchLLMSparkSubmitPlanOperator(SparkPlanning, SparkSubmitOperator):
     """A `SparkSubmitOperator` that plans a job for one partition; XComs as `BatchLLMPlanOperator`.
 
     In deploy mode `client` the driver is a child process of the worker: `env` and the credentials
-    are in its environment, from which executors get `AWS_*` and `PYICEBERG_*`. In `cluster` mode it
-    has neither, because they would stand in `spark-submit`'s command line: give them to Spark in
+    are in its environment, from which executors get those of lake and catalogs. In `cluster` mode
+    it has neither, because they would stand in `spark-submit`'s command line: give them to Spark in
     your cluster's way, and `application` as a path that the driver can read.
 
     Args:

@@ -152,7 +152,7 @@ class BatchLLMStageOperator(BatchLLMJobOperator):
             deadline = (context["ti"].start_date + self.execution_timeout).isoformat()
         if self.look_interval is not None:  # with jitter, so that tasks don't stay in step
             pause_s = self.look_interval.total_seconds() * random.uniform(0.5, 1.0)
-        same = ("kubernetes_conn_id", "in_cluster", "cluster_context", "config_file", "aws_conn_id")
+        same = ("kubernetes_conn_id", "in_cluster", "cluster_context", "config_file")
         limits = {
             f"{name}_s": getattr(self, f"{name}_timeout").total_seconds()
             for name in ("queue", "start", "stuck", "api")
@@ -166,6 +166,7 @@ class BatchLLMStageOperator(BatchLLMJobOperator):
             poll_s=self.poll_interval,
             pause_s=pause_s,
             deadline=deadline,
+            lake_conn_id=self.lake_conn_id,
             connection_env=dict(self.connection_env or {}),
         )
         return ClusterJob(of, self.log)

@@ -27,7 +27,7 @@ def batchllm_task_group(
     gpu_count: int = 1,
     runner: Runner | None = None,
     env: Mapping[str, str] | None = None,
-    aws_conn_id: str | None = None,
+    lake_conn_id: str | None = None,
     connection_env: Mapping[str, str] | None = None,
     pool: str | None = None,
     input_asset: Asset | str | None = None,
@@ -56,8 +56,8 @@ def batchllm_task_group(
         gpu: `nvidia` or `amd`: generate runs in pods with `gpu_count` such GPUs each. None: in a
             child process of the Airflow worker, on its hardware.
         runner: where shards are generated, if `gpu` doesn't decide it; see `BatchLLMJobOperator`.
-        env: environment of all four commands; see `BatchLLMCommandOperator`, also for `aws_conn_id`
-            and `connection_env`, which take credentials from connections.
+        env: environment of all four commands; see `BatchLLMCommandOperator`, also for
+            `lake_conn_id` and `connection_env`, which take credentials from connections.
         pool: Airflow pool of generate, over all runs and DAGs, with a slot for each pod if
             `num_workers` is a number, else one. If it doesn't exist, the task waits forever; if it
             doesn't count deferred tasks (`include_deferred`), it bounds nothing while the triggerer
@@ -68,8 +68,9 @@ def batchllm_task_group(
             `{"runner": "kubernetes"}`, or `{"runner": "spark"}` for `spark_plan_operator`. So are
             `generate_args`, `commit_args` and `report_args` for theirs, such as a namespace.
     """
-    everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
-    spec = readable_spec(str(spec_path))
+    everywhere = {"env": env, "lake_conn_id": lake_conn_id, "connection_env": connection_env}
+    given = spec_path if isinstance(spec_path, XComArg) else str(spec_path)
+    spec = readable_spec(given)
     inlets = _assets(input_asset, spec.input.uri if spec else None)
     outlets = _assets(output_asset, spec.output.uri if spec else None)
     with TaskGroup(group_id=group_id) as group:

@@ -49,7 +49,7 @@ for dag_id, more in (
             {spec!r},
             group_id="job",
             runner="kubernetes",
-            aws_conn_id="lake",
+            lake_conn_id="lake",
             # No task looks whether the plan is whole while a test has frozen its pods.
             generate_args={arguments!r} | {{"look_interval": timedelta(hours=1)}} | more,
         )

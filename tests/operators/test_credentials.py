@@ -21,6 +21,16 @@ KEYS = {"login": KEY_ID, "password": KEY}
 VARIABLES = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": KEY}
 IN_EXTRA = {"aws_access_key_id": KEY_ID, "aws_secret_access_key": KEY}
 
+PRIVATE_KEY = "-----BEGIN PRIVATE KEY-----\nMIIEcanaryADAN\n-----END PRIVATE KEY-----\n"
+KEYFILE = {"type": "service_account", "client_email": "a@b.example", "private_key": PRIVATE_KEY}
+GOOGLE: dict[str, Any] = {"conn_type": "google_cloud_platform"}
+WASB: dict[str, Any] = {"conn_type": "wasb", "login": "lake"}
+ADLS: dict[str, Any] = {"conn_type": "adls", "host": "lake"}
+ACCOUNT = {"AZURE_STORAGE_ACCOUNT_NAME": "lake"}
+ACCOUNT_KEY = {**ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": KEY}
+SAS = {**ACCOUNT, "AZURE_STORAGE_SAS_TOKEN": f"sv=1&sig={TOKEN}"}
+CLIENT = {"AZURE_CLIENT_ID": KEY_ID, "AZURE_CLIENT_SECRET": KEY, "AZURE_TENANT_ID": "t"}
+
 # Stands in for the command line: keeps its environment and arguments, and blurts secrets out.
 BLURT = """
 import json, os, sys
@@ -36,8 +46,8 @@ sys.exit(int(os.environ["CODE"]))
 
 
 @pytest.fixture(autouse=True)
-def no_aws_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
 
 
@@ -88,6 +98,74 @@ def test_fields_become_variables(
     assert credentials.added_to({}) == variables
     assert credentials.secrets == set(variables.values()) & set(CANARIES)
     assert not any(canary in repr(credentials) for canary in CANARIES)
+
+
+def test_a_key_of_google_is_a_variable_and_its_lines_are_masked(lake: Any, tmp_path: Path) -> None:
+    """And one in a file of the worker, which a pod gets, too."""
+    path = tmp_path / "key.json"
+    path.write_text(json.dumps(KEYFILE))
+    of_file = {"key_path": str(path), "project": "p", "is_anonymous": False}
+    for fields in ({"keyfile_dict": KEYFILE}, {"keyfile_dict": json.dumps(KEYFILE)}, of_file):
+        lake(**GOOGLE, extra=fields)
+        credentials = Credentials.of("lake", None)
+        ((name, key),) = credentials.variables.items()
+        assert (name, json.loads(key)) == ("GOOGLE_SERVICE_ACCOUNT_KEY", KEYFILE)
+        assert credentials.masker(f"{key} MIIEcanaryADAN") == "*** ***"
+        credentials.check_lasting()
+        others = {"GOOGLE_APPLICATION_CREDENTIALS": "/other", "GOOGLE_BASE_URL": "http://here"}
+        assert credentials.added_to(others) == {"GOOGLE_BASE_URL": "http://here", name: key}
+    lake(**GOOGLE, extra={"project": "p"})
+    assert Credentials.of("lake", None) == Credentials()  # pods and workers have their own
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({**WASB, "password": KEY}, ACCOUNT_KEY),
+        ({**WASB, "extra": {"shared_access_key": KEY, "sas_token": "not used"}}, ACCOUNT_KEY),
+        ({**WASB, "extra": {"account_key": KEY}}, ACCOUNT_KEY),
+        ({**ADLS, "password": KEY}, ACCOUNT_KEY),
+        ({**WASB, "extra": {"sas_token": f"?sv=1&sig={TOKEN}"}}, SAS),
+        (
+            {"conn_type": "wasb", "host": "https://lake.blob.core.windows.net/", "password": KEY},
+            ACCOUNT_KEY,
+        ),
+        (
+            {**WASB, "host": "http://azurite:1/lake", "password": KEY},
+            {**ACCOUNT_KEY, "AZURE_STORAGE_ENDPOINT": "http://azurite:1/lake"},
+        ),
+        (
+            {**ADLS, "login": KEY_ID, "password": KEY, "extra": {"tenant_id": "t"}},
+            {**ACCOUNT, **CLIENT},
+        ),
+        (
+            {**WASB, "extra": {"connection_string": f"AccountName=lake;AccountKey={KEY}"}},
+            ACCOUNT_KEY,
+        ),
+        (
+            {**ADLS, "extra": {"managed_identity_client_id": "id"}},
+            {**ACCOUNT, "AZURE_CLIENT_ID": "id"},
+        ),
+    ],
+)
+def test_a_connection_to_azure_becomes_variables_of_one_identity(
+    lake: Any, fields: dict[str, Any], variables: dict[str, str]
+) -> None:
+    lake(**fields)
+    credentials = Credentials.of("lake", None)
+    assert credentials.variables == variables
+    secrets = {"AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET"}
+    assert credentials.secrets == {variables[name] for name in secrets & variables.keys()}
+    others = {"AZURE_STORAGE_ACCESS_KEY": "w", "AZURE_FEDERATED_TOKEN_FILE": "w"}
+    kept = {} if credentials.secrets else others
+    assert credentials.added_to({**others, "AZURE_AUTHORITY_HOST": "h"}) == {
+        **kept,
+        "AZURE_AUTHORITY_HOST": "h",
+        **variables,
+    }
+    if "AZURE_STORAGE_SAS_TOKEN" in variables:
+        with pytest.raises(AirflowFailException, match="fail when it expires"):
+            credentials.check_lasting()
 
 
 def test_a_role_is_assumed_by_amazons_provider_and_its_session_is_no_pods(
@@ -196,6 +274,16 @@ def test_a_field_that_is_not_there_fails_the_task(lake: Any, reference: str, rea
         ({"extra": f'{{"service_config": {{"s3": "{TOKEN}"}}}}'}, "'lake': service_config"),
         ({"extra": f'{{"region_name": ["{TOKEN}"]}}'}, "'lake': the value for AWS_DEFAULT_REGION"),
         ({**KEYS, "extra": f"{{{TOKEN}"}, "'lake': extra isn't"),
+        ({**GOOGLE, "extra": f'{{"keyfile_dict": "{TOKEN}"}}'}, "'lake': keyfile_dict or key_path"),
+        ({**GOOGLE, "extra": f'{{"keyfile_dict": {{"k": "{TOKEN}"}}}}'}, "service account's key"),
+        ({**GOOGLE, "extra": '{"key_path": "/absent.json"}'}, "'lake': key_path in extra: "),
+        ({**GOOGLE, "extra": '{"impersonation_chain": "a@b"}'}, "workload identity"),
+        ({**GOOGLE, "extra": '{"is_anonymous": true}'}, "'lake': is_anonymous in extra"),
+        ({**WASB, "extra": f'{{"connection_string": "A={TOKEN}"}}'}, "no AccountKey or Shared"),
+        (
+            {**WASB, "extra": f'{{"account_key": ["{TOKEN}"]}}'},
+            "AZURE_STORAGE_ACCOUNT_KEY isn't",
+        ),
         ({**KEYS, "extra": f'["{TOKEN}"]'}, "'lake': extra isn't"),
     ],
 )
@@ -248,7 +336,7 @@ def test_only_the_commands_environment_holds_the_values(
     monkeypatch.setattr(command, "_COMMAND", (sys.executable, str(script)))
     worker = dict(os.environ)
     env = {"SEEN": str(seen_path), "CODE": str(int(code)), "AWS_ACCESS_KEY_ID": "env's"}
-    task = BatchLLMCommandOperator(task_id="task", env=env, aws_conn_id="lake")
+    task = BatchLLMCommandOperator(task_id="task", env=env, lake_conn_id="lake")
     if error is None:
         shown = repr(task.run_command("plan"))
     else:
@@ -265,7 +353,7 @@ def test_only_the_commands_environment_holds_the_values(
 
 
 def test_the_connection_id_is_a_template() -> None:
-    task = BatchLLMPlanOperator(task_id="p", spec_path="j.yaml", aws_conn_id="lake_{{ ds }}")
+    task = BatchLLMPlanOperator(task_id="p", spec_path="j.yaml", lake_conn_id="lake_{{ ds }}")
     run = SimpleNamespace(partition_key=None)
     task.render_template_fields({"ds": "2026-01-31", "dag_run": run})  # type: ignore[typeddict-item]
-    assert task.aws_conn_id == "lake_2026-01-31"
+    assert task.lake_conn_id == "lake_2026-01-31"

@@ -246,7 +246,7 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
             Path("job.yaml"),
             group_id="job",
             env={"A": "1"},
-            aws_conn_id="lake",
+            lake_conn_id="lake",
             num_workers=8,
             gpu="nvidia",
             pool="gpus",
@@ -263,7 +263,7 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
     assert (generate.pool, generate.pool_slots) == ("gpus", 8)
     assert {task.pool for task in (plan, commit, report)} == {"default_pool"}
     assert (plan.inlets, commit.outlets) == ([Asset("documents")], [Asset.ref(name="snippets")])
-    assert {(task.aws_conn_id, *task.env.items()) for task in tasks} == {("lake", ("A", "1"))}
+    assert {(task.lake_conn_id, *task.env.items()) for task in tasks} == {("lake", ("A", "1"))}
     assert (plan.spec_path, plan.num_workers) == ("job.yaml", 8)
     assert (generate.num_workers.operator, generate.num_workers.key) == (plan, "num_workers")
 
@@ -344,11 +344,11 @@ def test_task_group_lets_arguments_of_a_task_override_its_own() -> None:
         "plan": {"ds": "{{ params.day }}", "queue": "plans"},
         "generate": {"gpu_count": 2, "pool": "mine", "num_workers": 3},
         "commit": {"runner": "kubernetes", "outlets": [], "pool": "commits"},
-        "report": {"aws_conn_id": None, "retries": 5},
+        "report": {"lake_conn_id": None, "retries": 5},
     }
     with DAG("job", schedule=None) as dag:
         arguments: Any = {f"{name}_args": fields for name, fields in own.items()}
-        batchllm_task_group("job.yaml", pool="gpus", aws_conn_id="lake", **arguments)
+        batchllm_task_group("job.yaml", pool="gpus", lake_conn_id="lake", **arguments)
     for name, fields in own.items():
         task = dag.get_task(f"batchllm.{name}")
         assert {field: getattr(task, field) for field in fields} == fields
@@ -408,7 +408,7 @@ def test_the_documented_example_for_kubernetes_makes_pods() -> None:
         exec(example, {"batchllm_task_group": batchllm_task_group})
     plan = dag.get_task("batchllm.plan")
     assert isinstance(plan, BatchLLMPlanOperator)
-    assert (plan.runner, plan.namespace, plan.aws_conn_id) == ("kubernetes", "batch-gpu", "lake")
+    assert (plan.runner, plan.namespace, plan.lake_conn_id) == ("kubernetes", "batch-gpu", "lake")
     generate = dag.get_task("batchllm.generate")
     assert (generate.gpu, generate.gpu_count, generate.pool) == ("nvidia", 2, "gpus")
     assert generate.memory == "96Gi"

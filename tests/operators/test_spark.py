@@ -106,10 +106,10 @@ def test_the_task_group_takes_the_operator_for_its_arguments(spec: Path) -> None
     for kind, arguments in kinds.items():
         with DAG("job", schedule=None) as dag:
             plan_args = {"runner": "spark", **arguments}
-            batchllm_task_group(spec, aws_conn_id="lake", plan_args=plan_args)
+            batchllm_task_group(spec, lake_conn_id="lake", plan_args=plan_args)
         plan = dag.get_task("batchllm.plan")
         assert type(plan) is kind and plan.task_type in PLANS
-        assert plan.aws_conn_id == "lake"
+        assert plan.lake_conn_id == "lake"
         assert plan.report_root is not None
         assert set(Planning.planning_fields) <= set(plan.template_fields)
         assert plan.downstream_task_ids == {
@@ -132,7 +132,7 @@ def test_credentials_are_in_the_drivers_environment_and_not_in_its_command(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    submitted(spec, TaskInstance(task_id="plan"), aws_conn_id="lake").failure()
+    submitted(spec, TaskInstance(task_id="plan"), lake_conn_id="lake").failure()
     argv, environment = json.loads(seen.read_text())
     assert environment["AWS_SECRET_ACCESS_KEY"] == "key-of-the-lake"
     assert environment["PYSPARK_DRIVER_PYTHON"] == sys.executable

@@ -153,7 +153,7 @@ class ClusterJob(calls.ClusterCalls):
         if not (keeps_ended and ended_condition(job)):
             return False
         self.log.info("Keeping Job %s (on_finish_action)", self.of.name)
-        if self.of.aws_conn_id is not None or self.of.connection_env:
+        if self.of.lake_conn_id is not None or self.of.connection_env:
             await self._delete_secret()
         return True
 

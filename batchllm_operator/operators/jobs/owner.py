@@ -70,7 +70,7 @@ class WatchedJob(Attempt):
     poll_s: float
     pause_s: float | None = None  # until the watch pauses. None if it never does
     deadline: str | None = None  # when the task's `execution_timeout` is reached, in ISO format
-    aws_conn_id: str | None = None  # its secrets are masked in what pods say, as the next one's
+    lake_conn_id: str | None = None  # its secrets are masked in what pods say, as the next one's
     connection_env: dict[str, str] = field(default_factory=dict)
     before: dict[str, Any] | None = None  # how the last watch has paused: a `JobEnd`
 

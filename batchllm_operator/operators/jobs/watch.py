@@ -268,7 +268,7 @@ class JobTrigger(BaseTrigger):
 
     async def _masker(self) -> Callable[[str], str]:
         """A function that masks the connections' secrets, which this process hasn't read yet."""
-        connections = (self._watched.aws_conn_id, self._watched.connection_env)
+        connections = (self._watched.lake_conn_id, self._watched.connection_env)
         try:
             return (await sync_to_async(Credentials.of)(*connections)).masker
         # Any error: the Job has to be watched, but then none of its pods' texts is passed on.

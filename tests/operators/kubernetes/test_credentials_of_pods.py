@@ -26,7 +26,7 @@ KEY_ID, KEY = "AKIACANARY0KEYID", "canary/secret+key"
 TOKEN = "canary-catalog-token"
 CANARIES = (KEY_ID, KEY, TOKEN)
 ARGUMENTS: dict[str, Any] = {
-    "aws_conn_id": "lake",
+    "lake_conn_id": "lake",
     "connection_env": {"PYICEBERG_CATALOG__LAKE__TOKEN": "catalog.password"},
 }
 
@@ -83,7 +83,7 @@ def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"aws_conn_id": "role"},
+        {"lake_conn_id": "role"},
         {"connection_env": {"PYICEBERG_CATALOG__LAKE__S3__SESSION_TOKEN": "catalog.password"}},
     ],
 )

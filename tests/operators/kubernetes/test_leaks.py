@@ -18,7 +18,7 @@ def test_a_refused_secret_leaves_no_job(shards: Shards, monkeypatch: pytest.Monk
     monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps(lake))
     shards.cluster.proxy.deny("create", "secrets")
     shards.plan()
-    shards.start(aws_conn_id="lake").failure()
+    shards.start(lake_conn_id="lake").failure()
     shards.check_nothing_left()
 
 
@@ -33,7 +33,7 @@ def test_what_a_pod_says_of_its_secret_is_masked_in_the_event(
     shards.plan()
     command = ["sh", "-c", "echo bad signature for $AWS_SECRET_ACCESS_KEY >&2; exit 1"]
     shards.cluster.agent.add_image("job:1", Image(command=command))
-    task = shards.task(aws_conn_id="lake")
+    task = shards.task(lake_conn_id="lake")
     run = TaskRun.__new__(TaskRun)
     run.ti = TaskInstance()
     execute = getattr(type(task).execute, "__wrapped__", type(task).execute)

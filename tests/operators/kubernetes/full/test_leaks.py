@@ -107,7 +107,7 @@ def test_a_kept_job_keeps_no_credentials(shards: Shards, monkeypatch: pytest.Mon
     lake = {"conn_type": "aws", "login": "AKIACANARY", "password": "canary-secret-key"}
     monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps(lake))
     shards.plan()
-    shards.start(aws_conn_id="lake", on_finish_action="keep_pod").wait()
+    shards.start(lake_conn_id="lake", on_finish_action="keep_pod").wait()
     secrets = shards.cluster.api.list_namespaced_secret(shards.cluster.namespace).items
     assert [s.metadata.name for s in secrets if s.metadata.name.startswith("batchllm")] == []
     assert "Complete" in {condition.type for condition in shards.job().status.conditions}
