@@ -24,8 +24,10 @@ from batchllm_operator.web.runs import (
     REPORT,
     JobRun,
     decoded_xcom,
+    first_of,
     group_of,
     job_runs,
+    round_of,
     same_task,
     state_name,
 )
@@ -92,6 +94,8 @@ class Job:
 def list_jobs(session: Session, may_read: Callable[[str], bool]) -> list[Job]:
     """The jobs of the DAGs that `may_read` accepts, by name."""
     tasks = _planning_tasks(session)
+    later = {task for task in tasks if round_of(task[1])}
+    tasks -= {(dag_id, id) for dag_id, id in later if (dag_id, first_of(id)) in tasks}
     readable = {dag_id for dag_id in {dag_id for dag_id, _ in tasks} if may_read(dag_id)}
     jobs = [_job(session, dag_id, task_id) for dag_id, task_id in tasks if dag_id in readable]
     listed = [job for job in jobs if job is not None]
@@ -114,8 +118,10 @@ def _planning_tasks(session: Session) -> set[tuple[str, str]]:
 
 def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
     """The job of a task; None if its runs were removed meanwhile."""
-    of_task = (TaskInstance.dag_id == dag_id, TaskInstance.task_id == task_id)
-    candidates = job_runs(session, *of_task, limit=_NUM_CANDIDATES)
+    own = TaskInstance.task_id
+    of_task = own.startswith(f"{task_id}_", autoescape=True) | (own == task_id)
+    found = job_runs(session, TaskInstance.dag_id == dag_id, of_task, limit=_NUM_CANDIDATES)
+    candidates = [run for run in found if task_id in (run.ref.task_id, first_of(run.ref.task_id))]
     runs = sorted(candidates, key=lambda run: run.partition or "")[-_NUM_RUNS:]
     if not runs:
         return None
@@ -173,8 +179,12 @@ def job_state(session: Session, job: JobRun) -> JobState:
         .order_by(task.task_id, task.map_index)
     )
     tasks = [row for row in rows if group_of(row.task_id) == group_of(ref.task_id)]
-    if sum(row.operator in PLANS for row in tasks) > 1:
+    plans = [row for row in tasks if row.operator in PLANS]
+    if len({(first_of(row.task_id), row.map_index) for row in plans}) > 1:
         return JobState("planned")
+    if len(plans) > 1:
+        own = round_of(ref.task_id)
+        tasks = [row for row in tasks if row.operator != GENERATE or round_of(row.task_id) == own]
     for operator, doing, done in (
         (COMMIT, "committing", "committed"),
         (GENERATE, "generating", "generated"),

@@ -50,9 +50,9 @@ def find_job(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> Job
     ref = JobRef(dag_id, run_id, task_id, map_index)
     with create_session(scoped=False) as session:
         jobs = jobs_of_run(session, dag_id, run_id)
-    for job in jobs:
-        if job.ref == ref:
-            return job
+    by_ref = {job.ref.first: job for job in jobs} | {job.ref: job for job in jobs}
+    if (found := by_ref.get(ref) or by_ref.get(ref.first)) is not None:
+        return found
     raise PageError(404, "No such job in this run: its plan task isn't there (any more).")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final
@@ -78,6 +78,11 @@ class JobRef:
         match = _REF.fullmatch(text)
         return None if match is None else cls(match[1], match[2], match[3], int(match[4]))
 
+    @property
+    def first(self) -> JobRef:
+        """That of the job's first round."""
+        return replace(self, task_id=first_of(self.task_id))
+
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
@@ -130,7 +135,10 @@ class JobRun:
 def job_runs(
     session: Session, *which: ColumnElement[bool], limit: int | None = None
 ) -> list[JobRun]:
-    """The latest `limit` runs whose plan tasks meet all conditions, the latest last."""
+    """The jobs of the latest `limit` plan tasks that meet all conditions, the latest last.
+
+    Rounds of a job are one, the last that has begun.
+    """
     task, fields = TaskInstance, RenderedTaskInstanceFields
     uri, summary = aliased(XComModel), aliased(XComModel)
     rows = session.execute(
@@ -159,7 +167,13 @@ def job_runs(
         )
         .limit(limit)
     ).all()
-    return [_job_run(row) for row in reversed(rows)]
+    jobs: dict[JobRef, JobRun] = {}
+    for run in map(_job_run, reversed(rows)):
+        if run.ref.first not in jobs:
+            jobs[run.ref] = run
+        elif run.noted is not None or run.state in (*ACTIVE, "failed"):
+            jobs[run.ref.first] = run
+    return list(jobs.values())
 
 
 def _job_run(row: Any) -> JobRun:
@@ -211,6 +225,17 @@ def job_of_task(
     if len(jobs) > 1:
         jobs = [job for job in jobs if group_of(job.ref.task_id) == group_of(task_id)]
     return jobs[0] if len(jobs) == 1 else None
+
+
+def round_of(task_id: str) -> str:
+    """What ends the ids of later rounds' tasks in `batchllm_task_group`, such as `_2`; or empty."""
+    match = re.search(r"_(?:[2-9]|[1-9][0-9])\Z", task_id)
+    return match[0] if match else ""
+
+
+def first_of(task_id: str) -> str:
+    """The id of the first round's task."""
+    return task_id.removesuffix(round_of(task_id))
 
 
 def group_of(task_id: str) -> str:

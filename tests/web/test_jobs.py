@@ -260,3 +260,34 @@ def test_numbers_that_no_float_holds_are_unknown(anna: Browser, records: Records
     records.job(uri(0), run_id="r", outcome=outcome(num_rows_in=10**400, rows_per_s=1e300))
     html = anna.page("/")
     assert '<td class="number">unknown</td>' in html
+
+
+def test_rounds_of_a_job_are_one_job(anna: Browser, records: Records) -> None:
+    """The last that has begun; the links of earlier ones lead to it."""
+    from batchllm_operator.web.routes import find_job
+
+    plan, generate = ({"operator": f"BatchLLM{each}Operator"} for each in ("Plan", "Generate"))
+    records.run().task("b.plan", plan_uri=uri(0), **plan).task("b.generate", "running", **generate)
+    records.task("b.plan_2", None, **plan).task("b.generate_2", None, **generate)
+    first, second = (f"/batchllm/dags/job/runs/a/jobs/b.plan{each}/-1" for each in ("", "_2"))
+    html = anna.page("/")
+    assert first in html and second not in html and "generating" in html
+
+    records.clear()
+    records.run(state="success").task("b.plan", plan_uri=uri(0), **plan)
+    records.task("b.generate", **generate).task("b.generate_2", **generate)
+    records.task("b.plan_2", plan_uri=uri(1), **plan)
+    done = {"plan_uri": uri(1), **outcome(0.44)}
+    records.task("b.commit", return_value=done, operator="BatchLLMCommitOperator")
+    html = anna.page("/")
+    assert html.count('<section class="card"') == 1 and second in html and "44.0 %" in html
+    assert "committed" in html
+    assert find_job("job", "a", "b.plan", -1).ref.task_id == "b.plan_2"
+
+
+def test_a_second_round_that_fails_to_plan_is_its_jobs_state(
+    anna: Browser, records: Records
+) -> None:
+    records.run(state="failed").task("plan", plan_uri=uri(0), operator="BatchLLMPlanOperator")
+    records.task("plan_2", "failed", operator="BatchLLMPlanOperator")
+    assert "planning failed" in anna.page("/")
