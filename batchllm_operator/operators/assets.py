@@ -1,6 +1,7 @@
 """Tables as Airflow's assets, and by the names that lineage knows them by."""
 
 from pathlib import Path
+from typing import Any
 
 from airflow.sdk import Asset
 from airflow.sdk.definitions.asset import AssetRef
@@ -10,7 +11,7 @@ from batchllm_operator.spec import JobSpec, load_spec
 from batchllm_operator.spec.addresses import TableAddress, scheme_of
 
 
-def readable_spec(spec_path: str) -> JobSpec | None:
+def readable_spec(spec_path: Any) -> JobSpec | None:
     """The job, if its spec is readable where a DAG is parsed."""
     try:
         return load_spec(spec_path)
@@ -23,7 +24,7 @@ def input_asset(name: str, spec_path: str | Path) -> Asset | AssetRef:
 
     A DAG whose schedule has an asset by its name alone is started, but isn't told of its events.
     """
-    spec = readable_spec(str(spec_path))
+    spec = readable_spec(spec_path)
     return named_asset(name, spec.input.uri if spec else None)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 from zoneinfo import available_timezones
 
 from airflow.providers.common.compat.sdk import AirflowFailException
-from airflow.sdk import Context
+from airflow.sdk import Context, XComArg
 from jinja2 import UndefinedError
 
 from batchllm_operator.errors import SpecError
@@ -33,7 +33,7 @@ class Planning(WithLineage):
     def __init__(
         self,
         *,
-        spec_path: str,
+        spec_path: str | XComArg,
         ds: str | None = None,
         ds_timezone: str | None = None,
         num_workers: int | str | None = None,
@@ -54,7 +54,8 @@ class Planning(WithLineage):
             local = f"{_MOMENT}.in_timezone({ds_timezone!r})"
             default = "{{ " + local + ".to_date_string() }}"
         self.ds = default if ds is None else ds
-        self.spec_path, self.num_workers = spec_path, num_workers
+        self.spec_path: Any = spec_path
+        self.num_workers = num_workers
         self.report_root = _report_root(spec_path)
 
     def render_template_fields(self, context: Context, jinja_env: Any = None) -> None:
@@ -67,8 +68,9 @@ class Planning(WithLineage):
         super().render_template_fields(context, jinja_env)
 
     def _no_partition(self, why: str) -> str:
+        name = self.spec_path if isinstance(self.spec_path, str) else "the job"
         return (
-            f"{self.spec_path}: nothing says which partition this run is for ({why}), as the run"
+            f"{name}: nothing says which partition this run is for ({why}), as the run"
             " has no logical date: trigger it with one or with a partition key, or give the task"
             " group a `ds` that the run has, such as ds=\"{{ dag_run.conf['ds'] }}\" with the conf"
             ' {"ds": "2026-01-31"}, or ds=one_run_per_partition(...)'
@@ -114,7 +116,7 @@ class Planning(WithLineage):
         return ["--job-json", self.spec.model_dump_json(exclude_unset=True), "--ds", self.ds]
 
 
-def _report_root(spec_path: str) -> str | None:
+def _report_root(spec_path: Any) -> str | None:
     """The folder of plans, the root of the pages; None if the spec isn't readable here."""
     if (spec := readable_spec(spec_path)) is None:
         return None

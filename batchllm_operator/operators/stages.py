@@ -36,8 +36,9 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
     workers share it, for `BatchLLMGenerateOperator`: at most as many as there are shards.
 
     Args:
-        spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
-            its content, with absolute local paths, which must be valid there, too.
+        spec_path: the job spec, a YAML file that the worker can read (templated), or the XCom of a
+            task that returns the spec's fields. A pod gets its content, with absolute local paths,
+            which must be valid there, too.
         ds: the partition (templated); by default the run's partition key or, without one, the day
             of its logical date, in UTC.
         ds_timezone: such as `Asia/Tokyo`, in its place: the day there of the run's partition date
@@ -53,6 +54,8 @@ class BatchLLMPlanOperator(Planning, BatchLLMStageOperator):
     component: ClassVar[str] = "plan"
 
     def command(self, context: Context) -> list[str]:
+        if not isinstance(self.spec_path, str):
+            return ["plan", *self.job_arguments]
         return ["plan", "--job", self.spec_path, "--ds", self.ds]
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:

@@ -17,7 +17,7 @@ from batchllm_operator.operators.spark import spark_plan_operator
 
 
 def batchllm_task_group(
-    spec_path: str | Path,
+    spec_path: str | Path | XComArg,
     *,
     group_id: str = "batchllm",
     ds: str | XComArg | None = None,
@@ -46,7 +46,8 @@ def batchllm_task_group(
 
     Args:
         spec_path: the job spec, read by the plan task, and for the folder of plans when the DAG is
-            parsed. An unreadable spec fails the task, not the DAG.
+            parsed. An unreadable spec fails the task, not the DAG. Or the XCom of a task that
+            returns the spec's fields as a dictionary, for a job of one round.
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`); without
             it, and for `ds_timezone`, see `BatchLLMPlanOperator`.
@@ -77,7 +78,7 @@ def batchllm_task_group(
         before: BaseOperator | XComArg | None = ds if isinstance(ds, XComArg) else None
         num_rounds = len(spec.rounds) if spec else 1  # one if the spec isn't readable here
         for suffix in ["", *(f"_{number}" for number in range(2, num_rounds + 1))]:
-            planning: dict[str, Any] = {"spec_path": str(spec_path), "ds_timezone": ds_timezone}
+            planning: dict[str, Any] = {"spec_path": given, "ds_timezone": ds_timezone}
             planning |= {"ds": None if ds is None else str(ds)}
             planning |= {"task_id": f"plan{suffix}", "num_workers": num_workers, "inlets": inlets}
             planning |= {**everywhere, **(plan_args or {})}

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, BaseOperatorLink, TriggerRule
+from airflow.sdk import task as airflow_task
 from airflow.sdk.execution_time.context import OutletEventAccessor, OutletEventAccessors
 from hypothesis import given
 from hypothesis import strategies as st
@@ -366,6 +367,22 @@ def test_the_group_takes_templates_assets_and_a_partition_that_a_task_names() ->
     assert "task_ids='arrival.partition'" in plan.ds and "key='return_value'" in plan.ds
     assert dag.get_task("batchllm.commit").outlets == [output]
     assert plan.num_workers == dag.get_task("batchllm.generate").num_workers == workers
+
+
+def test_a_spec_may_be_what_a_task_returns() -> None:
+    with DAG("job", schedule=None) as dag:
+
+        @airflow_task
+        def spec() -> dict[str, Any]:
+            return job_fields("/lake", prompt={"template": "{document} {{json}}"})
+
+        batchllm_task_group(spec(), input_asset="documents")
+    plan = dag.get_task("batchllm.plan")
+    assert plan.upstream_task_ids == {"spec"} and plan.report_root is None
+    assert plan.inlets == [Asset.ref(name="documents")]
+    plan.spec_path = spec.function()  # as Airflow renders it
+    assert plan.spec.prompt.template == "{document} {{json}}"
+    assert plan.command({})[:2] == ["plan", "--job-json"]
 
 
 @pytest.mark.parametrize("default", ["True", "False"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_job import DS, JobFolder
+from support.fake_job import DS, JobFolder, job_fields
 from support.fork_server import ForkServer
 from support.standalone import bundle
 
@@ -167,3 +167,23 @@ def test_a_runs_lineage_reaches_the_transport_of_openlineage(
     assert written["outputFacets"]["outputStatistics"]["rowCount"] == 12
     assert "generated_text" in written["facets"]["columnLineage"]["fields"]
     assert commit["run"]["facets"]["batchllm_job"]["num_rows_out"] == 12
+    assert {*all_facets(commit)} >= {
+        *("batchllm_job", "inputStatistics", "outputStatistics", "schema", "version"),
+        *("columnLineage", "dataQualityAssertions"),
+    }
+
+
+def test_a_task_may_return_the_spec(airflow: Airflow, job: JobFolder) -> None:
+    """Its braces are the prompt's, not Jinja's."""
+    fields = job_fields(str(job.path), prompt={"template": "{document} {{json}} {query}"})
+    more = f"""
+    @task
+    def spec(ds=None):
+        return {{**{fields!r}, "name": f"job_{{ds[:4]}}"}}
+
+    batchllm_task_group(spec(), group_id="coded")
+"""
+    log = airflow.with_dag(job, spec_path="absent", group_id="left", more=more).failure()
+    assert re.findall(r"Running batchllm (\w+)", log).count("commit") == 1
+    (rows,) = (job.path / "out" / "_batchllm" / "job_2026" / DS).glob("plan-*/rows.parquet")
+    assert rows.is_file() and len(list((job.path / "out" / f"ds={DS}").iterdir())) == 1
