@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
+from jsonschema import ValidationError
 from support.fake_job import DS, JobFolder
 from support.fork_server import ForkServer
 from support.forked_children import fork_children
@@ -17,19 +18,30 @@ from batchllm_operator.operators import (
     BatchLLMPlanOperator,
 )
 from batchllm_operator.operators.assets import dataset_name
-from batchllm_operator.operators.lineage import FACET, WithLineage
+from batchllm_operator.operators.lineage import WithLineage
 
 pytest.importorskip("airflow.providers.openlineage", reason="an extra of Airflow's")
 from airflow.providers.openlineage.extractors.base import DefaultExtractor
 from openlineage.client.serde import Serde
+from support.openlineage import check_facets
+
+from batchllm_operator.operators.openlineage import FACET, BatchLLMJobRunFacet
 
 
 def told(task: WithLineage, *, has_ended: bool = True) -> dict[str, Any]:
-    """What the provider makes of a task, as it stands in events: inputs, outputs, facets."""
+    """What the provider makes of a task, as it stands in events: inputs, outputs, facets.
+
+    All facets are as their schemas have them.
+    """
     extractor = DefaultExtractor(task)
     lineage = extractor.extract_on_complete(TaskInstance()) if has_ended else extractor.extract()
     assert lineage is not None
-    return dict(json.loads(Serde.to_json(lineage)))
+    told = dict(json.loads(Serde.to_json(lineage)))
+    check_facets(told["run_facets"])
+    for table in (*told["inputs"], *told["outputs"]):
+        check_facets(table["facets"])
+        check_facets(table.get("inputFacets") or table.get("outputFacets") or {})
+    return told
 
 
 def run(task: Any) -> dict[str, Any]:
@@ -107,6 +119,24 @@ def test_a_plan_that_fails_tells_what_it_would_have_read(
     nothing: dict[str, Any] = {"inputs": [], "outputs": [], "run_facets": {}, "job_facets": {}}
     absent = BatchLLMPlanOperator(task_id="absent", spec_path=f"{tmp_path}/absent.yaml")
     assert told(absent) == told(BatchLLMCommitOperator(task_id="c", plan_uri="p")) == nothing
+
+
+@pytest.mark.parametrize(
+    ("facets", "fault"),
+    [
+        ({FACET: {"num_rows": "***"}}, "is not of type 'integer'"),
+        ({FACET: {"cost_usd": -1.0}}, "less than the minimum"),
+        ({FACET: {"_producer": "a command"}}, "is not a 'uri'"),
+        ({"job_batchllm": {}}, "job_batchllm isn't of urn:batchllm-operator"),
+    ],
+)
+def test_the_schema_of_our_facet_refuses_what_isnt_as_it_says(
+    facets: dict[str, Any], fault: str
+) -> None:
+    ((name, fields),) = facets.items()
+    facet = {"_producer": "urn:tests", "_schemaURL": BatchLLMJobRunFacet._get_schema(), **fields}
+    with pytest.raises((AssertionError, ValidationError), match=fault):
+        check_facets({name: facet})
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ with DAG("job", schedule=None) as dag:
 {more}
 """
 
+ABSENT = """
+    from batchllm_operator.operators import BatchLLMCommitOperator
+    BatchLLMCommitOperator(task_id="absent", plan_uri={uri!r})
+"""
+
 
 @dataclass(frozen=True)
 class Airflow:
@@ -153,11 +158,19 @@ def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: 
 def test_a_runs_lineage_reaches_the_transport_of_openlineage(
     airflow: Airflow, job: JobFolder
 ) -> None:
-    """By Airflow's provider, for each task, and from input to output."""
+    """By Airflow's provider, for each task, and from input to output; all as the schemas say."""
     pytest.importorskip("airflow.providers.openlineage", reason="an extra of Airflow's")
-    airflow.with_dag(job, spec_path=job.write_spec("job"), output_asset="out").run()
+    from support.openlineage import all_facets, check_event
+
+    spec = job.write_spec("job", expect={"generated_text": {"empty": {"max": 0.5}}})
+    absent = ABSENT.format(uri=f"{job.path}/absent/_batchllm/job/{DS}/plan-{'0' * 16}")
+    with pytest.raises(RuntimeError):
+        airflow.with_dag(job, spec_path=spec, output_asset="out", more=absent).run()
     lines = (airflow.home / EVENTS).read_text(encoding="utf-8").splitlines()
     events = [event for event in map(json.loads, lines) if str(job.path) in json.dumps(event)]
+    for event in events:
+        check_event(event)
+    assert {event["eventType"] for event in events} >= {"START", "COMPLETE", "FAIL"}
     ended = {event["job"]["name"]: event for event in events if event["eventType"] == "COMPLETE"}
     plan, commit = ended["job.batchllm.plan"], ended["job.batchllm.commit"]
     assert [each["name"] for each in plan["inputs"]] == [f"{job.path}/documents"]
