@@ -88,7 +88,7 @@ def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) 
         "timelines": [(line, _timeline_plot(line)) for line in report.timelines],
         "lengths": _histogram_plot(sharing.prefix_lengths),
         "degrees": _histogram_plot(sharing.share_degrees),
-        "costs": _cost_plot(report) if report.earlier else None,
+        "costs": _cost_plot(report),
         "work": gantt(report.work),
         "tree": Plot(tree_rows(sharing.tree)) if sharing.tree else None,
     }
@@ -113,9 +113,14 @@ def _plot_shares(counts: Mapping[str, int]) -> Plot:
     return Plot(rows, list(counts.values()))
 
 
-def _cost_plot(report: RunReport) -> Plot:
-    """Bars of what each partition cost, in money or, without a price, in GPU time."""
+def _cost_plot(report: RunReport) -> Plot | None:
+    """Bars of what each partition cost, in money or, without a price, in GPU time.
+
+    None without partitions before, or if no GPU time is known.
+    """
     runs = [*report.earlier, report.as_earlier()]
+    if len(runs) == 1 or all(run.gpu_s is None for run in runs):
+        return None
     has_price = any(run.cost_usd is not None for run in runs)
     rows = [
         (

@@ -278,6 +278,23 @@ def test_without_a_price_gpu_time_comes_first() -> None:
     assert report.unshared_gpu_s is None
 
 
+def test_partitions_are_compared_by_gpu_time_without_a_price_and_not_at_all_without_either() -> (
+    None
+):
+    free = Bill(gpu_s=86.0, usd_per_hour=None)
+    before = make_full_report().earlier
+    unpriced = [run.model_copy(update={"cost_usd": None}) for run in before]
+    html = render_report(make_full_report(bill=free, earlier=tuple(unpriced)))
+    bars = re.findall(r'<div class="bars".*?</div>', html, re.DOTALL)[0]
+    shown = re.findall(r"</i>(.*?)</span>", bars)
+    assert shown == ["1 min 20 s", "unknown", "1 min 36 s", "1 min 26 s"]
+    unknown = Bill(gpu_s=None, usd_per_hour=None)
+    for earlier in ((), before[1:2]):
+        assert "Cost by partition" not in render_report(
+            make_full_report(bill=unknown, earlier=earlier)
+        )
+
+
 def test_a_page_of_ten_thousand_shards_stays_small() -> None:
     shards = make_full_report().shards
     many = tuple(shards[idx % 4].model_copy(update={"shard_idx": idx}) for idx in range(10_000))
