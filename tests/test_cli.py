@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from conftest import Batchllm
 from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, document_rows, write_job, write_table
 from support.fork_server import ForkServer
@@ -23,7 +24,6 @@ from batchllm_operator.errors import ExitCode, Interrupted
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.spec import load_spec
 
-Batchllm = Callable[..., Any]  # the fixture in conftest.py
 CLI = "batchllm_operator"
 COMMAND = [sys.executable, "-m", CLI]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from conftest import Batchllm
 from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, document_rows, write_job, write_table
 from support.fork_server import ForkServer
@@ -20,7 +21,6 @@ from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.spec import load_spec
 
-Batchllm = Callable[..., Any]  # the fixture in conftest.py
 CLI = "batchllm_operator"
 NUM_SHARDS = 8
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from prefixes.test_exact import listed
 from support.levels import examples
 from support.prefix_prompts import layered_prompts
 
@@ -85,10 +86,7 @@ def reference_groups(prompts: list[list[int]]) -> set[tuple[int, frozenset[int]]
 
 
 def as_set(groups: PrefixGroups) -> set[tuple[int, frozenset[int]]]:
-    return {
-        (int(groups.num_prefix_tokens[g]), frozenset(groups.members(g).tolist()))
-        for g in range(len(groups))
-    }
+    return {(length, frozenset(members)) for length, members in listed(groups)}
 
 
 def plan(prompts: list[list[int]]) -> tuple[PrefixGroups, TokenTable, int]:

@@ -487,11 +487,8 @@ def test_a_damaged_shard_is_refused_once_the_one_before_is_finished(plan: Stored
 
 
 def test_a_failing_worker_leaves_its_shard_to_others(plan: StoredPlan) -> None:
-    def fail() -> None:
-        raise EngineError("the GPU is gone")
-
     with pytest.raises(EngineError):
-        run_worker(plan.folder.uri, 0, 2, start=Engines(at=1, act=fail))
+        run_worker(plan.folder.uri, 0, 2, start=Engines(at=1, act=_fail))
     with pytest.raises(IncompleteRunError, match="no worker runs shard"):
         verify_worker(plan.folder.uri, 1, 2)
     report = run_worker(plan.folder.uri, 1, 2)
