@@ -31,7 +31,7 @@ _ROW: Final = "_batchllm_row"
 _DAY: Final = "_batchllm_day"
 """The partition column: the day of the first call, which chat templates may ask for."""
 _NOT_ANSWERS: Final = frozenset({_ROW, "model", "run_id"})
-_FIELDS_OF_FRAMES: Final = ("spec_version", "name", "input", "output")
+_FIELDS_OF_FRAMES: Final = ("spec_version", "name", "input", "output", "on_unmet")
 _ROWS_AT_ONCE: Final = 1 << 16
 _MOST_NAMED: Final = 10
 

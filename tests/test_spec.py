@@ -799,7 +799,7 @@ NEUTRAL = {
     *("engine.profile", "planner.engine", "planner.spark.conf", "planner.target_gpu"),
     *("planner.gpu_table", "planner.memory_budget_bytes", "planner.runahead"),
     *("planner.link_bytes_per_s", "on_empty", "max_failed_fraction", "expect"),
-    *("limits.output_tokens", "limits.gpu_hours", "limits.cost"),
+    *("limits.output_tokens", "limits.gpu_hours", "limits.cost", "on_unmet"),
 }
 OF_OUTPUT = {
     *("task", "labels", "response_format", "request"),

@@ -84,10 +84,25 @@ class Watched(NamedTuple):
 
     def chosen(self, batch: pa.RecordBatch) -> pa.Array:
         """The values of rows that are answered; statuses of those that were asked."""
-        values, statuses = self.place.of(batch), self.status.of(batch)
+        return self.place.of(batch).filter(self._are_chosen(batch))
+
+    def at_fault(self, batch: pa.RecordBatch, unmet: Measured) -> pa.BooleanArray:
+        """The rows that break a bound of the column, one that `Expectation.rowless` hasn't."""
+        values = self.place.of(batch)
+        if unmet.what == "range.min":
+            found = pc.less(values, unmet.min)
+        elif unmet.what == "range.max":
+            found = pc.greater(values, unmet.max)
+        else:
+            found = are(unmet.what, values)
+            found = pc.invert(found) if unmet.max is None else found
+        return pc.and_(pc.fill_null(found, False), self._are_chosen(batch))
+
+    def _are_chosen(self, batch: pa.RecordBatch) -> pa.BooleanArray:
+        statuses = self.status.of(batch)
         if self.place == self.status:
-            return values.filter(pc.not_equal(statuses, SKIPPED))
-        return values.filter(pc.is_in(statuses, pa.array(ANSWERED)))
+            return pc.not_equal(statuses, SKIPPED)
+        return pc.is_in(statuses, pa.array(ANSWERED))
 
 
 def watched_columns(spec: JobSpec, schema: pa.Schema) -> list[Watched]:
@@ -160,11 +175,9 @@ class Tally:
         self._num_missing += values.null_count
         if not len(values := values.drop_null()):
             return
-        if expected.empty is not None:
-            self._hits["empty"] += _num_true(pc.equal(pc.utf8_trim_whitespace(values), ""))
-        for pattern in expected.matches:
-            is_found = pc.match_substring_regex(values, pattern)
-            self._hits[f"matches.{pattern}"] += _num_true(is_found)
+        for what in expected.bounds:
+            if what.startswith(("empty", "matches.")):
+                self._hits[what] += int(pc.sum(are(what, values)).as_py() or 0)
         if expected.duplicate is not None:
             self._distinct.add(values)
         if expected.values or expected.drift is not None:
@@ -275,8 +288,16 @@ class Numbers:
         return next(n for n, num in zip(numbers, up_to, strict=True) if num >= wanted)
 
 
-def _num_true(is_so: pa.Array) -> int:
-    return int(pc.sum(is_so).as_py() or 0)
+def are(what: str, values: pa.Array) -> pa.BooleanArray:
+    """Which values are what the share of this path counts; null for null, where it isn't that."""
+    kind, _, name = what.partition(".")
+    if kind == "missing":
+        return values.is_null()
+    if kind == "empty":
+        return pc.equal(pc.utf8_trim_whitespace(values), "")
+    if kind == "matches":
+        return pc.match_substring_regex(values, name)
+    return pc.equal(values.cast(pa.large_string()), name)
 
 
 def _pairs(values: pa.Array) -> Iterator[tuple[Any, int]]:

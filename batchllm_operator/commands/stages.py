@@ -262,6 +262,8 @@ def commit(args: argparse.Namespace) -> Mapping[str, Any]:
     answers = f" of {num_rows:,} answers" if report.prompts else ""
     rows = counted(report.num_rows_in, "row")
     print(f"{rows} published, {num_failed:,}{answers} failed ({failed})")
+    if num_apart := report.num_quarantined_rows:
+        print(f"{num_apart:,} of them at fault, in {report.quarantine_uri}")
     return report.figures()
 
 

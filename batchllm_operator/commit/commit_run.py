@@ -12,7 +12,7 @@ from batchllm_operator.amounts import clipped
 from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.commit.earlier import EarlierReports, read_earlier
 from batchllm_operator.commit.failed_rows import find_errors
-from batchllm_operator.commit.gate import check, measure
+from batchllm_operator.commit.gate import admit, measure
 from batchllm_operator.commit.partition import write_partition
 from batchllm_operator.commit.report import describe_run, load_report, store_page
 from batchllm_operator.errors import (
@@ -120,10 +120,17 @@ def _commit(plan: StoredPlan, write: WritePartition, *, accept: bool) -> RunRepo
             verdict="nothing was published",
             cure=f"To publish all the same: `batchllm commit --plan {plan.folder.uri} --accept`",
         )
+    if accept and spec.on_unmet == "branch":
+        plan.mark_older_plans(seen)
+        if table.promote(plan.publication):
+            expectations = measure(plan, table, None, earlier)
+            return _write_report(rounds, table, errors, expectations, earlier)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write(plan, outputs_of(rounds), Path(spool), table)
-        expectations = () if isinstance(data, StagedRows) else measure(plan, table, data, earlier)
-        check(plan, expectations, accept=accept)
+        expectations = ()
+        if isinstance(data, Path):
+            expectations = measure(plan, table, data, earlier)
+            data = admit(plan, table, data, expectations, accept=accept)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)

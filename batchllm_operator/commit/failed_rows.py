@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 
 import numpy as np
 import pyarrow.compute as pc
@@ -13,6 +14,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
 from batchllm_operator.row_error import RowError
 from batchllm_operator.shards.parts import ShardParts
+from batchllm_operator.shards.quarantine import quarantined
 from batchllm_operator.shards.reports import COMMITTED_FILE, find_committed
 from batchllm_operator.shards.row_errors import RowErrors, clip
 from batchllm_operator.stored_plan.counts import PlanCounts
@@ -100,14 +102,18 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
 
 
 def _published(plan: StoredPlan, limit: int) -> tuple[list[FailedRow], Counter[str]]:
-    """The first failed rows of the output partition, and the number by kind."""
+    """The first failed rows of the output partition, then of those in quarantine, and the number by
+    kind."""
     spec = plan.manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column)
     kinds: Counter[str] = Counter()
     first: list[FailedRow] = []
     prompts: list[str | None] = list(spec.prompts) or [None]
     columns = [*spec.input.key, *(spec.prompts or [ERROR_COLUMN])]
-    for batch in table.scan(table.snapshot(plan.manifest.ds), columns):
+    places = [(table, table.snapshot(plan.manifest.ds))]
+    if (apart := quarantined(spec, table, plan.publication)) is not None:
+        places.append(apart)
+    for batch in chain.from_iterable(each.scan(held, columns) for each, held in places):
         errors = [
             batch.column(ERROR_COLUMN)
             if name is None

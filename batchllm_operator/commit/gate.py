@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
-from typing import Final
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.amounts import counted
@@ -20,29 +19,29 @@ from batchllm_operator.answers.expectations import (
     watched_columns,
 )
 from batchllm_operator.commit.earlier import EarlierReports
+from batchllm_operator.commit.quarantine import divide, num_rows, read_rows
 from batchllm_operator.errors import ExpectationError, SpecError
-from batchllm_operator.lake import LakeTable
+from batchllm_operator.lake import LakeTable, Publication
 from batchllm_operator.lake.data_files import files_of
+from batchllm_operator.shards.quarantine import quarantine_of, quarantined
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
-_BATCH_ROWS: Final = 1 << 14
 _log = logging.getLogger(__name__)
 
 
 def measure(
     plan: StoredPlan, table: LakeTable, data: Path | None, reports: EarlierReports
 ) -> tuple[Measured, ...]:
-    """What the spec expects, as local files of rows have it; None for what the table holds."""
+    """What the spec expects, as local files of rows have it; None for what is published."""
     spec, ds = plan.manifest.spec, plan.manifest.ds
     if not spec.expect:
         return ()
     if data is None:
-        tallies = _tally_published(spec, table, ds, spec.expect)
+        tallies = _tally_published(spec, table, ds, spec.expect, plan.publication)
     else:
-        files = files_of(data)
-        watched = watched_columns(spec, pq.read_schema(files[0]))
-        tallies = tally(watched, _read(files, _columns(watched)))
+        watched = watched_columns(spec, pq.read_schema(files_of(data)[0]))
+        tallies = tally(watched, read_rows(data, _columns(watched)))
     drifting = [name for name, expected in spec.expect.items() if expected.drift is not None]
     before: dict[str, Tally] = {}
     if reports and drifting:
@@ -55,26 +54,42 @@ def measure(
     )
 
 
-def check(plan: StoredPlan, measured: tuple[Measured, ...], *, accept: bool) -> None:
-    """Raise `ExpectationError` if the answers aren't as expected; with `accept`, only log it."""
-    unmet = [str(each) for each in measured if not each.is_met]
-    if not unmet:
-        return
-    where, num = plan.folder.uri, counted(len(measured), "expectation")
-    said = f"plan {where}: {len(unmet)} of {num} not met: {'; '.join(unmet)}"
-    if not accept:
-        raise ExpectationError(
-            f"{said}. Nothing was published; what was generated is kept. To publish all the same:"
-            f" `batchllm commit --plan {where} --accept`. To change the bounds: change expect in"
-            " the spec, plan again (the plan stays the same), and commit"
-        )
-    _log.warning("%s; accepted", said)
+def admit(
+    plan: StoredPlan, table: LakeTable, data: Path, measured: tuple[Measured, ...], *, accept: bool
+) -> Path:
+    """The rows to publish, of local files; what the spec says is done where bounds aren't met.
 
-
-def _read(files: Iterable[Path], columns: list[str]) -> Iterator[pa.RecordBatch]:
-    for path in files:
-        with pq.ParquetFile(path) as file:
-            yield from file.iter_batches(_BATCH_ROWS, columns=columns)
+    Raises `ExpectationError` if nothing is to be published, which `accept` allows.
+    """
+    spec, unmet = plan.manifest.spec, [each for each in measured if not each.is_met]
+    where, of_all = plan.folder.uri, counted(len(measured), "expectation")
+    said = f"plan {where}: {len(unmet)} of {of_all} not met: {'; '.join(map(str, unmet))}"
+    kept, options = "what was generated is kept", {"add_columns": spec.output.add_columns}
+    if spec.on_unmet == "quarantine":
+        aside = quarantine_of(spec, table)
+        # A commit that was stopped may have put rows there, which other bounds may have chosen.
+        if not unmet and aside.published(plan.publication.run_id) is None:
+            return data
+        rest, at_fault = divide(plan, table, data, unmet)
+        num, num_apart = num_rows(data), num_rows(at_fault)
+        if num_apart < max(1, num) and (accept or num_apart <= spec.max_failed_fraction * num):
+            aside.publish(plan.publication, at_fault, replaces=None, again=True, **options)
+            _log.warning("%s; %s quarantined", said, counted(num_apart, "row"))
+            return rest
+        kept = f"{num_apart:,} of {counted(num, 'row')} are at fault, too many to quarantine"
+    elif not unmet:
+        return data
+    elif accept:
+        _log.warning("%s; accepted", said)
+        return data
+    elif spec.on_unmet == "branch":
+        branch = table.publish_branch(plan.publication, data, **options)
+        kept = f"the answers are on the table's branch {branch!r}"
+    raise ExpectationError(
+        f"{said}. Nothing was published; {kept}. To publish all the same: `batchllm commit --plan"
+        f" {where} --accept`. To change the bounds: change expect in the spec, plan again (the plan"
+        " stays the same), and commit"
+    )
 
 
 def _columns(watched: Iterable[Watched]) -> list[str]:
@@ -82,16 +97,28 @@ def _columns(watched: Iterable[Watched]) -> list[str]:
 
 
 def _tally_published(
-    spec: JobSpec, table: LakeTable, partition: str, names: Iterable[str]
+    spec: JobSpec,
+    table: LakeTable,
+    partition: str,
+    names: Iterable[str],
+    own: Publication | None = None,
 ) -> dict[str, Tally]:
-    """What a published partition has in some columns; without those that it lacks."""
+    """What a published partition has in some columns; without those that it lacks.
+
+    With `own`, the publication that it holds, rows in quarantine count as well.
+    """
     snapshot, watched = table.snapshot(partition), list[Watched]()
     for name in names:
         try:
             watched.append(watched_column(spec, name, snapshot.schema))
         except SpecError as error:
             _log.info("partition %s: not compared: %s", partition, error)
-    return tally(watched, table.scan(snapshot, _columns(watched))) if watched else {}
+    places = [(table, snapshot)]
+    if own is not None and (apart := quarantined(spec, table, own)) is not None:
+        places.append(apart)
+    names = _columns(watched)
+    rows = (each.scan(held, names) for each, held in places)
+    return tally(watched, chain.from_iterable(rows)) if watched else {}
 
 
 def _reported(reports: EarlierReports) -> dict[tuple[str, str], dict[str, float]]:

@@ -29,6 +29,7 @@ from batchllm_operator.shards.buckets import Outputs, read_all, read_asked
 from batchllm_operator.shards.job_status import ShardAttempts, bill_of, read_attempts
 from batchllm_operator.shards.joining import FinishedRound, model_name, outputs_of
 from batchllm_operator.shards.kept_outputs import why_not_retried
+from batchllm_operator.shards.quarantine import quarantined
 from batchllm_operator.shards.row_errors import RowErrors
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.storage import Folder
@@ -78,6 +79,7 @@ def describe_run(
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
     gpu_s = sum(known) if len(known) == len(runs) else None  # 0 without shards
     published = table.snapshot(manifest.ds)
+    apart = quarantined(spec, table, plan.publication)
     answers = summarize_answers(spec, manifest.planned_answers, outputs_of(rounds))
     for warning in answers.warnings:
         _log.warning("%s", warning)
@@ -111,6 +113,7 @@ def describe_run(
         num_workers=len(makers),
         answers=answers,
         expectations=expectations,
+        num_quarantined_rows=0 if apart is None else apart[1].num_rows,
         prompts=_prompts(rounds),
         num_rounds=len(rounds),
         num_repeated_tokens=sum(each.num_repeated_tokens for each in manifests),

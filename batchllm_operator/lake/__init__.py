@@ -9,6 +9,7 @@ from batchllm_operator.lake.partition_order import before as before
 from batchllm_operator.lake.partition_order import in_order as in_order
 from batchllm_operator.lake.partition_order import near as near
 from batchllm_operator.lake.places import find_place as find_place
+from batchllm_operator.lake.publishing import RUN_ID as RUN_ID
 from batchllm_operator.lake.publishing import Publication as Publication
 from batchllm_operator.lake.row_stream import joined as joined
 from batchllm_operator.lake.scanning import listed_columns as listed_columns

@@ -18,6 +18,8 @@ from batchllm_operator.errors import (
     TableError,
 )
 
+RUN_ID: Final = "run_id"
+"""The column that names a row's publication."""
 _ATTEMPTS: Final = 20
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
@@ -94,13 +96,18 @@ class Attempt(Protocol):
 
 
 def publish_once(
-    uri: str, publication: Publication, replaces: Publication | None, attempt: Attempt
+    uri: str,
+    publication: Publication,
+    replaces: Publication | None,
+    attempt: Attempt,
+    *,
+    again: bool = False,
 ) -> None:
     """See `LakeTable.publish`: commit until somebody's rows are there, or commits are refused."""
     refusal: RefusedCommit | None = None
     published = attempt.look()
     for idx in range(_ATTEMPTS):
-        if is_published(uri, published, publication, replaces):
+        if not again and is_published(uri, published, publication, replaces):
             return
         refusal = attempt.commit()
         if refusal is None:
@@ -113,7 +120,7 @@ def publish_once(
         if not refusal.may_repeat:
             break
     assert refusal is not None
-    if not is_published(uri, published, publication, replaces):
+    if again or not is_published(uri, published, publication, replaces):
         raise refusal.error(uri, publication.partition) from refusal.cause
 
 

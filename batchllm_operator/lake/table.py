@@ -17,7 +17,13 @@ from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.places import as_text
-from batchllm_operator.lake.publishing import Attempt, Publication, check_name, publish_once
+from batchllm_operator.lake.publishing import (
+    RUN_ID,
+    Attempt,
+    Publication,
+    check_name,
+    publish_once,
+)
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import Scan, reading
 from batchllm_operator.lake.schema import StoredColumns
@@ -217,6 +223,7 @@ class LakeTable(ABC):
         *,
         replaces: Publication | None,
         add_columns: bool = False,
+        again: bool = False,
     ) -> None:
         """Replace the partition by the rows of local Parquet files, in one step.
 
@@ -229,6 +236,7 @@ class LakeTable(ABC):
                 partition column, in the table's order when it is new. Or staged rows.
             replaces: what `published` returned when the caller decided to publish.
             add_columns: whether columns that the table lacks may be added to it.
+            again: whether the publication's own rows are replaced, too.
 
         Raises:
             ConflictError: the partition no longer holds `replaces`: another client has published.
@@ -239,7 +247,29 @@ class LakeTable(ABC):
         """
         check_name(self.uri, publication.partition)
         with self._attempt(publication, data, add_columns) as attempt:
-            publish_once(self.uri, publication, replaces, attempt)
+            publish_once(self.uri, publication, replaces, attempt, again=again)
+
+    def partition_of(self, publication: Publication) -> str:
+        """The name of its partition: its `run_id` in a table that is partitioned by that."""
+        by_run = self.partition_column == RUN_ID
+        return publication.run_id if by_run else publication.partition
+
+    def publish_branch(
+        self, publication: Publication, data: Path | StagedRows, *, add_columns: bool
+    ) -> str:
+        """Publish on a branch of an Iceberg table, which only its readers see; returns its name.
+
+        It begins as the table is; one that exists stays as it is. Raises as `publish`.
+        """
+        raise NotImplementedError
+
+    def promote(self, publication: Publication) -> bool:
+        """Make a publication's branch the table's state, in one step, and drop the branch.
+
+        False if there is none, or the table has changed since. Raises `StorageError`: it failed, or
+        no answer came; what is published tells.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def _attempt(

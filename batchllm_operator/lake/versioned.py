@@ -11,20 +11,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.data_files import files_of
-from batchllm_operator.lake.publishing import Publication, RefusedCommit, check_name
+from batchllm_operator.lake.publishing import RUN_ID, Publication, RefusedCommit, check_name
 from batchllm_operator.lake.schema import StoredColumns
 from batchllm_operator.lake.staging import StagedFile, StagedRows, Staging
 from batchllm_operator.lake.table import LakeTable, Snapshot
-
-RUN_ID: Final = "run_id"
-"""The column that names a row's publication."""
 
 Version = TypeVar("Version")
 
@@ -106,7 +103,7 @@ class VersionedTable(LakeTable, Generic[Version]):
         run_id = run_ids.pop()
         if isinstance(run_id, str) and not run_ids:
             publication = Publication.of_run_id(run_id)
-            if publication is not None and publication.partition == partition:
+            if publication is not None and self.partition_of(publication) == partition:
                 return publication
         why = f"it is {run_id!r} in" if columns else "there is no column"
         raise TableError(
@@ -165,10 +162,10 @@ class _Attempt:
         self._version = self.table._latest() or self.table._create(self._columns)
         if any(self._version and change.is_in(self._version) for change in self._tried):
             return self.publication
-        return self.table._published_in(self._version, self.publication.partition)
+        return self.table._published_in(self._version, self.table.partition_of(self.publication))
 
     def commit(self) -> RefusedCommit | None:
-        partition = self.publication.partition
+        partition = self.table.partition_of(self.publication)
         change = self.table._change(
             self._version, partition, self._columns, add_columns=self.add_columns
         )

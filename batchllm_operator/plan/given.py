@@ -42,6 +42,7 @@ from batchllm_operator.prompts import Tokenizer, joint_fingerprint, load_tokeniz
 from batchllm_operator.row_error import SKIPPED
 from batchllm_operator.shards.buckets import output_schema
 from batchllm_operator.shards.parts import STATUS_COLUMN
+from batchllm_operator.shards.quarantine import quarantine_of, quarantine_schema
 from batchllm_operator.shards.row_errors import (
     RowErrors,
     WrittenRows,
@@ -146,6 +147,8 @@ class Given:
 
 def _check_rejected(spec: JobSpec, written: WrittenRows) -> None:
     """Raise `ExpectationError` if so many rows are rejected that commit would publish nothing."""
+    if spec.on_unmet == "quarantine":
+        return
     names = [f"{prompt}.{STATUS_COLUMN}" for prompt in spec.prompts] or [STATUS_COLUMN]
     for number, name in enumerate(names):
         if (expected := spec.expect.get(name)) is None:
@@ -196,6 +199,9 @@ def find_given(spec: JobSpec, ds: str, retried: StoredPlan | None = None) -> Giv
     columns = output_schema(spec, rows_schema(spec, snapshot.schema), answers)
     watched_columns(spec, columns)
     stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
+    if spec.on_unmet == "quarantine":
+        apart = quarantine_of(spec, output), quarantine_schema(spec, columns)
+        apart[0].check_outputs("run", apart[1], add_columns=spec.output.add_columns)
     _check_nulls_fit(spec, stored)
     check_lengths(spec, tokenizer.max_model_len)
     target = find_target(spec)

@@ -87,7 +87,13 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
         staging.remove()  # after the session's end
 
 
-def _warn_of_one_file(spec: JobSpec, num_rows: int) -> None:
+def _warn_of_one_process(spec: JobSpec, num_rows: int) -> None:
+    if spec.expect:
+        _log.warning(
+            "expect: one process, the driver's, joins and measures all %s rows when it commits;"
+            " give it disk for their outputs twice, or leave expect out",
+            f"{num_rows:,}",
+        )
     if num_rows <= MOST_ROWS_OF_ONE_FILE:
         return
     table = open_table(spec.output.uri, spec.input.partition_column)
@@ -108,7 +114,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
     with Progress("plan on Spark", len(PHASES), unit="phases") as progress:
         progress.advance(0, PHASES[0])
         numbers = number_rows(spark, reading, parts)
-        _warn_of_one_file(spec, numbers.num_rows)
+        _warn_of_one_process(spec, numbers.num_rows)
         progress.advance(1, PHASES[1])
         sample = draw_sample(spark, reading, parts, numbers)
         num = num_ranges(numbers.num_asks, sample)

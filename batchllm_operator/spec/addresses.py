@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -75,6 +75,11 @@ class TableAddress:
     @property
     def uri(self) -> str:
         return {"iceberg": _ICEBERG, "delta": _DELTA, "parquet": ""}[self.format] + self.location
+
+    @property
+    def quarantine(self) -> TableAddress:
+        """The table beside it, of rows that are kept apart."""
+        return replace(self, location=f"{self.location.rstrip('/')}_quarantine")
 
     def overlaps(self, other: TableAddress) -> bool:
         """Whether both are one table, or one is in the other's folder."""

@@ -1,11 +1,12 @@
 """The section of a spec that says what must hold of the answers before they are published."""
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Final
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
 
+from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.fields import Neutral, NonEmpty, Section, by_name
 from batchllm_operator.spec.limits import shown
 
@@ -25,6 +26,9 @@ class Bounds(Section):
             yield "min is above max"
 
 
+OnUnmet = Literal["fail", "quarantine", "branch"]
+UNMET: Final = "unmet"
+"""The column of a quarantine table that says what a row doesn't meet."""
 ByName = Annotated[dict[NonEmpty, Bounds], AfterValidator(by_name)]
 _QUANTILE: Final = re.compile(r"p(100|[0-9]{1,2}(\.[0-9]{1,6})?)")
 
@@ -75,6 +79,20 @@ class Expectation(Section):
                 found |= {f"{name}.{key}": bounds for key, bounds in value.items()}
         return found
 
+    def rowless(self, *, is_status: bool) -> Iterator[str]:
+        """Paths of the bounds that no row breaks by itself, so that none can be quarantined.
+
+        A bound names rows if it is one number: those that are so, if they may be so many at most,
+        and those that aren't, if they must be so many at least. Shares of values, but those of a
+        `status`, do so only if no row may have the value, or each must.
+        """
+        for name, bounds in self.bounds.items():
+            is_one = bounds.min is None or bounds.max is None
+            if name.startswith("values.") and not is_status:
+                is_one = (bounds.min, bounds.max) in ((None, 0), (1, None))
+            if not is_one or name.partition(".")[0] in ("duplicate", "drift", "quantiles"):
+                yield name
+
     def _faults(self) -> Iterator[str]:
         for name, bounds in self.bounds.items():
             is_share = not name.startswith(("range.", "quantiles."))
@@ -82,3 +100,25 @@ class Expectation(Section):
                 yield f"{shown(name)}: a share is from 0 to 1"
         if not self.bounds:
             yield "expects nothing"
+
+
+def unmet_faults(
+    on_unmet: OnUnmet,
+    expect: Mapping[str, Expectation],
+    output: TableAddress,
+    columns: Collection[str],
+    statuses: Collection[str],
+) -> Iterator[str]:
+    """What keeps a job from `on_unmet`; `columns` are those of its output."""
+    if on_unmet == "branch" and output.format != "iceberg":
+        yield "on_unmet: only Iceberg tables have branches; write fail or quarantine"
+    if on_unmet != "quarantine":
+        return
+    if UNMET in columns:
+        yield f"on_unmet: the quarantine table has a column {UNMET} of its own; rename the output's"
+    for column, expected in expect.items():
+        for what in expected.rowless(is_status=column in statuses):
+            yield (
+                f"expect.{shown(column)}.{shown(what)}: no row breaks it by itself, so none can be"
+                " quarantined; leave it out, or write on_unmet: fail"
+            )

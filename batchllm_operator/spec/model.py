@@ -12,8 +12,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from batchllm_operator.secrets.finding import find_secrets
 from batchllm_operator.spec import rounds
+from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.execution import EngineSpec, LimitsSpec, PlannerSpec
-from batchllm_operator.spec.expect import Expectation
+from batchllm_operator.spec.expect import Expectation, OnUnmet, unmet_faults
 from batchllm_operator.spec.fields import Decides, Neutral, OfPlan, by_name
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
@@ -76,8 +77,14 @@ class JobSpec(AnswerSpec):
         default_factory=dict, exclude_if=lambda expect: not expect
     )
     """What must hold of the answers, by output column (`prompt.column` of several prompts). Where
-    it doesn't, `commit` publishes nothing (exit code 4), and keeps what was generated. All but the
-    shares of `status` are of rows whose `status` is `ok` or `cut_off`."""
+    it doesn't, see `on_unmet`. All but the shares of `status` are of rows whose `status` is `ok` or
+    `cut_off`."""
+    on_unmet: Neutral[OnUnmet] = Field(default="fail", exclude_if=lambda value: value == "fail")
+    """Where `expect` doesn't hold, `commit` publishes nothing and keeps what was generated (`fail`,
+    exit code 4); publishes all but the rows at fault, which go to a table beside the output, named
+    like it with `_quarantine` behind (`quarantine`; at most `max_failed_fraction` of the rows); or
+    fails, with the answers on a branch of the Iceberg table (`branch`). `commit --accept`
+    publishes."""
     reuse_outputs: OfPlan[bool] = False
     """Take outputs from what the job has committed before, where a row's prompt, the model and the
     sampling are the same: from the partition itself, or the latest before it (by name). Only with
@@ -127,6 +134,10 @@ class JobSpec(AnswerSpec):
                 "reuse_outputs needs greedy sampling (sampling.temperature: 0): a sampled text is"
                 " one of many, and reusing it would sample once for all days"
             )
+        names = [*self.output_columns, *self.kept_columns]
+        statuses = [f"{prompt}.status" for prompt in self.prompts] or ["status"]
+        output = TableAddress.parse(self.output.uri)
+        yield from unmet_faults(self.on_unmet, self.expect, output, names, statuses)
         if self.planner.runahead == "on" and (reason := self.reason_against_chains):
             yield f"planner.runahead is on, but {reason}"
 

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from batchllm_operator.answers.expectations import Measured
 from batchllm_operator.prefixes.sharing import PlanSharing
 from batchllm_operator.row_error import INVALID_OUTPUT
+from batchllm_operator.spec import TableAddress
 from batchllm_operator.stored_plan.bill import Bill, EarlierRun, Number
 from batchllm_operator.stored_plan.counts import Count, Counts, Frozen, PlanCounts
 from batchllm_operator.stored_plan.lineage import Lineage
@@ -21,7 +22,7 @@ PAGE_FILE: Final = "report.html"
 _FIGURES: Final = {
     *("job", "ds", "run_id", "plan_uri", "table_uri", "report_uri", "model", "committed_at"),
     *("errors_by_kind", "num_shards", "num_workers", "answers", "prompts", "lineage"),
-    "expectations",
+    *("expectations", "num_quarantined_rows"),
 }
 _OF_PLAN: Final = {
     *("num_duplicate_rows", "num_reused_rows", "num_control_rows", "num_truncated_rows"),
@@ -166,6 +167,8 @@ class RunReport(StoredJson):
     makes them doubtful (`warnings`). Empty if the job asks for texts only."""
     expectations: tuple[Measured, ...] = ()
     """What the spec's `expect` bounds, as the answers have it, and those of earlier partitions."""
+    num_quarantined_rows: Count = 0
+    """Rows in the quarantine table instead of the output (`on_unmet`)."""
     prompts: dict[str, PromptRun] = Field(default_factory=dict)
     """Of several prompts, what each took, and what a job of its own would compute
     (`num_alone_tokens`)."""
@@ -182,6 +185,10 @@ class RunReport(StoredJson):
     @property
     def page_uri(self) -> str:
         return f"{self.plan_uri}/{PAGE_FILE}"
+
+    @property
+    def quarantine_uri(self) -> str:
+        return TableAddress.parse(self.table_uri).quarantine.uri
 
     @property
     def num_rows_out(self) -> int:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchllm_operator.answers import expectations
-from batchllm_operator.answers.expectations import Distinct, Numbers, Tally
+from batchllm_operator.answers.expectations import Distinct, Numbers, Tally, Watched
+from batchllm_operator.lake import find_place
 from batchllm_operator.spec.expect import Expectation
 
 ANY = {"min": 0}
@@ -118,3 +119,68 @@ def test_memory_is_bounded_and_errors_are_small(monkeypatch: pytest.MonkeyPatch)
         {"values": {"late": ANY}}, [pa.array(list("abcdef")), pa.array(["late", "late"])]
     )
     assert found == {"values.late": 0.25}
+
+
+STATUSES = ("ok", "cut_off", "failed", "skipped")
+ROWS = st.lists(
+    st.tuples(st.none() | st.sampled_from(["", " ", "a", "b", "ab"]), st.sampled_from(STATUSES))
+)
+SHARES = st.sampled_from([0, 0.3, 1])
+
+
+@given(ROWS, st.sampled_from(["missing", "empty", "matches.a", "values.a"]), SHARES, st.booleans())
+def test_without_the_rows_at_fault_a_bound_is_met(
+    rows: list[tuple[str | None, str]], what: str, share: float, is_most: bool
+) -> None:
+    kind, _, name = what.partition(".")
+    bound = {"max" if is_most else "min": share}
+    expected = Expectation.model_validate({kind: {name: bound} if name else bound})
+    batch = pa.record_batch(
+        [[*column] for column in zip(*rows, strict=True)] or [[], []], ["t", "s"]
+    )
+    batch = batch.cast(pa.schema({"t": pa.string(), "s": pa.string()}))
+    places = [find_place(batch.schema, column) for column in "ts"]
+    watched = Watched("t", *places, expected)  # type: ignore[arg-type]
+
+    def measure(rows: pa.RecordBatch) -> Any:
+        tally = Tally(expected)
+        tally.add(watched.chosen(rows))
+        [found] = tally.measured("t", None)
+        return found
+
+    faults = watched.at_fault(batch, measure(batch)).to_pylist()
+    is_so: dict[str, Any] = {
+        "missing": lambda text: text is None,
+        "empty": lambda text: text is not None and not text.strip(),
+        "matches": lambda text: text is not None and "a" in text,
+        "values": lambda text: text == "a",
+    }
+    for (text, status), is_fault in zip(rows, faults, strict=True):
+        counts = status in ("ok", "cut_off") and (text is not None or kind == "missing")
+        assert is_fault == (counts and is_so[kind](text) == is_most)
+    rest = measure(batch.filter(pa.array([not fault for fault in faults], pa.bool_())))
+    assert rest.is_met
+
+
+@pytest.mark.parametrize("numbers", [[1, None, 5, 9], [1.0, math.nan, 5.0, math.inf]])
+def test_rows_out_of_a_range_are_at_fault(numbers: list[float | None]) -> None:
+    expected = Expectation.model_validate({"range": {"min": 2, "max": 6}})
+    batch = pa.record_batch([pa.array(numbers), ["ok"] * 4], ["n", "s"])
+    watched = Watched("n", *(find_place(batch.schema, name) for name in "ns"), expected)  # type: ignore[arg-type]
+    tally = Tally(expected)
+    tally.add(watched.chosen(batch))
+    low, high = tally.measured("n", None)
+    assert watched.at_fault(batch, low).to_pylist() == [True, False, False, False]
+    assert watched.at_fault(batch, high).to_pylist() == [False, False, False, True]
+
+
+def test_a_share_of_statuses_is_at_fault_where_a_row_was_asked() -> None:
+    expected = Expectation.model_validate({"values": {"failed": {"max": 0.1}, "ok": {"min": 0.9}}})
+    batch = pa.record_batch([pa.array(STATUSES)], ["status"])
+    place = find_place(batch.schema, "status")
+    assert place is not None
+    tally, watched = Tally(expected), Watched("status", place, place, expected)
+    tally.add(watched.chosen(batch))
+    failed, ok = tally.measured("status", None)
+    assert watched.at_fault(batch, failed).to_pylist() == [False, False, True, False]
+    assert watched.at_fault(batch, ok).to_pylist() == [False, True, True, False]

@@ -189,3 +189,18 @@ def test_plain_parquet_is_written_by_the_driver(
     monkeypatch.setattr(commit, "MOST_ROWS_OF_ONE_FILE", 12)
     commit_on_spark(plan.folder.uri)
     assert len(published(fake_spec(tmp_path))) == 12
+
+
+def test_rows_at_fault_are_quarantined_by_the_driver(
+    tmp_path: Path, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_table(tmp_path / "documents", document_rows(12, 10))
+    bound = {"generated_text": {"matches": {"[0-9]$": {"min": 1}}}}
+    allow = {"max_failed_fraction": 1.0, "on_unmet": "quarantine"}
+    spec = make_spec("table", expect=bound, **allow)
+    plan = finished(spec, plan_on_spark)
+    assert "expect: one process, the driver's, joins and measures all 120 rows" in caplog.text
+    report = commit_on_spark(plan.folder.uri)
+    texts = [row["generated_text"] for row in published(spec)]
+    assert all(text[-1].isdecimal() for text in texts)
+    assert len(texts) + report.num_quarantined_rows == 120 > len(texts)

@@ -26,10 +26,12 @@ from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
 from pyiceberg.table import Table, TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AssertTableUUID
 from pyiceberg.utils.properties import property_as_int
 
 from batchllm_operator.errors import BatchLLMError, TableError
+from batchllm_operator.lake.iceberg.branch import begin_branch, drop_branches
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors, without_secrets
 from batchllm_operator.lake.iceberg.partition import Partition, by_values
 from batchllm_operator.lake.iceberg.schema import ICEBERG, iceberg_schema
@@ -61,9 +63,14 @@ class Replacement(Change[Table]):
         most_file_bytes: int,
         *,
         add_columns: bool,
+        branch: str | None = None,
     ) -> None:
-        """`given` are the rows' columns; raises `TableError` if such rows can't be published."""
+        """`given` are the rows' columns; raises `TableError` if such rows can't be published.
+
+        With `branch`, the table's main branch stays as it is.
+        """
         self._catalog, self._place, self._uri = catalog, place, place.uri
+        self._branch = branch
         self._producer: Any = None
         where = f"output {self._uri}"
         self._table = self._checked(where)
@@ -162,7 +169,10 @@ class Replacement(Change[Table]):
 
     def _stage(self, files: Sequence[StagedFile], properties: Mapping[str, str]) -> None:
         """Write manifests, and the snapshot into the transaction."""
-        update = self._transaction.update_snapshot(snapshot_properties=dict(properties))
+        if self._branch is not None:
+            begin_branch(self._transaction, self._branch)
+        target = self._branch or MAIN_BRANCH
+        update = self._transaction.update_snapshot(dict(properties), target)
         producer: Any = update.overwrite()
         self._producer, build = producer, producer._build_manifest_evaluator
         # pyiceberg's threads share an evaluator, which holds the manifest that it looks at: without
@@ -174,6 +184,8 @@ class Replacement(Change[Table]):
         for file in files:
             self._producer.append_data_file(self._data_file(file))
         self._producer.commit()
+        if self._branch is None:
+            drop_branches(self._transaction, properties)
 
     def _data_file(self, file: StagedFile) -> DataFile:
         schema = self._metadata.schema()

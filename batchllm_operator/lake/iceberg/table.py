@@ -5,23 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import TableError
+from batchllm_operator.lake.iceberg.branch import branch_name, fast_forward
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
 from batchllm_operator.lake.iceberg.partition import Partition, partition_names, root_of
 from batchllm_operator.lake.iceberg.read import opened, read_file
 from batchllm_operator.lake.iceberg.replacement import Replacement
 from batchllm_operator.lake.iceberg.schema import ICEBERG, arrow_schema
 from batchllm_operator.lake.places import as_text
-from batchllm_operator.lake.publishing import check_name
+from batchllm_operator.lake.publishing import Publication, check_name
 from batchllm_operator.lake.scanning import Scan, reading
 from batchllm_operator.lake.schema import StoredColumns, fit_columns
+from batchllm_operator.lake.staging import StagedRows
 from batchllm_operator.lake.table import FilePart, InputFile, Snapshot
 from batchllm_operator.lake.versioned import VersionedTable
 from batchllm_operator.spec import TableAddress
@@ -36,6 +41,7 @@ class IcebergTable(VersionedTable[Table]):
         super().__init__(address.uri, partition_column, most_file_bytes)
         self._catalog = CatalogTable(address)
         self._read_from: tuple[str, Table, Schema] | None = None
+        self._branch: str | None = None
 
     def partitions(self) -> list[str]:
         """Read from metadata: those of a file with rows of several are left out."""
@@ -125,7 +131,45 @@ class IcebergTable(VersionedTable[Table]):
     ) -> Replacement:
         assert version is not None, "it is created before rows are published"
         most, place = self.most_file_bytes, self._partition(version, partition)
-        return Replacement(self._catalog, place, columns, most, add_columns=add_columns)
+        return Replacement(
+            self._catalog, place, columns, most, add_columns=add_columns, branch=self._branch
+        )
+
+    def publish_branch(
+        self, publication: Publication, data: Path | StagedRows, *, add_columns: bool
+    ) -> str:
+        branch = _Branch(self, publication)
+        branch.publish(publication, data, replaces=None, add_columns=add_columns)
+        return branch_name(publication)
+
+    def promote(self, publication: Publication) -> bool:
+        table = self._catalog.load()
+        try:
+            with iceberg_errors(self.uri, faults=(), passing=(CommitFailedException,)):
+                return table is not None and fast_forward(table, branch_name(publication))
+        except CommitFailedException:
+            return False
+
+
+class _Branch(IcebergTable):
+    """A publication's branch; it is published if there is one."""
+
+    def __init__(self, table: IcebergTable, publication: Publication) -> None:
+        address = TableAddress.parse(table.uri)
+        super().__init__(address, table.partition_column, table.most_file_bytes)
+        self._publication, self._branch = publication, branch_name(publication)
+
+    def _published_in(self, version: Table | None, partition: str) -> Publication | None:
+        is_there = version is not None and self._branch in version.metadata.refs
+        return self._publication if is_there else None
+
+    def _change(
+        self, version: Table | None, partition: str, columns: pa.Schema, *, add_columns: bool
+    ) -> Replacement:
+        if version is not None and version.current_snapshot() is None:
+            with iceberg_errors(self.uri):  # a branch begins at a snapshot
+                version.append(schema_to_pyarrow(version.schema()).empty_table())
+        return super()._change(version, partition, columns, add_columns=add_columns)
 
 
 def open_at(address: TableAddress, partition_column: str, most_file_bytes: int) -> IcebergTable:

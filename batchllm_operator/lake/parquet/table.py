@@ -168,14 +168,14 @@ class ParquetTable(FolderTable):
     ) -> Iterator[_Replacement]:
         """The footer of `data` must name the publication (`published_schema`)."""
         assert isinstance(data, Path), "nothing is staged"
-        (file,) = files_of(data)
+        (file,), partition = files_of(data), self.partition_of(publication)
         footer = pq.read_metadata(file)
         rows = footer.schema.to_arrow_schema()
-        self.check_outputs(publication.partition, rows, add_columns=add_columns)
+        self.check_outputs(partition, rows, add_columns=add_columns)
         if publication_of(footer) != publication:
             raise ValueError(f"{file}: its footer doesn't name {publication.run_id}")
-        with exclusive(self._folder, folder_name(self.partition_column, publication.partition)):
-            yield _Replacement(self, publication.partition, file)
+        with exclusive(self._folder, folder_name(self.partition_column, partition)):
+            yield _Replacement(self, partition, file)
 
     def _look(self, partition: str) -> tuple[Folder, Publication | None, Any]:
         """The partition's folder, its publication, and the `etag_of` its file."""
