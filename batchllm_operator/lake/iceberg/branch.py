@@ -35,7 +35,8 @@ def drop_branches(transaction: Transaction, published: Mapping[str, str]) -> Non
     metadata = transaction.table_metadata
     for name in metadata.refs:
         for snapshot in _history(metadata, name) if name.startswith(_PREFIX) else ():
-            held = {key: (snapshot.summary or {}).get(key) for key in published}
+            found: Mapping[str, str] = snapshot.summary or {}
+            held = {key: found.get(key) for key in published}
             if held == {**published, _PLAN: name.removeprefix(_PREFIX)}:
                 ManageSnapshots(transaction).remove_branch(name).commit()
                 break
