@@ -200,3 +200,5 @@ def _failed_lines(failed: FailedRows) -> Iterator[str]:
         yield printable(f"  {key}: {row.kind}{row.message and ': ' + row.message}")
     if num_more := num_failed - len(failed.rows):
         yield f"  {num_more:,} more; --limit {num_failed} lists all"
+    if failed.retry is not None:
+        yield printable(f"  to ask only the failed rows again: {failed.retry}")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -41,6 +42,8 @@ class FailedRows:
     """The most frequent first."""
     rows: tuple[FailedRow, ...]
     """The first ones in input order, as many as were asked for."""
+    retry: str | None = None
+    """The command that asks only these again, as the report of a published plan has it."""
 
     @property
     def num_failed_rows(self) -> int:
@@ -66,8 +69,10 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         TableError: the output partition holds what another job or program wrote.
     """
     plan = StoredPlan.open(plan_uri)
-    is_committed = find_committed(plan) is not None
+    is_committed, retry = find_committed(plan) is not None, None
     if is_committed:
+        with suppress(PlanError):  # the report may be gone
+            retry = load_report(plan_uri).retry
         found, kinds = _published(plan, limit)
         # Plans of rounds before may be gone.
         counts = load_report(plan_uri).plan if plan.manifest.before else plan.manifest.counts
@@ -98,6 +103,7 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         num_rows_done=num_done,
         errors_by_kind=dict(sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))),
         rows=tuple(found),
+        retry=retry,
     )
 
 

@@ -150,5 +150,6 @@ def test_the_command_of_a_report_retries(tmp_path: Path, batchllm: Batchllm) -> 
     assert "9 rows reuse an output" in done.out
     assert json.loads(result.read_text())["num_reused_rows"] == 9
     assert Path(json.loads(result.read_text())["plan_uri"], INPUT_FILE).exists()
+    assert batchllm("failed", "--plan", report.plan_uri).out.endswith(f" again: {report.retry}\n")
     for wrong in (("--ds", DS), ("--advise",)):
         assert batchllm("plan", *words, *wrong).code == ExitCode.INVALID
