@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from batchllm_operator.errors import (
     ExitCode,
     Interrupted,
     MissingLibraryError,
+    StorageError,
 )
 from batchllm_operator.named_file import parse_file, write_file
 from batchllm_operator.secrets.masking import MaskedStream, Masker
@@ -93,16 +94,16 @@ def _main(argv: Sequence[str] | None) -> int:
         if unknown and "others" not in args:
             raise arguments.UsageError(f"unrecognized arguments: {' '.join(unknown)}")
         with _stopping_on_signals():
-            result = args.command(args)
-            if args.result is not None:
-                body = {"result_version": RESULT_VERSION, "command": args.name, **result}
-                write_file(args.result, (json.dumps(body, indent=1) + "\n").encode())
+            _write_result(args, args.command(args))
         return ExitCode.OK
     except arguments.UsageError as error:
         args.parser.print_usage(sys.stderr)
         say(f"{ERROR_MARK}{args.name}: {error}")
         return ExitCode.INVALID
     except BatchLLMError as error:
+        if error.result:
+            with suppress(StorageError):
+                _write_result(args, error.result)
         say("; ".join([f"{ERROR_MARK}{error}", *getattr(error, "__notes__", [])]))
         return error.exit_code
     except ModuleNotFoundError as error:
@@ -113,6 +114,12 @@ def _main(argv: Sequence[str] | None) -> int:
     except Interrupted as stop:
         say("; ".join([f"batchllm: {stop}", *getattr(stop, "__notes__", [])]))
         return 128 + stop.signal_number
+
+
+def _write_result(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    if args.result is not None:
+        body = {"result_version": RESULT_VERSION, "command": args.name, **result}
+        write_file(args.result, (json.dumps(body, indent=1) + "\n").encode())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ the class, never on the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar, Final
 
@@ -53,6 +53,8 @@ class BatchLLMError(Exception):
     """Base of all errors that this package raises on purpose."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILURE
+    result: Mapping[str, Any] = {}
+    """What `--result` has of the failure."""
 
 
 class InvalidError(BatchLLMError):

@@ -25,6 +25,7 @@ from batchllm_operator.lake import LakeTable, Publication
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.shards.quarantine import quarantine_of, quarantined
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.stored_plan.lineage import planned_lineage
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 _log = logging.getLogger(__name__)
@@ -85,11 +86,14 @@ def admit(
     elif spec.on_unmet == "branch":
         branch = table.publish_branch(plan.publication, data, **options)
         kept = f"the answers are on the table's branch {branch!r}"
-    raise ExpectationError(
+    error = ExpectationError(
         f"{said}. Nothing was published; {kept}. To publish all the same: `batchllm commit --plan"
         f" {where} --accept`. To change the bounds: change expect in the spec, plan again (the plan"
         " stays the same), and commit"
     )
+    values = [each.model_dump() for each in measured]
+    error.result = {"expectations": values, "lineage": planned_lineage(plan.manifest)}
+    raise error
 
 
 def _columns(watched: Iterable[Watched]) -> list[str]:

@@ -151,6 +151,8 @@ class BatchLLMCommandOperator(BaseOperator):
     ui_color = "#d7e8f4"
     _child: ChildProcess | None = None
     _killed_at: float | None = None
+    _result: Mapping[str, Any] = {}
+    """That of the last command; of one that has failed, what it tells of that."""
 
     def __init__(
         self,
@@ -208,7 +210,10 @@ class BatchLLMCommandOperator(BaseOperator):
                 kill_grace_s=self.kill_grace_s,
             )
             child.run(log)
-            return _read_result(path, command) if child.exit_code == ExitCode.OK else None, child
+            has_failed = child.exit_code != ExitCode.OK
+            told = None if has_failed and not path.exists() else _read_result(path, command)
+        self._result = told or {}
+        return None if has_failed else told, child
 
     def on_kill(self) -> None:
         """Note it, in a signal handler: what `execute` waits for then ends."""

@@ -15,7 +15,8 @@ class WithLineage(BaseOperator):
     The provider takes a failed task's lineage from `get_openlineage_facets_on_complete`, too.
     """
 
-    _result: Mapping[str, Any] = {}
+    _result: Mapping[str, Any]
+    """See `BatchLLMCommandOperator`."""
 
     def known_tables(self) -> dict[str, Any]:
         """As `lineage` in a command's result, what is known before the command has run."""

@@ -52,18 +52,20 @@ def _input(table: Mapping[str, Any]) -> InputDataset:
 
 def _output(tables: Mapping[str, Any], expectations: Sequence[Mapping[str, Any]]) -> OutputDataset:
     table, source = tables["output"], dataset_name(tables["input"]["uri"])
-    counts = facets.output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
-        rowCount=table["num_rows"], size=table["num_bytes"], fileCount=table["num_files"]
-    )
     sources = {name: _made_of(source, [each], "IDENTITY") for name, each in tables["kept"].items()}
     for name, names in tables["answers"].items():
         sources[name] = _made_of(source, names, "TRANSFORMATION")
     columns = facets.column_lineage_dataset.ColumnLineageDatasetFacet(sources)
     about: dict[str, Any] = {**dict(_facets(table)), "columnLineage": columns}
+    statistics: dict[str, Any] = {}
     if assertions := [_assertion(each) for each in expectations]:
         quality = facets.data_quality_assertions_dataset
         about["dataQualityAssertions"] = quality.DataQualityAssertionsDatasetFacet(assertions)
-    statistics: dict[str, Any] = {"outputStatistics": counts}
+    if "num_rows" in table:  # else nothing was published
+        counted = facets.output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet
+        statistics["outputStatistics"] = counted(
+            rowCount=table["num_rows"], size=table["num_bytes"], fileCount=table["num_files"]
+        )
     return OutputDataset(*dataset_name(table["uri"]), outputFacets=statistics, facets=about)
 
 

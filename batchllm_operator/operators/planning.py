@@ -92,7 +92,6 @@ class Planning(WithLineage):
         return self.spec.output.uri, work, {f"{LABEL}/job": self.spec.name}
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
-        self._result = result
         send_stage("plan", context, result)
         summary = uris_and_counts(result)
         wanted = number_of_workers(self.num_workers or self.spec.planner.num_shards or 1)

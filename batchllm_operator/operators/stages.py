@@ -174,7 +174,6 @@ class BatchLLMGenerateOperator(BatchLLMPlannedOperator):
         return False
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
-        self._result = result
         send_stage("generate", context, result)
         return uris_and_counts(result)
 
@@ -210,7 +209,7 @@ class BatchLLMCommitOperator(BatchLLMPlannedOperator):
         return self.run_command("report", *self.plan_arguments)
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
-        self._result, self.outcome = result, _outcome(result)
+        self.outcome = _outcome(result)
         if num_failed := result.get("num_failed_rows"):
             self.log.warning(
                 "%s of %s failed, and were published with the reason in column `error`; report: %s",

@@ -1,5 +1,7 @@
 """Which version of which table a run has read and written, and what its columns are made of."""
 
+from typing import Any
+
 from batchllm_operator.lake import Snapshot
 from batchllm_operator.stored_plan.counts import Count, Frozen
 from batchllm_operator.stored_plan.manifest import PlanManifest
@@ -42,6 +44,13 @@ class Lineage(Frozen):
         )
         read, answers = input_of(manifest), spec.answer_sources
         return cls(input=read, output=output, kept=spec.kept_columns, answers=answers)
+
+
+def planned_lineage(manifest: PlanManifest) -> dict[str, Any]:
+    """As `Lineage` in JSON, of outputs that aren't published."""
+    spec = manifest.spec
+    tables = {"input": input_of(manifest).model_dump(), "output": {"uri": spec.output.uri}}
+    return {**tables, "kept": spec.kept_columns, "answers": spec.answer_sources}
 
 
 def input_of(manifest: PlanManifest) -> TableVersion:

@@ -63,8 +63,9 @@ def test_bounds_that_are_mended_publish_what_was_generated(tmp_path: Path) -> No
     put(tmp_path)
     plan = plan_job(fake_spec(tmp_path, expect=COPIES), DS)
     run_worker(plan)
-    with pytest.raises(ExpectationError):
+    with pytest.raises(ExpectationError) as refused:
         commit_run(plan)
+    assert [each["value"] for each in refused.value.result["expectations"]] == [0.5]
     mended = {"generated_text": {"duplicate": {"max": 0.5}, "empty": {"max": 0}}}
     again = plan_job(fake_spec(tmp_path, expect=mended), DS)
     assert again.folder == plan.folder

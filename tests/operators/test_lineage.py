@@ -121,6 +121,29 @@ def test_a_plan_that_fails_tells_what_it_would_have_read(
     assert told(absent) == told(BatchLLMCommitOperator(task_id="c", plan_uri="p")) == nothing
 
 
+def test_a_commit_that_is_refused_tells_which_expectations_werent_met(
+    commands: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_children(commands, monkeypatch)
+    job = JobFolder(tmp_path)
+    job.write_rows(DS)
+    bounds = {"empty": {"max": 0.5}, "duplicate": {"min": 0.5}}
+    spec = job.write_spec("job", expect={"generated_text": bounds})
+    uri = run(BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds=DS))["plan_uri"]
+    run(BatchLLMGenerateOperator(task_id="generate", plan_uri=uri))
+    commit = BatchLLMCommitOperator(task_id="commit", plan_uri=uri)
+    with pytest.raises(AirflowFailException, match="1 of 2 expectations not met"):
+        run(commit)
+    (written,) = told(commit)["outputs"]
+    assert written["name"] == f"{tmp_path}/job" and written["outputFacets"] == {}
+    found = written["facets"]["dataQualityAssertions"]["assertions"]
+    assert {each["assertion"]: each["success"] for each in found} == {
+        "empty": True,
+        "duplicate": False,
+    }
+    assert "generated_text" in written["facets"]["columnLineage"]["fields"]
+
+
 @pytest.mark.parametrize(
     ("facets", "fault"),
     [
