@@ -128,6 +128,13 @@ ROWS = st.lists(
 SHARES = st.sampled_from([0, 0.3, 1])
 
 
+def watched_in(batch: pa.RecordBatch, name: str, expected: Expectation) -> Watched:
+    """A column of rows whose statuses are in column `s`."""
+    place, status = (find_place(batch.schema, column) for column in (name, "s"))
+    assert place is not None and status is not None
+    return Watched(name, place, status, expected)
+
+
 @given(ROWS, st.sampled_from(["missing", "empty", "matches.a", "values.a"]), SHARES, st.booleans())
 def test_without_the_rows_at_fault_a_bound_is_met(
     rows: list[tuple[str | None, str]], what: str, share: float, is_most: bool
@@ -139,8 +146,7 @@ def test_without_the_rows_at_fault_a_bound_is_met(
         [[*column] for column in zip(*rows, strict=True)] or [[], []], ["t", "s"]
     )
     batch = batch.cast(pa.schema({"t": pa.string(), "s": pa.string()}))
-    places = [find_place(batch.schema, column) for column in "ts"]
-    watched = Watched("t", *places, expected)  # type: ignore[arg-type]
+    watched = watched_in(batch, "t", expected)
 
     def measure(rows: pa.RecordBatch) -> Any:
         tally = Tally(expected)
@@ -166,7 +172,7 @@ def test_without_the_rows_at_fault_a_bound_is_met(
 def test_rows_out_of_a_range_are_at_fault(numbers: list[float | None]) -> None:
     expected = Expectation.model_validate({"range": {"min": 2, "max": 6}})
     batch = pa.record_batch([pa.array(numbers), ["ok"] * 4], ["n", "s"])
-    watched = Watched("n", *(find_place(batch.schema, name) for name in "ns"), expected)  # type: ignore[arg-type]
+    watched = watched_in(batch, "n", expected)
     tally = Tally(expected)
     tally.add(watched.chosen(batch))
     low, high = tally.measured("n", None)
@@ -176,11 +182,9 @@ def test_rows_out_of_a_range_are_at_fault(numbers: list[float | None]) -> None:
 
 def test_a_share_of_statuses_is_at_fault_where_a_row_was_asked() -> None:
     expected = Expectation.model_validate({"values": {"failed": {"max": 0.1}, "ok": {"min": 0.9}}})
-    batch = pa.record_batch([pa.array(STATUSES)], ["status"])
-    place = find_place(batch.schema, "status")
-    assert place is not None
-    tally, watched = Tally(expected), Watched("status", place, place, expected)
+    batch = pa.record_batch([pa.array(STATUSES)], ["s"])
+    tally, watched = Tally(expected), watched_in(batch, "s", expected)
     tally.add(watched.chosen(batch))
-    failed, ok = tally.measured("status", None)
+    failed, ok = tally.measured("s", None)
     assert watched.at_fault(batch, failed).to_pylist() == [False, False, True, False]
     assert watched.at_fault(batch, ok).to_pylist() == [False, True, True, False]
