@@ -5,10 +5,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from conftest import Batchllm
 from support.answers_job import asking
 from support.fake_job import DS, document_rows, fake_spec, finish, write_table
+from support.lake_tables import LAKES
 from support.prompts_job import several
 
 from batchllm_operator.commit.commit_run import commit_run
@@ -113,6 +115,21 @@ def test_the_input_is_the_one_that_was_read(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"isn't what plan .* published"):
         retry_job(report.plan_uri)
     assert retried(newer)[1].errors_by_kind == {"null_value": 1}
+
+
+@pytest.mark.parametrize("name", ["delta", "iceberg"])
+def test_a_table_that_has_gone_on_is_read_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    lake = LAKES[name](str(tmp_path), tmp_path, monkeypatch, "rows")
+    rows = put(tmp_path / "local")
+    lake.append(DS, pa.Table.from_pylist(rows))
+    of_lake = {"input": {"uri": lake.address}, "engine": FAULTY, "max_failed_fraction": 0.5}
+    report = finish(plan_job(fake_spec(tmp_path, **of_lake), DS))
+    lake.append(DS, pa.Table.from_pylist([{**rows[5], "row_key": "new"}]))
+    plan, after = retried(report)
+    assert (after.num_rows_in, after.errors_by_kind) == (len(rows), {"null_value": 1})
+    assert plan.manifest.counts.num_requests == 1
 
 
 def test_plans_whose_rows_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
