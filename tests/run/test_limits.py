@@ -136,9 +136,10 @@ def test_answers_that_are_tried_again_count(tmp_path: Path) -> None:
 
 
 def test_rounds_before_count(tmp_path: Path) -> None:
-    prompts = {"a": {"template": "{document}"}, "b": {"template": "{a}{query}"}}
+    templates = {"a": "{document}", "b": "{a}{query}"}
     prompts = {
-        name: {**prompt, "sampling": {"max_tokens": NUM_TOKENS}} for name, prompt in prompts.items()
+        name: {"template": template, "sampling": {"max_tokens": NUM_TOKENS}}
+        for name, template in templates.items()
     }
     write_table(tmp_path / "documents", document_rows(2, 2))
     limits = {"output_tokens": 5 * NUM_TOKENS}

@@ -22,9 +22,11 @@ _REGISTRY: Final[Registry[Any]] = Registry().with_resources(
 _FORMATS: Final = FormatChecker(("date-time", "uuid"))  # an absent library is a KeyError
 
 
-@_FORMATS.checks("uri")
 def _is_uri(value: object) -> bool:
     return not isinstance(value, str) or bool(urlsplit(value).scheme)
+
+
+_FORMATS.checks("uri")(_is_uri)
 
 
 def check_event(event: Mapping[str, Any]) -> None:

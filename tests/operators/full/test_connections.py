@@ -55,7 +55,7 @@ def test_a_jobs_tables_are_in_the_cloud_of_its_connection(
     ti = TaskInstance()
 
     def run(task: Any) -> dict[str, Any]:
-        context = {"ti": ti, "dag": None, "outlet_events": {}}
+        context: dict[str, Any] = {"ti": ti, "dag": None, "outlet_events": {}}
         return dict(type(task).execute.__wrapped__(task, context))
 
     plan = BatchLLMPlanOperator(task_id="plan", spec_path=str(spec), ds=DS, lake_conn_id="lake")
