@@ -77,7 +77,8 @@ class BatchLLMStageOperator(BatchLLMJobOperator):
                     raise AirflowFailException(f"num_workers is 0, but work is left: {results}")
                 if isinstance(results, str):
                     self._take(context)
-            except AirflowException as error:
+            # Any error, such as a full disk.
+            except Exception as error:
                 if self._killed_at is None and not may_be_retried(context, error):
                     self._release(context)  # no later try will adopt an earlier try's Job
                 raise

@@ -178,7 +178,7 @@ def test_results_that_are_whole_are_a_success_for_every_try(
 
 
 @pytest.mark.parametrize("has_job", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("error", [AirflowException, AirflowFailException])
+@pytest.mark.parametrize("error", [AirflowException, AirflowFailException, OSError])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_try_that_sees_neither_lake_nor_job_leaves_the_job_only_to_a_next_try(
     task: BatchLLMGenerateOperator,
