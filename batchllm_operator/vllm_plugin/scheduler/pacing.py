@@ -60,10 +60,6 @@ class Waiting(NamedTuple):
     num_prefill_tokens: float = 0.0
     num_prompt_blocks: float = 0.0
     num_output_tokens: int = 0  # estimated
-    num_prompt_block_steps: float = 0.0
-    """Blocks of each prompt, held for the steps of its output."""
-    num_output_block_steps: float = 0.0
-    """The same for the blocks of the output as it grows."""
 
     @classmethod
     def of_request(cls, num_blocks: float, output: int, block_size: int, *, is_guess: bool) -> Self:
@@ -74,8 +70,6 @@ class Waiting(NamedTuple):
             num_prefill_tokens=num_blocks * block_size,
             num_output_tokens=output,
             num_prompt_blocks=num_blocks + 0.5,  # the last one isn't full
-            num_prompt_block_steps=(num_blocks + 0.5) * output,
-            num_output_block_steps=output**2 / (2 * block_size),
         )
 
     def plus(self, other: Waiting, sign: int = 1) -> Waiting:
@@ -85,15 +79,19 @@ class Waiting(NamedTuple):
     def average(
         self, scale: float, block_size: int, tokens_per_step: float = 1.0
     ) -> AverageRequest:
-        """The average request, of one at least; outputs are `scale` times as long as estimated."""
-        output = scale * self.num_output_tokens
-        block_steps = scale * self.num_prompt_block_steps + scale**2 * self.num_output_block_steps
+        """The average request, of one at least; outputs are `scale` times as long as estimated.
+
+        A few long outputs would hold most of the block-steps, but only once as many run as in the
+        long term: a job ends before that, and would wait for memory to fill.
+        """
+        output = scale * self.num_output_tokens / self.num_requests
+        num_blocks = self.num_prompt_blocks / self.num_requests
         return AverageRequest(
             prefill_tokens=self.num_prefill_tokens / self.num_requests,
-            output_tokens=output / self.num_requests,
-            output_steps=max(1.0, output / self.num_requests / tokens_per_step),
-            final_blocks=(self.num_prompt_blocks + output / block_size) / self.num_requests,
-            mean_blocks=block_steps / output,
+            output_tokens=output,
+            output_steps=max(1.0, output / tokens_per_step),
+            final_blocks=num_blocks + output / block_size,
+            mean_blocks=num_blocks + output / (2 * block_size),
         )
 
 
