@@ -3,10 +3,11 @@
 By Little's law, requests that each hold w block-steps (blocks, summed over the steps that they
 are held) fill M blocks if M / w of them are admitted per step. So prefill is paced at
 
-    M * (prefill tokens waiting) / (block-steps waiting)
+    M * (prefill tokens) / (block-steps)
 
-tokens per step. At that rate running requests are of all ages. Admitted in one burst, they would
-all grow and end together, and memory for all of their last tokens would lie idle before and after.
+of the average request, in tokens per step. At that rate running requests are of all ages. Admitted
+in one burst, they would all grow and end together, and memory for all of their last tokens would
+lie idle before and after.
 
 If few requests run at a time, the rate is only a few tokens of a prompt per step, while its blocks
 are held. So a prompt takes at most a sixteenth of its output's steps, and the next one begins when
