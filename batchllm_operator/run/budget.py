@@ -49,19 +49,17 @@ class Budget:
 
         With `looks`, read others' progress first, if the last look is `LOOK_S` seconds old.
         """
-        # Without waiting for another thread's look.
-        if not self._has_limits or self._drain.has_begun or not self._lock.acquire(blocking=False):
+        if not self._has_limits or self._drain.has_begun:
             return
-        try:
-            if looks and self._clock() >= self._look_at:
+        if looks and self._clock() >= self._look_at and self._lock.acquire(blocking=False):
+            try:  # another thread's look isn't waited for
                 self._look()
-            own = [progress.usage for progress in list(self._own.values())]
-            used = Usage.total([self._elsewhere, *own])
-            for reason in used.reached(self._plan.manifest):
-                self._drain.begin(reason, LimitError(reason))
-                return
-        finally:
-            self._lock.release()
+            finally:
+                self._lock.release()
+        own = [progress.usage for progress in list(self._own.values())]
+        used = Usage.total([self._elsewhere, *own])
+        if reason := next(used.reached(self._plan.manifest), None):
+            self._drain.begin(reason, LimitError(reason))
 
     def _look(self) -> None:
         try:

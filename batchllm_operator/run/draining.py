@@ -26,7 +26,9 @@ class Drain:
         """Parts that the engine works on; set by the worker."""
 
     def begin(self, why: str, limit: LimitError | None = None) -> None:
-        """Let no part be opened any more; any thread may call it."""
+        """Let no part be opened any more; any thread may call it, the first time counts."""
+        if self.has_begun:
+            return
         self.limit, self.has_begun = limit, True
         most = "" if self._limit_s is None else f", for at most {self._limit_s:.0f} s"
         _log.info("%s: finishing %s%s", why, counted(self.num_open_parts(), "open part"), most)
