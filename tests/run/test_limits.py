@@ -150,14 +150,19 @@ def test_rounds_before_count(tmp_path: Path) -> None:
 
 
 def test_gpus_count_while_no_output_ends(lake_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "LOOK_S", 0.0)
     monkeypatch.setenv(INTERVAL_VARIABLE, "0.1")
-    plan, drain = plan_one_shard(lake_uri, limits={"gpu_hours": 1e-9}), Drain()
-    engines = Engines(2, lambda: wait_until(lambda: drain.has_begun, "it drains"))
+    plan = plan_one_shard(lake_uri, planner={"num_shards": 2}, limits={"gpu_hours": 3})
+    drain = Drain()
+
+    def another_holds_gpus() -> None:
+        leave_progress(plan, 1, state="stopped", gpu_held_s=7200.0, num_gpus=2)
+        wait_until(lambda: drain.has_begun, "it drains")
+
+    engines = Engines(2, another_holds_gpus)
     text = stopped(plan, engines, num_gpus=1, drain=drain)
-    assert "limits.gpu_hours: the run has used 0.00 of 1e-09" in text
+    assert "limits.gpu_hours: the run has used 4.00 of 3;" in text
     assert engines.num_answers == 5
-    leave_progress(plan, 0, attempt=2, state="stopped", gpu_held_s=7200.0, num_gpus=2)
-    assert "has used 4.00 of 1e-09" in stopped(plan, Engines())
 
 
 def test_open_parts_have_as_long_as_after_a_signal(lake_uri: str) -> None:
