@@ -69,7 +69,8 @@ def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
         TableError: the output partition holds what another job or program wrote.
     """
     plan = StoredPlan.open(plan_uri)
-    is_committed, retry = find_committed(plan) is not None, None
+    is_committed = find_committed(plan) is not None
+    retry: str | None = None
     if is_committed:
         with suppress(PlanError):  # the report may be gone
             retry = load_report(plan_uri).retry
