@@ -10,7 +10,7 @@ Where lengths have heavy tails, ours knows each of them, as no estimate could, o
     python -m benchmarks.scheduler
     python -m benchmarks.scheduler --workloads case_1 --policies stock_sorted batchllm
     python -m benchmarks.scheduler --policies stock_sorted batchllm --workloads \
-        lognormal log_t runaways runaways_alone by_group by_group_ordered  # 10 minutes
+        lognormal log_t runaways runaways_alone  # 5 minutes
 """
 
 import argparse
@@ -48,25 +48,11 @@ def runaways(generator: np.random.Generator, num: int) -> NDArray[np.float64]:
     return np.where(generator.random(num) < 0.02, MOST_TOKENS, usual)
 
 
-def by_group(generator: np.random.Generator, num: int) -> NDArray[np.float64]:
-    """A factor of each group, and one of each request."""
-    factors = generator.lognormal(-0.245, 0.7, num // 6)
-    return np.repeat(factors, 6) * generator.lognormal(-0.245, 0.7, num)
-
-
-def by_group_ordered(generator: np.random.Generator, num: int) -> NDArray[np.float64]:
-    """The same with the longest groups first, as a plan has them that has learned their means."""
-    factors = np.sort(generator.lognormal(-0.245, 0.7, num // 6))[::-1]
-    return np.repeat(factors, 6) * generator.lognormal(-0.245, 0.7, num)
-
-
 TAILS: dict[str, Callable[[np.random.Generator, int], NDArray[np.float64]]] = {
     "lognormal": lambda generator, num: generator.lognormal(-0.5, 1.0, num),
     "log_t": lambda generator, num: np.exp(0.6 * generator.standard_t(3, num)),
     "runaways": runaways,
     "runaways_alone": runaways,
-    "by_group": by_group,
-    "by_group_ordered": by_group_ordered,
 }
 """Draws output lengths, over those of the shape."""
 SHAPES = {
