@@ -24,6 +24,7 @@ CODES = {
     4: {"FailedRowsError", "ExpectationError"},
     5: {"IncompleteRunError"},
     6: {"ConflictError"},
+    7: {"LimitError"},
 }
 
 
@@ -44,6 +45,7 @@ def test_exit_codes_are_distinct_and_never_change() -> None:
         "REFUSED": 4,
         "INCOMPLETE": 5,
         "CONFLICT": 6,
+        "LIMIT": 7,
         "INTERRUPTED": 130,
         "TERMINATED": 143,
     }

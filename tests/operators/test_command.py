@@ -64,7 +64,7 @@ def test_an_exit_code_decides_whether_a_retry_may_help(stand_in: None, code: int
         AirflowException, match=rf"plan: the disk is full \(exit code {code}\)"
     ) as e:
         operator(CODE=str(int(code)), ERROR="the disk is full").run_command("plan")
-    is_final = code in (ExitCode.INVALID, ExitCode.REFUSED, ExitCode.CONFLICT)
+    is_final = code in (ExitCode.INVALID, ExitCode.REFUSED, ExitCode.CONFLICT, ExitCode.LIMIT)
     assert isinstance(e.value, AirflowFailException) == is_final
 
 
