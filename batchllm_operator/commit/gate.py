@@ -23,7 +23,7 @@ from batchllm_operator.commit.quarantine import divide, num_rows, read_rows
 from batchllm_operator.errors import ExpectationError, SpecError
 from batchllm_operator.lake import LakeTable, Publication
 from batchllm_operator.lake.data_files import files_of
-from batchllm_operator.shards.quarantine import quarantine_of, quarantined
+from batchllm_operator.shards.quarantine import QUARANTINED_FILE, quarantine_of, quarantined
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.stored_plan.lineage import planned_lineage
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
@@ -66,14 +66,19 @@ def admit(
     where, of_all = plan.folder.uri, counted(len(measured), "expectation")
     said = f"plan {where}: {len(unmet)} of {of_all} not met: {'; '.join(map(str, unmet))}"
     kept, options = "what was generated is kept", {"add_columns": spec.output.add_columns}
+    was_begun = plan.folder.exists(QUARANTINED_FILE)
+    if was_begun and spec.on_unmet != "quarantine":  # by a commit that was stopped, then
+        _, none = divide(plan, table, data, [])
+        aside = quarantine_of(spec, table)
+        aside.publish(plan.publication, none, replaces=None, again=True, **options)
     if spec.on_unmet == "quarantine":
         aside = quarantine_of(spec, table)
-        # A commit that was stopped may have put rows there, which other bounds may have chosen.
-        if not unmet and aside.published(plan.publication.run_id) is None:
+        if not unmet and not was_begun:
             return data
         rest, at_fault = divide(plan, table, data, unmet)
         num, num_apart = num_rows(data), num_rows(at_fault)
         if num_apart < max(1, num) and (accept or num_apart <= spec.max_failed_fraction * num):
+            plan.folder.write_bytes(QUARANTINED_FILE, b"{}")
             aside.publish(plan.publication, at_fault, replaces=None, again=True, **options)
             _log.warning("%s; %s quarantined", said, counted(num_apart, "row"))
             return rest

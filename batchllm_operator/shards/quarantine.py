@@ -7,11 +7,16 @@ there for an earlier plan ceases to.
 
 from __future__ import annotations
 
+from typing import Final
+
 import pyarrow as pa
 
 from batchllm_operator.lake import RUN_ID, LakeTable, Publication, Snapshot, open_table
 from batchllm_operator.spec import JobSpec, TableAddress
 from batchllm_operator.spec.expect import UNMET
+
+QUARANTINED_FILE: Final = "quarantined.json"
+"""In a plan's folder once commit may have put rows of it there."""
 
 
 def quarantine_of(spec: JobSpec, output: LakeTable) -> LakeTable:

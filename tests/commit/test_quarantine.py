@@ -154,6 +154,17 @@ def test_bounds_that_are_mended_after_a_kill_decide_anew(make_spec: MakeSpec, me
     assert len(published(mended) + quarantined(mended)) == 20
 
 
+@pytest.mark.parametrize("changes", [{"on_unmet": "fail"}, {"on_unmet": "fail", "expect": {}}])
+def test_rows_that_a_killed_commit_put_apart_do_not_count_beside_all_rows(
+    make_spec: MakeSpec, changes: dict[str, Any]
+) -> None:
+    commit_killed(finished(make_spec()))
+    spec = make_spec(**changes)
+    commit_run(plan_job(spec, DS), accept=True)
+    assert len(published(spec)) == 20
+    assert not quarantined(spec)
+
+
 def test_more_rows_at_fault_than_may_fail_are_quarantined_once_they_are_accepted(
     make_spec: MakeSpec,
 ) -> None:
