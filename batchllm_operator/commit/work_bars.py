@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Final
 
 from batchllm_operator.shards.attempts import ShardProgress, State, Worker
@@ -20,15 +20,13 @@ _ENDINGS: Final[dict[State, Ending]] = {
     "stopped": "stopped",
     "failed": "failed",
 }
-_JOINED_SHARE: Final = 1 / 100
-"""Of many bars, the short ones are joined until they take this share of the chart."""
 
 
 def work_bars(shards: Sequence[ShardAttempts]) -> tuple[WorkBar, ...]:
     """The attempts at shards, whose numbers are their positions, by worker and time.
 
-    At most 1,000 bars of 40 workers; workers with attempts that took over or were taken over come
-    first. Attempts without progress are left out.
+    Of 40 workers at most, first those with attempts that took over or were taken over. Where bars
+    are more than 1,000, short ones are joined. Attempts without progress are left out.
     """
     made = [(idx, each) for idx, begun in enumerate(shards) for each in begun.progress]
     if not made:
@@ -38,10 +36,11 @@ def work_bars(shards: Sequence[ShardAttempts]) -> tuple[WorkBar, ...]:
     by_worker = [list(own) for _, own in groupby(bars, key=_maker)]
     by_worker.sort(key=lambda own: all(map(_is_plain, own)))  # stable
     by_worker = sorted(by_worker[:_MOST_WORKERS], key=lambda own: _maker(own[0]))
-    if len(bars) > _MOST_BARS:
-        least_s = _JOINED_SHARE * max(bar.end_s for bar in bars)
-        by_worker = [_joined(own, least_s) for own in by_worker]
-    return tuple(bar for own in by_worker for bar in own[: _MOST_BARS // len(by_worker)])
+    end_s = max(bar.end_s for bar in bars)
+    least_s = end_s / _MOST_BARS
+    while sum(map(len, by_worker)) > _MOST_BARS and least_s <= 2 * end_s:
+        by_worker, least_s = [_joined(own, least_s) for own in by_worker], 2 * least_s
+    return tuple(chain.from_iterable(by_worker))[:_MOST_BARS]
 
 
 def _bar(shard_idx: int, progress: ShardProgress, began_at: datetime) -> WorkBar:

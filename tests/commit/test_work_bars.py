@@ -61,11 +61,25 @@ def test_short_bars_of_many_are_joined_but_none_that_took_over() -> None:
         attempt(5001, 5002, worker=1, attempt=2),
     ]
     bars = work_bars(shards(*begun))
-    assert len(bars) < 210
+    assert 500 < len(bars) <= 1000
     assert sum(bar.num_shards for bar in bars) == num + 1
     unusual = [bar for bar in bars if bar.took_over or bar.ending != "finished"]
     assert [(bar.shard_idx, bar.num_shards) for bar in unusual] == [(5000, 1), (5000, 1)]
     assert bars[-1].worker == 1
+
+
+@pytest.mark.parametrize("nums", [[600, 100], [250] * 40, [980] + [1] * 39, [1500] + [30] * 39])
+def test_every_worker_is_drawn_to_its_end(nums: list[int]) -> None:
+    made = [(worker, idx, num) for worker, num in enumerate(nums) for idx in range(num)]
+    begun = [
+        [attempt(9000 / num * idx, 9000 / num * (idx + 1), worker=worker)]
+        for worker, idx, num in made
+    ]
+    bars = work_bars(shards(*begun))
+    assert min(1000, len(made)) // 4 < len(bars) <= 1000
+    assert sum(bar.num_shards for bar in bars) == len(made)
+    ends = {bar.worker: bar.end_s for bar in bars}
+    assert [round(ends[worker]) for worker in range(len(nums))] == [9000] * len(nums)
 
 
 def test_of_many_workers_those_with_trouble_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
