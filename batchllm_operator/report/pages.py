@@ -57,7 +57,9 @@ def duration(seconds: float | None) -> str:
 def usd(value: float | None) -> str:
     if value is None:
         return _UNKNOWN
-    return f"${value:,.2f}" if value >= 0.01 or value == 0 else "under $0.01"
+    if 0 < abs(value) < 0.01:
+        return "under $0.01"
+    return f"{'-' if value < 0 else ''}${abs(value):,.2f}"
 
 
 def bar_name(text: str) -> str:

@@ -9,6 +9,7 @@ from support.run_reports import make_full_report, make_report, make_timeline
 
 from batchllm_operator.prefixes.sharing import Histogram, LargeGroup, PlanSharing
 from batchllm_operator.report.page import render_report
+from batchllm_operator.report.pages import usd
 from batchllm_operator.stored_plan.bill import Bill, EarlierRun
 from batchllm_operator.stored_plan.counts import NOTHING
 from batchllm_operator.stored_plan.run_report import (
@@ -299,3 +300,12 @@ def test_a_page_of_ten_thousand_shards_stays_small() -> None:
     shards = make_full_report().shards
     many = tuple(shards[idx % 4].model_copy(update={"shard_idx": idx}) for idx in range(10_000))
     assert len(render_report(make_full_report(shards=many))) < 100_000
+
+
+def test_a_run_that_cost_more_than_without_sharing_says_so() -> None:
+    assert (usd(-5.0), usd(-0.001), usd(0.0), usd(1234.5)) == (
+        "-$5.00",
+        "under $0.01",
+        "$0.00",
+        "$1,234.50",
+    )
