@@ -229,8 +229,8 @@ def job_of_task(
 
 def round_of(task_id: str) -> str:
     """What ends the ids of later rounds' tasks in `batchllm_task_group`, such as `_2`; or empty."""
-    match = re.search(r"_(?:[2-9]|[1-9][0-9])\Z", task_id)
-    return match[0] if match else ""
+    match = re.search(r"(?:\A|\.)(?:plan|generate)(_[2-9]|_[1-9][0-9])\Z", task_id)
+    return match[1] if match else ""
 
 
 def first_of(task_id: str) -> str:

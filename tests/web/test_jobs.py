@@ -285,6 +285,15 @@ def test_rounds_of_a_job_are_one_job(anna: Browser, records: Records) -> None:
     assert find_job("job", "a", "b.plan", -1).ref.task_id == "b.plan_2"
 
 
+def test_jobs_that_are_numbered_are_no_rounds(anna: Browser, records: Records) -> None:
+    records.run(state="success")
+    for idx, name in enumerate(("titles", "titles_2")):
+        records.task(name, plan_uri=uri(idx), operator="BatchLLMPlanOperator")
+    html = anna.page("/")
+    for name in ("titles", "titles_2"):
+        assert f"/batchllm/dags/job/runs/a/jobs/{name}/-1" in html
+
+
 def test_a_second_round_that_fails_to_plan_is_its_jobs_state(
     anna: Browser, records: Records
 ) -> None:
