@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from batchllm_operator.amounts import clipped, counted
+from batchllm_operator.amounts import clipped, counted, first_of
 from batchllm_operator.prefixes.sharing import TreeNode
 from batchllm_operator.report.pages import count, duration, ratio
 from batchllm_operator.stored_plan.timeline import WorkBar
@@ -97,6 +97,8 @@ def gantt(bars: Sequence[WorkBar]) -> Gantt | None:
     lanes, rows = [], []
     for (worker, host), own in groupby(bars, key=lambda bar: (bar.worker, bar.host)):
         made = list(own)
+        took_over = [f"{bar.shard_idx}" for bar in made if bar.took_over]
+        ended_before = [f"{b.shard_idx} {b.ending}" for b in made if b.ending != "finished"]
         name = f"worker {worker}" + (f" on {clipped(host, 20)}" if has_doubles else "")
         lanes.append((name, [_drawn(bar, WIDTH / end_s) for bar in made]))
         rows.append(
@@ -106,8 +108,8 @@ def gantt(bars: Sequence[WorkBar]) -> Gantt | None:
                 count(sum(bar.num_shards for bar in made)),
                 duration(sum(max(0.0, bar.end_s - bar.start_s) for bar in made)),
                 duration(max(bar.end_s for bar in made)),
-                _named([f"{bar.shard_idx}" for bar in made if bar.took_over]),
-                _named([f"{b.shard_idx} {b.ending}" for b in made if b.ending != "finished"]),
+                first_of(took_over, _MOST_NAMED) or "none",
+                first_of(ended_before, _MOST_NAMED) or "none",
             )
         )
     return Gantt(lanes, rows, sum(bar.took_over for bar in bars), duration(end_s))
@@ -126,9 +128,3 @@ def _drawn(bar: WorkBar, per_s: float) -> DrawnBar:
     length = max(2.0, (bar.end_s - bar.start_s) * per_s)
     x = min(bar.start_s * per_s, WIDTH - length)
     return DrawnBar(round(x, 1), round(length, 1), colour, f"{shards}: {lasted}, {how}")
-
-
-def _named(items: Sequence[str]) -> str:
-    """The first items, and the number of others."""
-    more = [f"{len(items) - _MOST_NAMED} more"] if len(items) > _MOST_NAMED else []
-    return ", ".join([*items[:_MOST_NAMED], *more]) or "none"
