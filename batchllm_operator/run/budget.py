@@ -31,8 +31,10 @@ class Budget:
     ) -> None:
         self._plan, self._drain, self._clock = plan, drain, clock
         self._has_limits = plan.manifest.spec.limits != LimitsSpec()
-        self._own: dict[tuple[int, int], LiveProgress] = {}
+        self._own: set[tuple[int, int]] = set()
         """This worker's attempts, by shard and number."""
+        self._used: tuple[Usage, tuple[LiveProgress, ...]] = Usage(), ()
+        """What those that have ended have used, and the others; replaced as a whole."""
         self._finished: dict[int, Usage] = {}
         """Of shards that were finished elsewhere."""
         self._before: Usage | None = None
@@ -42,7 +44,11 @@ class Budget:
 
     def watch(self, shard_idx: int, number: int, progress: LiveProgress) -> None:
         """Count an attempt of this worker, also after its end."""
-        self._own[shard_idx, number] = progress
+        self._own.add((shard_idx, number))
+        used, live = self._used
+        ended = [each.usage for each in live if each.has_ended]
+        going_on = (each for each in live if not each.has_ended)
+        self._used = Usage.total([used, *ended]), (*going_on, progress)
 
     def check(self, *, looks: bool = True) -> None:
         """Begin the drain if a limit is reached; any thread may call it.
@@ -56,8 +62,8 @@ class Budget:
                 self._look()
             finally:
                 self._lock.release()
-        own = [progress.usage for progress in list(self._own.values())]
-        used = Usage.total([self._elsewhere, *own])
+        ended, live = self._used
+        used = Usage.total([self._elsewhere, ended, *(progress.usage for progress in live)])
         if reason := next(used.reached(self._plan.manifest), None):
             self._drain.begin(reason, LimitError(reason))
 

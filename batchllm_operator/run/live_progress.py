@@ -157,6 +157,10 @@ class LiveProgress:
         """What this attempt has used by now."""
         return Usage(self._num_generated, self._held_s() * self._num_gpus)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
     def _held_s(self) -> float:
         held_at, ended_at = self._held_at, self._ended_at
         if held_at is None:

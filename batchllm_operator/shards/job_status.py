@@ -155,7 +155,10 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
     ]
     notes += [note for made in attempts.values() for note in made.notes]
     if committed is None and any(shard.state != "finished" for shard in shards):
-        notes += _limits_reached(plan, attempts)
+        try:
+            notes += _limits_reached(plan, attempts)
+        except PlanError as error:  # a round before is gone
+            notes.append(f"limits: {error}")
     if committed is None:
         try:
             refusal = Refusal.read(plan.folder, REFUSED_FILE, plan_id=manifest.plan_id)

@@ -1,7 +1,9 @@
 """Runs that have used what their spec allows: they stop at a part, and go on once it is raised."""
 
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from batchllm_operator.errors import ExitCode, LimitError, SpecError
 from batchllm_operator.plan.plan_job import plan_job
 from batchllm_operator.report import format_status
 from batchllm_operator.run import budget as budget_module
+from batchllm_operator.run.budget import Budget
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
 from batchllm_operator.run.run_shards import run_worker
 from batchllm_operator.shards.job_status import read_attempts, read_status
 from batchllm_operator.shards.usage import Usage
+from batchllm_operator.spec import LimitsSpec
 from batchllm_operator.stored_plan.stored_plan import StoredPlan
 
 SHARD: dict[str, Any] = {"planner": {"num_shards": 1}}
@@ -145,8 +149,37 @@ def test_rounds_before_count(tmp_path: Path) -> None:
     limits = {"output_tokens": 5 * NUM_TOKENS}
     spec = several(tmp_path, prompts, limits=limits, planner={"num_shards": 1, "part_rows": 1})
     run_worker(plan_job(spec, DS))
-    assert "has used 40 of 40" in stopped(later := plan_job(spec, DS), Engines())
+    later = plan_job(spec, DS)
+    assert "has used 40 of 40" in stopped(later, Engines())
     assert read_status(later).done.num_rows in (2, 3), "of the part that was open"
+    before = later.folder.path.replace(later.manifest.plan_id, later.manifest.before or "")
+    shutil.rmtree(before)
+    (note,) = read_status(later).notes
+    assert note.startswith("limits: plan ") and f"{later.manifest.before}" in note
+
+
+def test_attempts_that_have_ended_are_not_read_at_every_output() -> None:
+    class Progress:
+        has_ended = False
+        num_reads = 0
+
+        @property
+        def usage(self) -> Usage:
+            self.num_reads += 1
+            return Usage(NUM_TOKENS)
+
+    spec = SimpleNamespace(limits=LimitsSpec(output_tokens=100 * NUM_TOKENS))
+    plan: Any = SimpleNamespace(manifest=SimpleNamespace(spec=spec, estimate=None))
+    drain = Drain()
+    budget = Budget(plan, drain)
+    attempts: list[Any] = [Progress() for _ in range(100)]
+    for number, progress in enumerate(attempts):
+        budget.watch(number, 1, progress)
+        assert not drain.has_begun
+        budget.check(looks=False)
+        progress.has_ended = True
+    assert "has used 800 of 800" in str(drain.limit)
+    assert max(progress.num_reads for progress in attempts) == 2
 
 
 def test_gpus_count_while_no_output_ends(lake_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
