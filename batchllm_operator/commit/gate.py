@@ -91,10 +91,12 @@ def admit(
     elif spec.on_unmet == "branch":
         branch = table.publish_branch(plan.publication, data, **options)
         kept = f"the answers are on the table's branch {branch!r}"
+    cure = f"`batchllm commit --plan {where} --accept`"
+    if accept:  # every row is at fault
+        cure = f"write on_unmet: fail in the spec, plan again, and {cure}"
     error = ExpectationError(
-        f"{said}. Nothing was published; {kept}. To publish all the same: `batchllm commit --plan"
-        f" {where} --accept`. To change the bounds: change expect in the spec, plan again (the plan"
-        " stays the same), and commit"
+        f"{said}. Nothing was published; {kept}. To publish all the same: {cure}. To change the"
+        " bounds: change expect in the spec, plan again (the plan stays the same), and commit"
     )
     values = [each.model_dump() for each in measured]
     error.result = {"expectations": values, "lineage": planned_lineage(plan.manifest)}
