@@ -29,13 +29,20 @@ class Usage(NamedTuple):
         """For each limit of the spec that is reached, its name, what is used, and how to go on."""
         limits, hours = manifest.spec.limits, self.gpu_s / 3600
         price = 0.0 if manifest.estimate is None else manifest.estimate.gpu.usd_per_hour
-        for name, used, most, text in (
-            ("output_tokens", self.num_output_tokens, limits.output_tokens, "{:,} of {:,}"),
-            ("gpu_hours", hours, limits.gpu_hours, "{:,.2f} of {:,g}"),
-            ("cost", hours * price, limits.cost, "${:,.2f} of ${:,g}"),
+        for name, used, most, sign in (
+            ("output_tokens", self.num_output_tokens, limits.output_tokens, ""),
+            ("gpu_hours", hours, limits.gpu_hours, ""),
+            ("cost", hours * price, limits.cost, "$"),
         ):
             if most is not None and used >= most:
                 yield (
-                    f"limits.{name}: the run has used {text.format(used, most)}; to go on, raise"
-                    " it in the spec, plan again and run"
+                    f"limits.{name}: the run has used {sign}{_shown(used)} of {sign}{most:,.15g};"
+                    " to go on, raise it in the spec, plan again and run"
                 )
+
+
+def _shown(used: float) -> str:
+    """A number with two decimals, or three digits of a small one, which they would hide."""
+    if isinstance(used, int):
+        return f"{used:,}"
+    return f"{used:,.2f}" if used >= 1 else f"{used:.3g}"

@@ -207,6 +207,15 @@ def test_open_parts_have_as_long_as_after_a_signal(lake_uri: str) -> None:
     assert read_status(plan).shards[0].state == "stopped"
 
 
+def test_small_and_large_limits_are_shown_with_their_digits(lake_uri: str) -> None:
+    plan = plan_one_shard(lake_uri, limits={"gpu_hours": 0.001})
+    assert "has used 0.00125 of 0.001;" in next(Usage(gpu_s=4.5).reached(plan.manifest))
+    plan = plan_one_shard(lake_uri, limits={"gpu_hours": 2_000_000})
+    assert "has used 3,000,000.00 of 2,000,000;" in next(
+        Usage(gpu_s=1.08e10).reached(plan.manifest)
+    )
+
+
 def test_a_cost_needs_a_price(lake_uri: str) -> None:
     with pytest.raises(SpecError, match=r"limits.cost: needs planner.target_gpu, whose price"):
         plan_one_shard(lake_uri, limits={"cost": 5})
