@@ -9,6 +9,8 @@ SKIPPED: Final = "skipped"
 REPETITION: Final = "repetition"
 ANSWERED: Final = ("ok", "cut_off")
 """Values of an answer's `status` with which it is used."""
+ASKED: Final = (*ANSWERED, REPETITION, INVALID_OUTPUT, "failed", "rejected")
+"""Values of `status` of rows that were asked."""
 
 
 class RowError(NamedTuple):

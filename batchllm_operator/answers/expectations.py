@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import accumulate
@@ -21,7 +21,7 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import find_place
 from batchllm_operator.lake.places import Place
 from batchllm_operator.prompts.values import is_string
-from batchllm_operator.row_error import ANSWERED, SKIPPED
+from batchllm_operator.row_error import ANSWERED, ASKED, SKIPPED
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.expect import Expectation
 
@@ -113,7 +113,8 @@ def watched_columns(spec: JobSpec, schema: pa.Schema) -> list[Watched]:
 def watched_column(spec: JobSpec, name: str, schema: pa.Schema) -> Watched:
     """A column of an output table of the job, which has this schema.
 
-    Raises `SpecError`: the job writes no such column, or its type isn't for what is expected.
+    Raises `SpecError`: the job writes no such column, its type isn't for what is expected, or it
+    never holds a value whose share is.
     """
     expected, place = spec.expect[name], find_place(schema, name)
     if place is None or place.column not in (tuple(spec.prompts) or spec.answer_columns):
@@ -121,10 +122,20 @@ def watched_column(spec: JobSpec, name: str, schema: pa.Schema) -> Watched:
         raise SpecError(
             f"expect: {name!r} is no column of the answers; they have {', '.join(known)}"
         )
-    owner = f"{place.column}.{_STATUS}" if spec.prompts else _STATUS
-    if (status := find_place(schema, owner)) is None:
-        raise SpecError(f"expect.{name}: the table has no column {owner}")
+    owner = f"{place.column}." if spec.prompts else ""
+    if f"{name}.".startswith(f"{owner}error."):
+        raise SpecError(f"expect.{name}: rows with an error have no answer; bound {owner}{_STATUS}")
+    if (status := find_place(schema, f"{owner}{_STATUS}")) is None:
+        raise SpecError(f"expect.{name}: the table has no column {owner}{_STATUS}")
     _check_kind(name, expected, place.kind)
+    known: Collection[str] = ()
+    if place == status:
+        known = ASKED
+    elif name == f"{owner}label":
+        known = (spec.prompts[place.column] if spec.prompts else spec).labels
+    for value in expected.values:
+        if known and value not in known:
+            raise SpecError(f"expect.{name}.values: {value!r} is none of {', '.join(known)}")
     return Watched(name, place, status, expected)
 
 

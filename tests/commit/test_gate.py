@@ -167,6 +167,12 @@ def test_answers_to_several_prompts_are_measured_without_those_that_were_skipped
         ),
         ("summary", {"range": {"min": 1}}, "is for numbers; the column holds"),
         ("summary", {"matches": {"(": {"min": 1}}}, r"expect\.summary\.matches: '\(': "),
+        ("error", {"missing": {"min": 1}}, r"expect\.error: rows with an error .*; bound status"),
+        (
+            "status",
+            {"values": {"faild": {"max": 0}}},
+            r"expect\.status\.values: 'faild' is none of ok, cut_off, repetition, invalid_output",
+        ),
     ],
 )
 def test_what_the_answers_cannot_have_is_refused_by_plan(
