@@ -57,8 +57,8 @@ def add_only(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--retry",
-        metavar="PLAN",
-        help="URI of a published plan: ask again only the rows that failed in it, and keep its"
+        metavar="URI",
+        help="of a published plan: ask again only the rows that failed in it, and keep its"
         " other outputs; in place of --job and --ds",
     )
 
