@@ -67,11 +67,18 @@ class Measured(BaseModel):
     @property
     def bounds(self) -> str:
         named = {"at least": self.min, "at most": self.max}
-        return " and ".join(f"{n} {bound:g}" for n, bound in named.items() if bound is not None)
+        return " and ".join(
+            f"{n} {_digits(bound)}" for n, bound in named.items() if bound is not None
+        )
 
     def __str__(self) -> str:
-        shown = "unknown" if self.value is None else f"{self.value:.6g}"
+        shown = "unknown" if self.value is None else _digits(self.value)
         return f"{self.column}: {self.what} is {shown}, expected {self.bounds}"
+
+
+def _digits(number: float) -> str:
+    """Six digits of a share, all of a larger number: it may be a price or a count."""
+    return f"{number:.6g}" if abs(number) <= 1 else f"{number:.15g}"
 
 
 class Watched(NamedTuple):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchllm_operator.answers import expectations
-from batchllm_operator.answers.expectations import Distinct, Numbers, Tally, Watched
+from batchllm_operator.answers.expectations import Distinct, Measured, Numbers, Tally, Watched
 from batchllm_operator.lake import find_place
 from batchllm_operator.spec.expect import Expectation
 
@@ -72,6 +72,13 @@ def test_ranges_and_quantiles_of_numbers_are_those_of_all_rows(
         "range.min": min(numbers, default=None),
         "range.max": max(numbers, default=None),
     }
+
+
+def test_a_message_keeps_the_digits_of_large_numbers() -> None:
+    price = Measured(column="price", what="range.max", value=10_000_001, max=1e7)
+    assert str(price) == "price: range.max is 10000001, expected at most 10000000"
+    share = Measured(column="text", what="empty", value=1 / 3, max=0.25)
+    assert str(share) == "text: empty is 0.333333, expected at most 0.25"
 
 
 @given(TEXTS, TEXTS)
