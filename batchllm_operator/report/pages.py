@@ -44,7 +44,9 @@ def percent(value: float | None) -> str:
 
 
 def mean(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:,.4g}"
+    if value is None:
+        return _UNKNOWN
+    return f"{value:,.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:

@@ -14,7 +14,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.prefixes import sharing
 from batchllm_operator.report import format_summary, share, summary, timelines
 from batchllm_operator.report.page import render_report
-from batchllm_operator.report.pages import usd
+from batchllm_operator.report.pages import mean, usd
 from batchllm_operator.shards import row_errors
 from batchllm_operator.stored_plan.bill import Bill
 from batchllm_operator.stored_plan.counts import NOTHING
@@ -153,6 +153,12 @@ def test_saved_tokens_time_and_money_are_three_numbers() -> None:
     figures = make_full_report().figures()
     assert (figures["num_saved_tokens"], figures["predicted_saved_gpu_s"]) == (60_000, 50.0)
     assert figures["predicted_saved_cost_usd"] == pytest.approx(50 / 3600 * 3)
+
+
+def test_means_and_bounds_are_shown_without_exponents() -> None:
+    assert [mean(value) for value in (0.12345, 999.96, 9999.4, 12_345.6, 1e7 + 1)] == [
+        *("0.1235", "1,000", "9,999", "12,346", "10,000,001")
+    ]
 
 
 def test_what_a_run_would_have_cost_is_measured_time_by_the_prediction_for_what_was_computed() -> (
