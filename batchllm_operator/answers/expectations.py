@@ -135,14 +135,14 @@ def watched_column(spec: JobSpec, name: str, schema: pa.Schema) -> Watched:
     if (status := find_place(schema, f"{owner}{_STATUS}")) is None:
         raise SpecError(f"expect.{name}: the table has no column {owner}{_STATUS}")
     _check_kind(name, expected, place.kind)
-    known: Collection[str] = ()
+    possible: Collection[str] = ()
     if place == status:
-        known = ASKED
+        possible = ASKED
     elif name == f"{owner}label":
-        known = (spec.prompts[place.column] if spec.prompts else spec).labels
+        possible = (spec.prompts[place.column] if spec.prompts else spec).labels
     for value in expected.values:
-        if known and value not in known:
-            raise SpecError(f"expect.{name}.values: {value!r} is none of {', '.join(known)}")
+        if possible and value not in possible:
+            raise SpecError(f"expect.{name}.values: {value!r} is none of {', '.join(possible)}")
     return Watched(name, place, status, expected)
 
 

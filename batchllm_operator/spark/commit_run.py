@@ -41,6 +41,7 @@ from batchllm_operator.shards.buckets import (
 )
 from batchllm_operator.shards.joining import Joining
 from batchllm_operator.shards.parts import PartEntry, ShardParts, part_schema
+from batchllm_operator.shards.quarantine import QUARANTINED_FILE
 from batchllm_operator.shards.reuse_index import ReusedOutputs
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
@@ -83,7 +84,8 @@ def _write(
 ) -> Path | StagedRows:
     """Write the partition's data files; see `write_partition`."""
     spec, num_rows = plan.manifest.spec, plan.manifest.num_rows
-    if spec.expect:  # what is expected is measured in local files
+    # What is expected is measured in local files, by which quarantine is undone, too.
+    if spec.expect or plan.folder.exists(QUARANTINED_FILE):
         return write_partition(plan, sources, spool, table)
     joining = Joining(plan, sources)
     add_columns = spec.output.add_columns
