@@ -75,7 +75,7 @@ def test_s3_that_goes_away_in_a_commit(s3_bucket: str, proxy: LossyProxy) -> Non
     table = DeltaTable(f"{s3_bucket}/table", "ds")
     publish(table, numbers(1), of_plan("a"))
     proxy.answers_to_lose = 99
-    with pytest.raises(CommitUnknownError, match="can't be read; commit again to find out"):
+    with pytest.raises(CommitUnknownError, match=r"no answer came .*; commit again to find out"):
         publish(table, numbers(2), of_plan("b"), replaces=of_plan("a"))
     with pytest.raises(StorageError):
         table.published(DS)  # not "nothing"
