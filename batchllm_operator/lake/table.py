@@ -259,9 +259,10 @@ class LakeTable(ABC):
     ) -> str:
         """Publish on a branch of an Iceberg table, which only its readers see; returns its name.
 
-        It begins as the table is; one that exists stays as it is. Raises as `publish`.
+        It begins as the table is; one that exists stays as it is. Raises as `publish`; `SpecError`:
+        tables of this format have no branches.
         """
-        raise NotImplementedError
+        raise SpecError(f"table {self.uri}: only Iceberg tables have branches")
 
     def promote(self, publication: Publication) -> bool:
         """Make a publication's branch the table's state, in one step, and drop the branch.
@@ -269,7 +270,7 @@ class LakeTable(ABC):
         False if there is none, or the table has changed since. Raises `StorageError`: it failed, or
         no answer came; what is published tells.
         """
-        raise NotImplementedError
+        return False
 
     @abstractmethod
     def _attempt(
