@@ -17,7 +17,7 @@ from playwright.sync_api import Page, sync_playwright
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 DAG_ID = "daily_snippets"
 WIDTH, HEIGHT = 1280, 860
-REPORT_HEIGHT = 1040  # down to the bars
+REPORT_HEIGHT = 1040  # down to GPU time and cost
 
 
 def take(url: str, user: str, password: str, run_id: str | None) -> None:
